@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import threading
 import time
@@ -29,6 +28,9 @@ from typing import Any
 from torch.distributed import Store
 
 from streammega.train.board import Board
+from streammega.train.neighbour import Neighbour
+from streammega.train.signals import SignalPipe
+from streammega.train.statuses import ENDED, as_words, compare
 from streammega.train.stopping import StopRequests
 
 log = logging.getLogger(__name__)
@@ -53,20 +55,6 @@ and TCP tries for minutes.
 """
 LAST_WORDS = 5.0
 """Seconds that flushing metrics may take before the process ends."""
-SIGNALS_AT_ONCE = 64
-"""Bytes of a read of signals, one each; what is left is read at the next turn."""
-ENDED = "ended"
-PHASES = (
-    "starting",
-    "waiting for data",
-    "computing",
-    "reducing",
-    "saving",
-    "evaluating",
-    "ending",
-    ENDED,
-)
-"""What a rank does, in the order of a step: one that is behind is what those before it wait for."""
 
 
 class Watch:
@@ -100,8 +88,8 @@ class Watch:
         self._ended = threading.Event()
         self._last_word = threading.Lock()
         """Of the main thread or the watch's, whichever ends the run: the cause is printed once."""
-        self._signals = _Signals()
-        self._others = _Others(rank, world)
+        self._signals = SignalPipe()
+        self._neighbour = Neighbour(rank, world)
         self._requests = StopRequests()
         self._gentle = False
         self._asked: int | None = None
@@ -235,12 +223,12 @@ class Watch:
         cause = self._board.cause()
         if cause is not None:
             # Its own: the main thread is about to say it.
-            return _as_words(cause) if cause["rank"] != self.rank else None
+            return as_words(cause) if cause["rank"] != self.rank else None
         beats_since_asked = self._beats_since(self._asked)
         limit = max(SOON, min(self.patience / BEAT, SILENCE))
         if beats_since_asked > 0:
             limit = SOON
-        neighbour_is_silent = self._others.silence(self._board) >= limit
+        neighbour_is_silent = self._neighbour.silence(self._board) >= limit
         waits = time.monotonic() - self._since > self.patience
         # Whoever is told to end looks at all ranks: the one that is gone may have its neighbour on
         # another host.
@@ -278,7 +266,7 @@ class Watch:
                 f"the host of the job's store is gone, see its log"
             )
         if cause is not None and cause["rank"] != self.rank:
-            return _as_words(cause)
+            return as_words(cause)
         return words or f"no other rank says why; this one was in step {self.step} ({self._phase})"
 
     def _compare(self, meanwhile: Callable[[], None], kinds: Sequence[str]) -> str:
@@ -292,27 +280,9 @@ class Watch:
         for _ in range(5):
             time.sleep(BEAT / 2)
             meanwhile()
-        lines_of: dict[str, list[str]] = {"silent": [], "behind": [], "ahead": [], "here": []}
-        for rank, status in self._board.read_all().items():
-            if rank == self.rank:
-                continue
-            kind = self._kind(before.get(rank, {}), status)
-            says = "gives no sign of life" if kind == "silent" else "is elsewhere"
-            lines_of[kind].append(f"rank {rank} {says}; {_describe(status)}")
-        lines: list[str] = []
-        for kind in kinds:
-            lines += lines_of[kind]
-        return "; ".join(lines)
-
-    def _kind(self, before: dict[str, Any], after: dict[str, Any]) -> str:
-        """What two statuses of another rank say: "silent", or where it is as seen from here."""
-        if after["phase"] != ENDED and after["beats"] == before.get("beats"):
-            return "silent"
-        here = _place(self.step, self._phase)
-        there = _place(after["step"], after["phase"])
-        if there == here:
-            return "here"
-        return "behind" if there < here else "ahead"
+        after = self._board.read_all()
+        after.pop(self.rank, None)
+        return compare(before, after, (self.step, self._phase), kinds)
 
     def _end(self, reason: str, code: int) -> None:
         """Print why, and end the process; if the main thread is saying it already, leave that to
@@ -336,93 +306,3 @@ class Watch:
             # The process ends now, with a cause that is told already.
             with contextlib.suppress(Exception):
                 action()
-
-
-class _Others:
-    """Watches one other rank, the next that has not ended: every rank is watched by one, so the
-    store's load is linear.
-    """
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank = rank
-        self._world = world
-        self._watched = (rank + 1) % world
-        self._last_beats: int | None = None
-        """Of the watched rank, when it was last looked at."""
-        self._silence = 0
-
-    def silence(self, board: Board) -> int:
-        """Beats of this process without one of the other.
-
-        Of this process: where all are slow, nobody is silent.
-        """
-        status = None
-        if self._watched != self._rank:
-            status = board.read([self._watched]).get(self._watched)
-        if status is None:  # it has not begun, or all others have ended
-            return 0
-        if status["phase"] == ENDED:
-            self._watched = (self._watched + 1) % self._world
-            self._last_beats = None
-        is_silent = status["beats"] == self._last_beats
-        self._silence = self._silence + 1 if is_silent else 0
-        self._last_beats = status["beats"]
-        return self._silence
-
-
-class _Signals:
-    """Numbers of the signals that reach this process, whatever its main thread waits in.
-
-    Python's own handlers run between two instructions of the main thread; what is read here is
-    written by the handler in C.
-    """
-
-    def __init__(self) -> None:
-        self._pipe: tuple[int, int] | None = None
-        self._before = -1
-
-    def listen(self) -> None:
-        """Begin, in the main thread; in another one no signal is ever seen."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        _, write_end = self._pipe
-        # A full pipe says enough: the thread that reads it knows that signals came.
-        self._before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def wait(self, seconds: float) -> bytes:
-        """The signals that came, at once, or none after so many seconds."""
-        if self._pipe is None:
-            time.sleep(seconds)
-            return b""
-        read_end, _ = self._pipe
-        readable, _, _ = select.select([read_end], [], [], seconds)
-        if not readable:
-            return b""
-        try:
-            return os.read(read_end, SIGNALS_AT_ONCE)
-        except OSError:
-            # None after all: select may say so, and must not block what comes next.
-            return b""
-
-    def close(self) -> None:
-        """Stop listening. The pipe stays open: the thread may be reading."""
-        if self._pipe is not None and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._before)
-
-
-def _place(step: int, phase: str) -> tuple[int, int]:
-    """How far a rank is: comparable with those of others. A phase that is not known is the last."""
-    number = PHASES.index(phase) if phase in PHASES else len(PHASES)
-    return step, number
-
-
-def _as_words(cause: dict[str, Any]) -> str:
-    words = str(cause["cause"])
-    if cause["rank"] is None:
-        return words
-    return f"rank {cause['rank']} ended the job: {words}"
-
-
-def _describe(status: dict[str, Any]) -> str:
-    return f"last heard of in step {status['step']} ({status['phase']}, for {status['seconds']} s)"
