@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
-from streammega.train.config import TrainConfig
+from streammega.order.step_numbers import StepNumbers
+from streammega.train.config import RunConfig, TrainConfig
 
 
 def set_learning_rate(
@@ -41,3 +44,43 @@ def _left(decay: str, done: float) -> float:
     if decay == "linear":
         return 1 - done
     return 1.0
+
+
+def step_numbers_of(config: RunConfig) -> StepNumbers:
+    """The steps of a run from sample 0 on with the batch sizes of its config."""
+    return StepNumbers(schedule=config.schedule, skips=config.data.skip_samples)
+
+
+class Decay:
+    """How far the decay of the learning rate is, by samples or tokens.
+
+    Args: config: of the run. tokens_before: the tokens of all samples before one.
+    """
+
+    def __init__(self, config: RunConfig, tokens_before: Callable[[int], int]) -> None:
+        self._train = config.train
+        self._step_numbers = step_numbers_of(config)
+        by_tokens = config.train.decay_by == "tokens"
+        self._before: Callable[[int], int] = tokens_before if by_tokens else int
+
+    def done_before(self, sample: int) -> float | None:
+        """The part of it before a sample; None: it goes by steps."""
+        if self._train.decay_by == "steps":
+            return None
+        first, last = self._ends
+        done = (self._amount_before(sample) - first) / max(1, last - first)
+        return min(max(done, 0.0), 1.0)
+
+    @cached_property
+    def _ends(self) -> tuple[int, int]:
+        """Where the decay begins and ends, in what it goes by."""
+        first_step = self._step_numbers.samples(self._train.warmup_iters + 1)
+        last_step = self._step_numbers.samples(self._train.iters)
+        return self._amount_before(first_step.start), self._amount_before(last_step.stop)
+
+    def _amount_before(self, sample: int) -> int:
+        """Samples or tokens that steps take before a sample: none of what is skipped."""
+        amount = self._before(sample)
+        for start, stop in self._step_numbers.skipped:
+            amount -= self._before(min(stop, sample)) - self._before(min(start, sample))
+        return amount

@@ -26,8 +26,9 @@ from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoints import checkpoints as checkpoint
 from streammega.train.config import RunConfig, load_run
-from streammega.train.loop import Trainer, _check_pipeline
+from streammega.train.loop import Trainer
 from streammega.train.metrics import MetricsLog, read_metrics
+from streammega.train.run_ranks import check_pipeline
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import has_valid, open_plain
 from tests.conftest import write_random_pair
@@ -752,7 +753,7 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
             "train.micro_batch_size=4",
         ]
         with pytest.raises(ConfigError, match=message):
-            _check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
+            check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
 
 
 @pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])

@@ -1,0 +1,83 @@
+"""Where a run is: what a checkpoint says beside the tensors, and what a resume makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from streammega.gradients.loss_scale import LossScale
+from streammega.loading import StreamLoader
+from streammega.order.cursor import keep_readable
+from streammega.train.config import RunConfig
+from streammega.train.metrics import finite
+from streammega.train.schedule import step_numbers_of
+
+log = logging.getLogger(__name__)
+
+
+def position_of(
+    config: RunConfig,
+    step: int,
+    loader: StreamLoader,
+    data: dict[str, Any],
+    *,
+    rewinds: Sequence[int],
+    record: dict[str, Any] | None,
+    scale: LossScale | None,
+) -> dict[str, Any]:
+    """What is saved of a run after a step, JSON-able.
+
+    data: the state of what was handed out. rewinds: of this run and those before it. record: of the
+    step, where it is not in the metrics yet.
+    """
+    consumed = data["consumed_samples"]
+    position: dict[str, Any] = {"step": step, "data": data}
+    readable = keep_readable(data, loader.dataset.identity_at(consumed))
+    if readable is not None:
+        position["data_identity"] = readable
+    ahead = phases_ahead(config, consumed)
+    if ahead:
+        position["phases_ahead"] = ahead
+    if rewinds:
+        # A restart with one of these settings goes on from here.
+        position["rewinds"] = rewinds
+    if record is not None:
+        position["record"] = finite(record)
+    if scale is not None:
+        position["loss_scale"] = scale.state_dict()
+    return position
+
+
+def phases_ahead(config: RunConfig, consumed: int) -> list[int]:
+    """The first samples of phases that have not begun."""
+    firsts = [phase.first_sample for phase in config.data.phases]
+    return [first for first in firsts if first >= consumed]
+
+
+def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: int) -> None:
+    """Say so where phases ahead begin elsewhere than when the checkpoint was saved, since steps are
+    counted by other batch sizes.
+    """
+    step = position["step"]
+    ahead = phases_ahead(config, consumed)
+    before = position.get("phases_ahead", ahead)
+    if ahead == before or step_numbers_of(config).samples(max(step, 1)).stop == consumed:
+        return
+    log.warning(
+        "by the batch sizes of this config step %d does not end at sample %d, as it did: phases "
+        "that were to begin at samples %s begin at %s now; where first_step says it, give them "
+        "first_sample instead",
+        step,
+        consumed,
+        before,
+        ahead,
+    )
+
+
+def with_rewind(rewinds: Sequence[int], rewind: int | None) -> list[int]:
+    """All values of train.rewind so far, each once."""
+    values = set(rewinds)
+    if rewind is not None:
+        values.add(rewind)
+    return sorted(values)

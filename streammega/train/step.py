@@ -1,0 +1,255 @@
+"""One step of the optimizer on one rank: micro-batches, gradients, totals, and the record of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streammega.errors import GradientError, StorageError
+from streammega.gradients.checks import clip_finite_grads
+from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
+from streammega.gradients.loss_scale import LossScale
+from streammega.gradients.sharded_optimizer import ShardedOptimizer
+from streammega.loading import StreamLoader
+from streammega.parallel import RankBatches, Ranks
+from streammega.samples.source import dataset_of_samples
+from streammega.train.batch_hash import hash_over_ranks
+from streammega.train.checkpoints.checkpoints import Checkpoints
+from streammega.train.config import RunConfig
+from streammega.train.feed import StepBatches
+from streammega.train.losses import Losses
+from streammega.train.optimizer import Optimizer
+from streammega.train.parallel_model import ParallelModel
+from streammega.train.schedule import Decay, set_learning_rate
+from streammega.train.step_totals import StepTotals, add_over_ranks
+from streammega.train.stopping import StopRequests
+from streammega.train.watch import Watch
+
+
+class DataEnded(Exception):
+    """There is no further global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """What a step needs, of a run on one rank. `take` makes one.
+
+    requests: what signals have asked of this rank; the totals of a step say whether of any.
+    sources: names of the datasets of the blend.
+    """
+
+    config: RunConfig
+    ranks: Ranks
+    device: torch.device
+    watch: Watch
+    loader: StreamLoader
+    batches: RankBatches
+    model: ParallelModel
+    optimizer: Optimizer
+    scale: LossScale | None
+    checkpoints: Checkpoints
+    requests: StopRequests
+    sources: Sequence[str]
+
+    def take(self, step: int) -> tuple[dict[str, Any], StepTotals]:
+        """The step after `step` others: its record, and what all ranks know of it.
+
+        Raises DataEnded where there is no data for it, GradientError for gradients that are not
+        finite.
+        """
+        train = self.config.train
+        dataset = self.loader.dataset
+        began = time.perf_counter()
+        schedule = dataset.schedule
+        data_ranks = self.ranks.layout.dp
+        first_sample = self._next_sample()
+        set_learning_rate(self.optimizer, train, step, self._decay.done_before(first_sample))
+        num_samples = schedule.size_at(first_sample)
+        micro_steps = schedule.micro_batches_at(first_sample, train.micro_batch_size, data_ranks)
+        batches = self._batches_of(step, micro_steps)
+        # of all its samples: a phase begins where a step does
+        length = dataset.sequence_length_at(first_sample)
+        num_tokens = num_samples * length
+        # Losses are summed over tokens: in fp16 a sum of so many would overflow, so they are
+        # divided by all tokens of the global batch before backward.
+        divided_by = float(num_tokens)
+        scale = self.scale.value / divided_by if self.scale else 1.0
+        losses = self.model.forward_backward(batches, micro_steps, length, scale)
+        self.watch.phase("reducing")
+        starts = np.array(batches.consumed, np.int64) - dataset.step_samples
+        sample_ids = dataset.sample_ids(starts).reshape(-1)
+        grad_norm = self._reduce_and_step(step, losses, divided_by)
+        totals = self._totals(losses, sample_ids)
+        tokens_per_s = num_tokens / (time.perf_counter() - began)
+        stop_sample = self.batches.consumed_samples
+        samples = range(stop_sample - num_samples, stop_sample)
+        record = self._record(step, samples, totals, grad_norm, batches.waited, tokens_per_s)
+        if train.hash_batches:
+            record["batch_hash"] = hash_over_ranks(
+                batches.kept or [],
+                sample_ids.tolist(),
+                samples,
+                self.model.bounds_of(length),
+                self.ranks,
+                self.device,
+            )
+        return record, totals
+
+    @cached_property
+    def _decay(self) -> Decay:
+        return Decay(self.config, self.loader.dataset.tokens_before)
+
+    def _next_sample(self) -> int:
+        """The first sample of the next global batch: behind the cursor, and what is skipped there.
+
+        0 where there is none: `_batches_of` says so.
+        """
+        parts = self.loader.dataset.parts(self.batches.consumed_samples)
+        next_part = next(parts, None)
+        return 0 if next_part is None else next_part.start
+
+    def _batches_of(self, step: int, micro_steps: int) -> StepBatches:
+        """The micro-batches of a step on this rank. Raises DataEnded where there is none."""
+        batches = StepBatches(
+            self.batches,
+            micro_steps,
+            self.watch,
+            step + 1,
+            keep=self.config.train.hash_batches,
+        )
+        if batches.empty:
+            raise DataEnded(
+                f"the data ends at sample {self.batches.consumed_samples}, after step {step} "
+                f"of {self.config.train.iters}: data.skip_samples passed over the rest; "
+                f"raise data.num_samples"
+            )
+        return batches
+
+    def _record(
+        self,
+        step: int,
+        samples: range,
+        totals: StepTotals,
+        grad_norm: float,
+        data_wait_s: float,
+        tokens_per_s: float,
+    ) -> dict[str, Any]:
+        """What metrics keep of the step that was taken."""
+        record: dict[str, Any] = {
+            "step": step + 1,
+            "samples": [samples.start, samples.stop],
+            "tokens": self.loader.dataset.tokens_before(samples.stop),
+            "ranks": self.ranks.layout.world_size,
+            "loss": totals.loss,
+            "grad_norm": grad_norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "data_wait_s": data_wait_s,
+            "tokens_per_s": tokens_per_s,
+        }
+        if self.scale is not None:
+            record["loss_scale"] = self.scale.value
+        if totals.loss_of_source:
+            record["source_loss"] = totals.loss_of_source
+        return record
+
+    def _reduce_and_step(self, step: int, losses: Losses, divided_by: float) -> float:
+        """Normalise gradients by the unmasked tokens of the global batch, clip and step.
+
+        Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
+        """
+        tokens = losses.tokens.sum()
+        if isinstance(self.model.wrapped[0], BucketedDataParallel):
+            norm = self._reduce_buckets(tokens, divided_by)
+        else:
+            norm = self._normalise_torch_ddp(tokens)
+        if norm is None:
+            return math.inf
+        # A save may still be copying the values that change now.
+        self.checkpoints.before_change()
+        self.optimizer.step()
+        for model in self.model.wrapped:
+            model.zero_grad()
+        if self.device.type == "cuda":
+            # All of the step is under way, and the host would wait for it here.
+            self.batches.prepare()
+        return self._finite(step, float(norm))
+
+    def _reduce_buckets(self, tokens: Tensor, divided_by: float) -> Tensor | float | None:
+        """The norm of gradients that are reduced, divided by tokens and clipped.
+
+        tokens: unmasked ones of this rank; none on all but the last stage. None: fp16 overflowed;
+        the scale is smaller now.
+        """
+        models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
+        finish_grad_sync(models, tokens)
+        limit = self._largest_norm
+        optimizer = self.optimizer
+        if not isinstance(optimizer, ShardedOptimizer):
+            return self.model.clip_grad_norm_(limit)
+        if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
+            return None
+        return optimizer.clip_grad_norm_(limit)
+
+    def _normalise_torch_ddp(self, tokens: Tensor) -> Tensor | float:
+        """The same of torch's DDP, which has reduced already."""
+        model = self.model.wrapped[0]
+        total_tokens = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
+        grads: list[Tensor] = []
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                grads.append(parameter.grad)
+        # DDP has averaged over ranks what is to be a sum.
+        factor = self.ranks.size("dp-cp") / total_tokens
+        torch._foreach_mul_(grads, factor)
+        return clip_finite_grads(model, self._largest_norm)
+
+    @property
+    def _largest_norm(self) -> float:
+        """To which gradients are clipped."""
+        clip_grad = self.config.train.clip_grad
+        return clip_grad if clip_grad > 0 else math.inf
+
+    def _finite(self, step: int, norm: float) -> float:
+        """The norm of a step that was taken; looked at here, where the host waits for it anyway,
+        and before anything is saved.
+        """
+        if not math.isfinite(norm):
+            raise GradientError(
+                f"the gradient norm of step {step + 1} is {norm}, though no rank's gradients "
+                f"were: their sum is too large; resume from the last checkpoint with a lower "
+                f"learning rate, or skip this step's samples"
+            )
+        return norm
+
+    def _totals(self, losses: Losses, sample_ids: NDArray[np.int64]) -> StepTotals:
+        """What all ranks know of the step. Raises StorageError where a save has failed on one."""
+        counts_losses = self.model.counts_losses
+        by_source = counts_losses and len(self.sources) > 1
+        totals = add_over_ranks(
+            self.requests.first,
+            self.checkpoints.failed,
+            losses if counts_losses else None,
+            self._sources_of(sample_ids) if by_source else None,
+            self.sources,
+            self.ranks,
+            self.device,
+        )
+        # Known to all ranks now: none goes on into a collective that another one has left.
+        if totals.failed_save:
+            self.checkpoints.wait()
+            raise StorageError("a checkpoint could not be written: another rank says why")
+        return totals
+
+    def _sources_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The dataset of the blend that each sample is of."""
+        samples = self.loader.dataset.samples
+        return dataset_of_samples(samples, samples.locate(sample_ids))
