@@ -422,7 +422,7 @@ import sys
 import numpy as np
 from streammega.storage.cache import PageCache
 cached = PageCache(sys.argv[1], 1 << 30, 1 << 20, timeout=0.2).open("s3://b/k", "e", int(sys.argv[2]))
-print(cached._claim(0, 1))
+print(cached._claims.take(0, 1))
 """
         asked.append(_python(code, str(tmp_path), str(SIZE)).strip())
         out[:] = data_of()[start:stop]
