@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-
-import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert import resume
 from streammega.convert.cluster import SharedFiles
 from streammega.convert.digests import digest_of_json
 from streammega.convert.engines import TaskList, run_tasks
+from streammega.convert.laying import lay_out, parts_of_datasets, parts_of_units
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.progress import Progress, no_progress
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.pairs import dataset_name
-from streammega.convert.report import count_parts
 from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.told import check_all_done, reasons_of, tell_of_ids, tell_of_origins
 from streammega.convert.write.duplicates import remove_duplicates
-from streammega.convert.write.final_order import DocumentSet, OrderedDocuments
+from streammega.convert.write.final_order import DocumentSet
 from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
 from streammega.convert.write.labels import Labels
 from streammega.convert.write.layout import (
     ShardLayout,
     layout_digest,
-    number_sequences,
-    plan_bounds,
 )
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
@@ -37,17 +33,10 @@ from streammega.convert.write.packing import PackCounts
 from streammega.convert.write.plan import plan_units
 from streammega.convert.write.publish import Publisher
 from streammega.convert.write.shards import origins_written, read_pack_counts, write_shard
-from streammega.convert.write.side_files import row_names, side_name
 from streammega.convert.write.units import run_unit
-from streammega.dataset.find import find_pairs
-from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Manifest, Shard
-from streammega.dataset.origins import ENDING, has_origins
-from streammega.dataset.shards import shard_name, strip_suffix
 from streammega.errors import ConfigError, ConvertError
-from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
-from streammega.storage import join_url, parent_url
 from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
@@ -58,10 +47,6 @@ SHUFFLED_AT_ONCE = 4
 """Shards that are written at once where documents are shuffled: each holds a bucket, and while it
 reads that, some of it twice.
 """
-BUCKETS_IN_MEMORY = 8
-"""A bucket is an eighth of the memory, so that `SHUFFLED_AT_ONCE` shards fit it twice over."""
-TOLD = 20
-"""Units that are named, where some are not done."""
 NO_UNITS = (
     "these inputs are laid into shards as they are, so there is nothing to be shared out; run it "
     "without tasks (--task)"
@@ -117,19 +102,20 @@ class Conversion:
         """Write all shards; what an interrupted run has done is not done again."""
         if self.runner.restart:
             resume.forget(self.work, self.storage)
-        self._tell_of_origins()
+        if not self.options.origins:
+            tell_of_origins(self.inputs, self.storage)
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
         if self._passes_as_it_is:
             if self.runner.merges_tasks:
                 raise ConfigError(NO_UNITS)
-            parts = self._datasets()
+            parts = parts_of_datasets(self.inputs, self.storage)
             sources = [f"{item.path} {item.etag}" for item in self.inputs]
             source_bytes = sum(item.size for item in self.inputs)
         else:
             records = self._units(job)
-            parts = self._segments(records)
+            parts = parts_of_units(job, records)
             sources = [record.digest for record in records]
             source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
@@ -167,7 +153,8 @@ class Conversion:
         origins = None
         if self.options.origins:
             origins, num_ids = origins_written(self.work, layout, self.storage)
-            self._tell_of_ids(num_ids, shards)
+            if self.options.id_field is not None and not num_ids:
+                tell_of_ids(self.options.id_field, shards)
         manifest = Manifest(
             kind=self.options.kind,
             dtype=layout.dtype,
@@ -243,48 +230,12 @@ class Conversion:
         """Whether the inputs can be laid into shards without being made segments first."""
         return self.options.plain and all(item.format == "megatron" for item in self.inputs)
 
-    def _tell_of_origins(self) -> None:
-        """Say that origins of inputs are left out: who did not ask for them may not know of them."""
-        datasets = [item for item in self.inputs if item.format == "megatron"]
-        if self.options.origins or not datasets:
-            return
-        # Of the first alone: shards of one dataset all have them, or none has.
-        name = dataset_name(datasets[0].path)
-        first_shard = strip_suffix(find_pairs(name, self.storage)[0])
-        if has_origins(first_shard, self.storage):
-            log.warning(
-                "%s: tells where its documents came from (%s), which this conversion leaves out; "
-                "--origins carries it over",
-                redact_urls(name),
-                ENDING,
-            )
-
-    def _tell_of_ids(self, num_ids: int, shards: Sequence[Shard]) -> None:
-        """Say that no document has the id that was asked for: a record may lack it, not all."""
-        if self.options.id_field is None or num_ids:
-            return
-        if any(shard.documents for shard in shards):
-            log.warning(
-                "no record has a text or number in %r (--id-field), so no document can be found or "
-                "skipped by its id; is the field mistyped?",
-                self.options.id_field,
-            )
-
-    def _datasets(self) -> list[DocumentSet]:
-        """The inputs as parts."""
-        parts = []
-        for item in self.inputs:
-            name = dataset_name(item.path)
-            indexed = IndexedDataset(name, self.storage)
-            parts.append(DocumentSet(dataset=name, documents=len(indexed.document_indices) - 1))
-        return parts
-
     def _units(self, job: Job) -> list[UnitRecord]:
         """Records of all units, which are done in the end."""
         numbers = range(len(job.units))
         done = resume.units_done(job, numbers)
         if self.runner.merges_tasks:
-            _check_all_done(numbers, done)
+            check_all_done(numbers, done)
         done = self._do_units(job, numbers, done)
         return [done[number] for number in numbers]
 
@@ -314,21 +265,6 @@ class Conversion:
         for number, record in run_tasks(work, self.runner, self.progress):
             records[number] = record
         return records
-
-    def _segments(self, records: Sequence[UnitRecord]) -> list[DocumentSet]:
-        """What units made, as parts."""
-        has_side = bool(row_names(self.options))
-        parts = []
-        for unit, record in enumerate(records):
-            for segment in record.segments:
-                part = DocumentSet(
-                    dataset=join_url(self.work, segment.name),
-                    documents=segment.documents,
-                    side=side_name(segment.name) if has_side else "",
-                    unit=unit,
-                )
-                parts.append(part)
-        return parts
 
     def _shards(self, job: Job, layout: ShardLayout) -> list[Shard]:
         """All shards, which are written in the end."""
@@ -386,46 +322,11 @@ class Conversion:
             self.remove_work()  # nothing in it is of use
             raise ConvertError(
                 f"the {len(self.inputs)} input files hold no text and no tokens; nothing was "
-                f"written{_reasons(records)}"
+                f"written{reasons_of(records)}"
             )
-        kinds = count_parts(parts, self.storage)
-        if len(kinds.multimodal) > 1:
-            raise ConvertError("some inputs have modes and others have none; convert them apart")
-        dtype = np.dtype(self.options.dtype or np.result_type(*kinds.dtypes))
-        buckets = self._num_buckets(kinds.tokens * dtype.itemsize)
-        documents = OrderedDocuments(job, parts, buckets)
-        bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
-        num_shards = len(bounds) - 1
-        names = self._plain_names(num_shards)
-        # Where files can be renamed, nothing is written beside the output before all is done.
-        folder = parent_url(self.prefix) if is_remote(self.prefix) else join_url(self.work, "out")
-        first_sequences = [0] * num_shards
-        if self.options.kind == "tar":
-            first_sequences = number_sequences(documents, bounds)
-        layout = ShardLayout(
-            parts=parts,
-            dtype=str(dtype),
-            multimodal=kinds.multimodal == {True},
-            buckets=buckets,
-            bounds=bounds,
-            names=names,
-            targets=[join_url(folder, name) for name in names],
-            first_sequences=first_sequences,
-        )
+        layout = lay_out(job, parts, self.output, self.runner.memory_bytes)
         layout = replace(layout, digest=layout_digest(job, layout, sources))
         return self.names.aim(layout)
-
-    def _num_buckets(self, token_bytes: int) -> int:
-        """Ranges of shuffle keys, each of which fits the memory; 0 where nothing is shuffled."""
-        if self.options.shuffle_seed is None:
-            return 0
-        return max(1, -(-token_bytes * BUCKETS_IN_MEMORY // self.runner.memory_bytes))
-
-    def _plain_names(self, num_shards: int) -> list[str]:
-        stem = self.output.stem
-        if self.options.shard_bytes is None:
-            return [stem]
-        return [shard_name(stem, number, num_shards) for number in range(num_shards)]
 
 
 def _pack_label(length: int | None, counts: PackCounts | None) -> dict[str, int] | None:
@@ -433,33 +334,6 @@ def _pack_label(length: int | None, counts: PackCounts | None) -> dict[str, int]
     if length is None or counts is None:
         return None
     return {"length": length, "bins": counts.bins, "padding": counts.padding}
-
-
-def _check_all_done(numbers: Sequence[int], done: Collection[int]) -> None:
-    """Raise ConvertError for units that tasks have not done."""
-    left = [number for number in numbers if number not in done]
-    if left:
-        named = ", ".join(map(str, left[:TOLD])) + (", ..." if len(left) > TOLD else "")
-        raise ConvertError(
-            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
-            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
-            f"i + N, ...), with the same inputs and options as here"
-        )
-
-
-def _reasons(records: Sequence[UnitRecord]) -> str:
-    """Why nothing is left, for a message: counts by reason, and the first faults with their
-    places.
-    """
-    counts: dict[str, int] = {}
-    messages: list[str] = []
-    for record in records:
-        messages += record.messages
-        for reason, count in record.counts.items():
-            counts[reason] = counts.get(reason, 0) + count
-    told = [f"; {count:,} {reason}" for reason, count in sorted(counts.items())]
-    told += [f"\n  {message}" for message in messages[:3]]
-    return "".join(told)
 
 
 def _write_shard(shared: tuple[Job, ShardLayout, int], number: int, progress: Progress) -> Shard:
