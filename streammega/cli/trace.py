@@ -16,7 +16,7 @@ from streammega.errors import ConfigError
 if TYPE_CHECKING:
     from streammega.cli.trace_report import Report, TracedRunFile
     from streammega.convert.tokenize.tokenizers import TextTokenizer
-    from streammega.samples.provenance import DocumentName
+    from streammega.samples.traced import DocumentName
     from streammega.train.config import RunConfig
 
 MOST_FOUND = 100

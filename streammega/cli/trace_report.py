@@ -16,7 +16,8 @@ from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
 from streammega.samples.phases import Phased
-from streammega.samples.provenance import DocumentName, Provenance, TracedRun
+from streammega.samples.provenance import Provenance
+from streammega.samples.traced import DocumentName, TracedRun
 from streammega.train.config import RunConfig
 from streammega.train.splits import batch_sizes, data_of
 

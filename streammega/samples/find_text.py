@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.shard_documents import ShardDocuments
-from streammega.samples.provenance import DocumentName, Provenance
+from streammega.samples.provenance import Provenance
+from streammega.samples.traced import DocumentName
 
 Ids = NDArray[Any]
 LOOKED_AT = 16 << 20

@@ -20,7 +20,8 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.phases import PhasedSource
-from streammega.samples.provenance import DocumentName, Provenance
+from streammega.samples.provenance import Provenance
+from streammega.samples.traced import DocumentName
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
 

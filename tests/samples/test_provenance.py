@@ -17,7 +17,8 @@ from streammega.errors import ConfigError
 from streammega.order.batch_size import batch_schedule
 from streammega.order.rank_samples import rank_samples
 from streammega.order.step_numbers import StepNumbers, rank_of
-from streammega.samples.provenance import DocumentName, Provenance, TracedSample
+from streammega.samples.provenance import Provenance
+from streammega.samples.traced import DocumentName, TracedSample
 
 Documents = dict[str, list[np.ndarray]]
 """The tokens of the documents of each shard, by its prefix."""

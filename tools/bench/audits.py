@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from streammega import DataConfig, IndexedDataset, StreamingDataset
 from streammega.cli.main import main as streammega
-from streammega.samples.provenance import Provenance, TracedSample
+from streammega.samples.provenance import Provenance
+from streammega.samples.traced import TracedSample
 from streammega.train.config import load_run
 from streammega.train.splits import data_of
 
