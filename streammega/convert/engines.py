@@ -119,6 +119,7 @@ def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tu
     lock = threading.Lock()
 
     def note(size: int, tokens: int) -> None:
+        """Tell progress for one thread, which ends here where the conversion was stopped."""
         # Threads cannot be stopped from outside; each ends at the next thing that it tells.
         if stopped.is_set():
             raise ConvertError("interrupted")
@@ -332,6 +333,7 @@ def _ray_task(shared: tuple[Task, Any, SharedFiles], number: int) -> tuple[Any, 
     tokens_done = 0
 
     def count(size: int, tokens: int) -> None:
+        """Add to what this task has done."""
         nonlocal bytes_done, tokens_done
         bytes_done += size
         tokens_done += tokens

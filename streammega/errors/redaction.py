@@ -110,6 +110,7 @@ def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:
         forms += _forms(value)
 
     def redacted(text: str) -> str:
+        """A text without secrets."""
         text = redact_urls(text)
         for form in forms:
             text = text.replace(form, HIDDEN)

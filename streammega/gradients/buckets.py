@@ -71,6 +71,7 @@ def plan_buckets(
     end = 0
 
     def close(*, waits: bool) -> None:
+        """End the bucket that is open, if it holds a parameter; `waits`: as in Bucket."""
         nonlocal begin, end, slots
         if not slots:
             return
@@ -81,6 +82,7 @@ def plan_buckets(
         slots = []
 
     def place(number: int) -> None:
+        """Put a parameter behind the others of the open bucket."""
         nonlocal end
         if shards:
             end = _round_up(end, PARAMETER_ALIGNMENT)

@@ -31,6 +31,7 @@ class Gathering:
         self.work = gather_shards(self.params, group)
 
     def wait(self) -> None:
+        """Wait for those that are under way."""
         """Wait until all parts are there."""
         work = self.work
         self.work = None

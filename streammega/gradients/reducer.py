@@ -94,6 +94,7 @@ class GradReducer:
 
         @torch.no_grad()
         def take(parameter: nn.Parameter) -> None:
+            """Take the gradient, while there is a reducer."""
             self = reference()
             if self is not None:
                 self._take(bucket, slot)

@@ -31,6 +31,7 @@ _LANE = ir.IntType(32)
 
 def _float_bits(typing_context: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """The same 64 bits, read as an integer."""
         return builder.bitcast(arguments[0], context.get_value_type(types.int64))
 
     return types.int64(types.float64), codegen
@@ -38,6 +39,7 @@ def _float_bits(typing_context: Any, value: Any) -> Any:
 
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """The address of an element, handed to the instruction that LLVM has for it."""
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte_pointer = ir.IntType(8).as_pointer()
         word = ir.IntType(32)
@@ -55,6 +57,7 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 def _pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """The number, taken for an address."""
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     pointer: Any = types.CPointer
@@ -72,6 +75,7 @@ def _widened(builder: Any, elements: Any, dtype: Any, wide: Any) -> Any:
 
 def _write_line(typing_context: Any, like: Any, source: Any, target: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """A line of elements, loaded, widened and stored past the caches."""
         dtype = signature.args[0].dtype
         stored = ir.VectorType(context.get_data_type(dtype), LINE_IDS)
         wide = ir.VectorType(ir.IntType(64), LINE_IDS)
@@ -89,6 +93,7 @@ def _write_line(typing_context: Any, like: Any, source: Any, target: Any) -> Any
 
 def _fence(typing_context: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """What was written before is seen before what follows."""
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -139,6 +144,7 @@ def _count_best(typing_context: Any, weights: Any, counts: Any, registers: Any, 
     number = registers.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Errors of all registers, their largest, and one more for each count that has it."""
         weights_at = _registers(context, builder, arguments[0], signature.args[0], number)
         counts_at = _registers(context, builder, arguments[1], signature.args[1], number)
         counts_before = [builder.load(place, align=FLOAT_BYTES) for place in counts_at]
@@ -169,6 +175,7 @@ def _count_best(typing_context: Any, weights: Any, counts: Any, registers: Any, 
 
 def _lowest_bit(typing_context: Any, word: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """How many zeros stand below it."""
         return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.uint64), codegen
@@ -176,6 +183,7 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 def _highest_bit(typing_context: Any, word: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """The bits of a word less the zeros above it, less one."""
         zeros = builder.ctlz(arguments[0], ir.IntType(1)(1))
         return builder.sub(_WORD(_WORD.width - 1), zeros)
 

@@ -92,6 +92,7 @@ class Stager:
             return
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
+            """Read a part from the object, and count it."""
             store = part.store.store
             store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
             with self._lock:

@@ -57,6 +57,7 @@ class Board:
         notice = json.dumps({"rank": rank, "cause": cause[:MOST_CHARACTERS]})
 
         def write(store: Store) -> None:
+            """Count a failure; the first one is the cause."""
             # The store counts: of ranks that fail at once one is the first.
             failures = store.add(FAILURES, 1)
             if failures == 1:
@@ -68,6 +69,7 @@ class Board:
         """{"rank", "cause"} of the first failure, if there was one."""
 
         def look(store: Store) -> dict[str, Any] | None:
+            """The cause that stands there, or None."""
             # Asked first: `get` would wait until there is one.
             if not store.check([CAUSE]):
                 return None

@@ -68,6 +68,7 @@ def heard(requests: StopRequests, *, says: bool) -> Iterator[None]:
         return
 
     def handle(number: int, _: Any) -> None:
+        """Note the signal; what the first Ctrl-C does is told at once."""
         told = requests.first is not None
         requests.note(number, time.monotonic())
         if requests.at_once:

@@ -139,6 +139,7 @@ def _parsed(held: list[bytearray], long: list[LongString], where: str) -> Any:
     sign = _unused(held)
 
     def number(literal: str) -> Any:
+        """A float, or the long string that a marked number stands for."""
         if not literal.startswith(sign):
             return float(literal)
         return long[int(literal.removeprefix(sign))]

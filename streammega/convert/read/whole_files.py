@@ -50,6 +50,7 @@ def guarded(item: LongText | LongRecord, storage_options: dict[str, Any]) -> Lon
     path = item.path if isinstance(item, LongText) else item.document.path
 
     def pieces() -> Iterator[bytes]:
+        """Those of the item, with errors in words."""
         try:
             yield from item.pieces
         except StreammegaError:

@@ -121,6 +121,9 @@ def _cuts(
     # remembered: texts have few pairs of characters, and each takes a walk over the expressions
     @lru_cache(maxsize=65536)
     def however_spelt(left: str, right: str) -> bool:
+        """Whether a cut between two characters is sure, as whatever a normalizer may make of the
+        first.
+        """
         spellings = {left, left.lower()}
         if any((spelling, right) in pairs for spelling in spellings):
             return False
@@ -267,6 +270,7 @@ def _of_huggingface(described: dict[str, Any]) -> Cuts:
     joins_blank = _joins_blank(model, steps)
 
     def sure(left: str, right: str) -> bool:
+        """Whether nothing looks over a cut between two characters."""
         if steps.looks_over(left, right):
             return False
         return steps.ends_words(left, right) or (right == " " and not joins_blank(left))
@@ -326,6 +330,7 @@ def _of_sentencepiece(model: Any) -> Cuts:
     before_blanks = _before(ESCAPED_BLANK, pieces)
 
     def sure(left: str, right: str) -> bool:
+        """Whether no piece holds a blank behind the character on the left."""
         return left not in before_blanks
 
     return _cuts(sure, set(), " ", folds=True, drops_blank=puts_blank_before)

@@ -95,6 +95,7 @@ def counted(item: LongText | LongRecord, note: Callable[[int], None]) -> LongTex
     """The same, whose bytes are counted as they are read."""
 
     def pieces() -> Iterator[bytes]:
+        """Those of the item, counted."""
         for piece in item.pieces:
             note(len(piece))
             yield piece

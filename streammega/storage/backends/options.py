@@ -180,6 +180,7 @@ def _credential_provider(
         )
 
     def provide() -> dict[str, Any]:
+        """The credentials of now, as obstore asks for them."""
         # botocore refreshes here when they are about to expire.
         frozen = credentials.get_frozen_credentials()
         return {

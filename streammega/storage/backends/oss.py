@@ -196,6 +196,7 @@ def obstore_arguments(
 
 def _provider(current: Callable[[], OssKey]) -> Any:
     def provide() -> dict[str, Any]:
+        """The key of now, as obstore asks for it."""
         key = current()
         soon = datetime.now(timezone.utc) + _CREDENTIALS_LAST
         return {

@@ -110,6 +110,7 @@ class OssNativeStore(FsspecStore):
         import oss2
 
         def find(bucket: Any, name: str) -> list[ObjectInfo]:
+            """Objects of one bucket under a name."""
             delimiter = "" if recursive else "/"
             entries = oss2.ObjectIteratorV2(bucket, prefix=name, delimiter=delimiter, max_keys=1000)
             objects = []
@@ -143,6 +144,7 @@ class OssNativeStore(FsspecStore):
         root, _, name = key.lstrip("/").partition("/")
 
         def attempt() -> Result:
+            """One call, in this store's errors."""
             try:
                 return call(self._bucket(root), name)
             except BaseException as error:

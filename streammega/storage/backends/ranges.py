@@ -42,6 +42,7 @@ def read_side_by_side(
     """
 
     def read(span: Span) -> Buffer:
+        """One range, tried again by itself."""
         start, stop = span
         out = np.empty(stop - start, np.uint8)
         # There is no range request for no bytes.
@@ -50,6 +51,7 @@ def read_side_by_side(
         return out.data
 
     def read_together(spans: list[Span]) -> list[Buffer]:
+        """Several ranges by one call, tried again together."""
         outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
         policy.call(lambda: store.read_into(key, spans, outs, etag))
         return [out.data for out in outs]

@@ -30,6 +30,7 @@ def check_shared(place: CheckpointPlace, all_ranks: AllRanks) -> None:
         return
 
     def leave_sign() -> tuple[str, str]:
+        """(name of the sign, the host that left it), of the first rank."""
         # A new name every time: one that an earlier start left would be seen by all.
         sign = f".shared-{secrets.token_hex(6)}"
         place.leave_sign(sign)
@@ -54,6 +55,7 @@ def until_seen(look: Callable[[], None], unseen: type[Exception]) -> None:
 
 def _look_for(place: CheckpointPlace, sign: str, first_host: str) -> None:
     def look() -> None:
+        """Raise while the sign is not seen."""
         if not place.sees(sign):
             raise ConfigError(
                 f"{place.url}: {socket.gethostname()} does not see what rank 0 wrote there "
