@@ -25,6 +25,7 @@ from streammega.order.step_numbers import StepNumbers
 from streammega.samples.attention_costs import attention_costs
 from streammega.samples.provenance import Provenance
 from tests.support.servers import S3
+from tests.support.streams import rank_loaders
 
 EOD = 0
 GLOBAL = 24
@@ -66,17 +67,7 @@ def config_of(data: str, order: Order, tmp_path: Path, **settings: Any) -> DataC
 
 
 def opened(config: DataConfig, dp_size: int, micro: int) -> list[StreamLoader]:
-    return [
-        StreamLoader(
-            config,
-            micro_batch_size=micro,
-            global_batch_size=GLOBAL,
-            dp_rank=rank,
-            dp_size=dp_size,
-            prefetch=1,
-        )
-        for rank in range(dp_size)
-    ]
+    return rank_loaders(config, dp_size, micro, GLOBAL)
 
 
 def read(loaders: list[StreamLoader], micro_steps: int) -> dict[int, bytes]:

@@ -31,6 +31,7 @@ from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
+from tests.support.streams import rank_loaders
 from tests.support.typed import first_prefix
 
 GLOBAL = 24
@@ -40,17 +41,7 @@ RANKS = (1, 2, 4)
 def loaders(
     config: DataConfig, dp_size: int, micro: int, state: dict[str, Any] | None = None
 ) -> list[StreamLoader]:
-    made = [
-        StreamLoader(
-            config,
-            micro_batch_size=micro,
-            global_batch_size=GLOBAL,
-            dp_rank=rank,
-            dp_size=dp_size,
-            prefetch=1,
-        )
-        for rank in range(dp_size)
-    ]
+    made = rank_loaders(config, dp_size, micro, GLOBAL)
     for loader in made:
         if state is not None:
             loader.load_state_dict(state)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,19 +189,26 @@ def test_every_lane_goes_on_in_each_dataset_where_it_was(order: PhasedOrder) -> 
     assert rows(order.locate(np.arange(total))) == Lanes(order).locate(total)
 
 
+def check_ids_and_past(
+    order: PhasedOrder, data: st.DataObject, read: Callable[[Extents], list[Any]]
+) -> None:
+    """Any ids are located as among all, and the samples of the first phases as without others."""
+    total = length_of(order)
+    whole = read(order.locate(np.arange(total)))
+    ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
+    assert read(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
+    begun = data.draw(st.integers(1, len(order.phases)))
+    past = PhasedOrder(phases=order.phases[:begun])
+    end = total if begun == len(order.phases) else order.phases[begun].first_sample
+    assert read(past.locate(np.arange(end))) == whole[:end]
+
+
 @given(order=chains(), data=st.data())
 @settings(deadline=None)
 def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
     order: PhasedOrder, data: st.DataObject
 ) -> None:
-    total = length_of(order)
-    whole = rows(order.locate(np.arange(total)))
-    ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
-    assert rows(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
-    begun = data.draw(st.integers(1, len(order.phases)))
-    past = PhasedOrder(phases=order.phases[:begun])
-    end = total if begun == len(order.phases) else order.phases[begun].first_sample
-    assert rows(past.locate(np.arange(end))) == whole[:end]
+    check_ids_and_past(order, data, rows)
 
 
 @given(order=chains())
@@ -434,14 +443,7 @@ def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
 def test_a_joined_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
     order: PhasedOrder, data: st.DataObject
 ) -> None:
-    total = length_of(order)
-    whole = samples_of_extents(order.locate(np.arange(total)))
-    ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
-    assert samples_of_extents(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
-    begun = data.draw(st.integers(1, len(order.phases)))
-    past = PhasedOrder(phases=order.phases[:begun])
-    end = total if begun == len(order.phases) else order.phases[begun].first_sample
-    assert samples_of_extents(past.locate(np.arange(end))) == whole[:end]
+    check_ids_and_past(order, data, samples_of_extents)
 
 
 def samples_of_extents(extents: Extents) -> list[list[Row]]:

@@ -105,3 +105,20 @@ def check_that_faults_change_no_token(
         got = rows_of(loader)
     assert torch.equal(got, expected)
     assert server.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
+
+
+def rank_loaders(
+    config: DataConfig, ranks: int, micro_batch_size: int, global_batch_size: int
+) -> list[StreamLoader]:
+    """One of each rank."""
+    return [
+        StreamLoader(
+            config,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            dp_rank=rank,
+            dp_size=ranks,
+            prefetch=1,
+        )
+        for rank in range(ranks)
+    ]
