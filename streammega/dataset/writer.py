@@ -4,6 +4,7 @@ store.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -237,6 +238,7 @@ class IndexedDatasetWriter:
 
         Raises FormatError where `takes_files` is False.
         """
+        self._check_open()
         size = sum(wanted.size for wanted in ranges)
         if not self.takes_files or size != self._size_of(lengths):
             raise FormatError(
@@ -255,9 +257,11 @@ class IndexedDatasetWriter:
         What is added otherwise, and `finalize`, do so before, by one. If it is given up in the
         middle, or fails, all is thrown away. Raises ObjectChangedError, StorageError.
         """
+        self._check_open()
         ranges = self.files
         self.files = []
-        yield from self.stored.write_files(ranges, threads)
+        with self._or_nothing():
+            yield from self.stored.write_files(ranges, threads)
 
     def add_document_stream(
         self,
@@ -273,14 +277,17 @@ class IndexedDatasetWriter:
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
+        self._check_open()
         self._documents.append(len(self._lengths))
 
     def add_index(self, prefix: str) -> None:
         """Append all sequences and documents of another dataset of the same dtype (a merge).
 
         Local files are read by as many threads as cores, and not mapped. Raises FormatError for
-        another dtype, or where only one of the two has modes; ObjectChangedError, StorageError.
+        another dtype, or where only one of the two has modes; ObjectChangedError, StorageError. If it
+        fails after it has begun to copy, all that was written is thrown away.
         """
+        self._check_open()
         other = IndexedDataset(prefix, self._storage)
         read_ranges = other.store.read_ranges
         etag = other.bin_info.etag
@@ -304,12 +311,13 @@ class IndexedDatasetWriter:
                 return
         most_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
         first_sequence = len(self._lengths)
-        for first, last in _runs(sizes, most_bytes):
-            start = int(offsets[first])
-            stop = int(offsets[last - 1] + sizes[last - 1])
-            data = read_ranges(other.bin_key, [start], [stop], etag)[0]
-            modes_of_run = modes[first:last] if modes is not None else None
-            self._put(data, lengths[first:last], modes_of_run)
+        with self._or_nothing():
+            for first, last in _runs(sizes, most_bytes):
+                start = int(offsets[first])
+                stop = int(offsets[last - 1] + sizes[last - 1])
+                data = read_ranges(other.bin_key, [start], [stop], etag)[0]
+                modes_of_run = modes[first:last] if modes is not None else None
+                self._put(data, lengths[first:last], modes_of_run)
         bounds = first_sequence + other.document_indices[1:]
         self._documents.frombytes(bounds.tobytes())
 
@@ -320,8 +328,7 @@ class IndexedDatasetWriter:
         """
         if idx_path is not None:
             self._index_prefix = strip_suffix(str(idx_path))
-        if not self._open:
-            raise FormatError(f"{self.prefix}: this writer is closed already")
+        self._check_open()
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
         self._copy_rest()
         self._open = False
@@ -360,10 +367,29 @@ class IndexedDatasetWriter:
             self._open = False
             self._tokens.abort()
 
+    def _check_open(self) -> None:
+        if not self._open:
+            raise FormatError(
+                f"{self.prefix}: this writer is closed: it was finalized, or could not write what it was "
+                "given, and threw away all of it; begin anew with another writer"
+            )
+
+    @contextlib.contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        """Throw all away where what is copied ends in the middle: tokens of no sequence are left, and
+        those of the next one would not lie where the `.idx` says.
+        """
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
     def _put(
         self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
     ) -> None:
         """Append sequences whose bytes lie end to end in `data`."""
+        self._check_open()
         self._copy_rest()
         if isinstance(self._tokens, TarWriter):
             self._tokens.add(data, lengths, modes)
@@ -378,14 +404,16 @@ class IndexedDatasetWriter:
     ) -> None:
         """Append sequences whose bytes come in pieces; `sequences` is asked behind the last."""
         assert not isinstance(self._tokens, TarWriter)
+        self._check_open()
         self._copy_rest()
         written = 0
-        for piece in pieces:
-            self._tokens.write(piece)
-            written += len(piece)
-        lengths, modes = sequences()
-        if written != self._size_of(lengths):
-            raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
+        with self._or_nothing():
+            for piece in pieces:
+                self._tokens.write(piece)
+                written += len(piece)
+            lengths, modes = sequences()
+            if written != self._size_of(lengths):
+                raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
         self._note(lengths, modes)
 
     def _copy_rest(self) -> None:

@@ -37,6 +37,7 @@ from streammega.samples.packed import are_packed, check_bins, check_one_kind, wi
 from streammega.samples.skipped import skipped_tokens, skips_identity
 from streammega.samples.source import SampleSource, all_files, file_of_rows
 from streammega.samples.token_file import TokenFile
+from streammega.storage.open import resolved
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +228,7 @@ def _check_apart(
 
 def _place_of(file: TokenFile) -> str:
     """Where a file lies, the same however its dataset is called."""
-    url = file.store.url(file.key)
-    return url if "://" in url else os.path.realpath(url)
+    return resolved(file.store.url(file.key))
 
 
 def numbers_of(config: DataConfig, split: str) -> dict[Name, int]:

@@ -54,6 +54,17 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith(("file://", "local://"))
 
 
+def local_path(url: str) -> str:
+    """The path that a local name or file:// URL stands for; `~` is a home."""
+    path = unquote(urlsplit(url).path) if "://" in url else url
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def resolved(url: str) -> str:
+    """What all names of one local file or folder have in common; a URL as it is."""
+    return url if is_remote(url) else os.path.realpath(local_path(url))
+
+
 def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     """The store that serves a URL, and the key of the URL within it.
 
@@ -62,9 +73,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     """
     raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
-        path = unquote(urlsplit(url).path) if "://" in url else url
         local: Store = LocalStore() if config.local == "mmap" else PreadStore(config)
-        return local, os.path.abspath(os.path.expanduser(path))
+        return local, local_path(url)
     scheme, _, rest = url.partition("://")
     if scheme in _BUILT_IN and scheme not in _registered:
         importlib.import_module(_BUILT_IN[scheme])

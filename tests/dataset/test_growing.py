@@ -378,6 +378,35 @@ def test_what_is_no_part_of_the_dataset_is_refused(
     assert newest_version(web, StorageConfig()) == 0
 
 
+@pytest.mark.parametrize(
+    ("web", "other"),
+    [
+        ("web", "./web-a"),
+        ("./web", "web-a"),
+        ("{here}/web", "web-a"),
+        ("web", "{here}/web-a"),
+        ("web", "link/web-a"),
+        ("file://{here}/web", "web-a"),
+    ],
+)
+def test_a_folder_may_be_spelled_in_many_ways(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, web: str, other: str
+) -> None:
+    put(made, f"{tmp_path}/web-a")
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    spelled = web.format(here=tmp_path)
+    assert append(spelled, [other.format(here=tmp_path)]).number == 1
+    assert len(IndexedDataset(f"{tmp_path}/web@1")) == len(IndexedDataset(f"{tmp_path}/web-a"))
+    (tmp_path / "other").mkdir()
+    put(made, f"{tmp_path}/other/web-b")
+    message = rf"lies in the folder {re.escape(str(tmp_path))}/other, and .* in {re.escape(str(tmp_path))}:"
+    with pytest.raises(ConfigError, match=message):
+        append(spelled, ["./other/web-b"])
+    with pytest.raises(ConfigError, match="the dataset itself"):
+        append(spelled, ["./web"])
+
+
 def test_what_cannot_be_appended_says_why(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     elsewhere = put(made, f"{tmp_path}/other/web-a")

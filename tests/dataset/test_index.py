@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
-from streammega.errors import CacheError, FormatError, ObjectNotFoundError, StorageError
+from streammega.dataset.shards import Kind
+from streammega.errors import (
+    CacheError,
+    FormatError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from streammega.storage.backends.mapping import map_file
 from tests.conftest import write_random_pair
 from tests.support import oracle
@@ -160,6 +168,56 @@ def test_what_is_merged_is_not_mapped_and_may_be_removed_at_once(
     assert (tmp_path / "twice.bin").read_bytes() == 2 * tokens
     assert str(tmp_path / "a.idx") in mapped
     assert str(tmp_path / "a.bin") not in mapped
+
+
+CLOSED = "this writer is closed.*begin anew"
+
+
+@pytest.mark.parametrize("kind", ["bin", "zst"])
+def test_a_writer_that_failed_says_so_and_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """A copy that ends in the middle (`bin`: of files; `zst`: of what was read) leaves tokens that no
+    sequence has.
+    """
+    write_random_pair(str(tmp_path / "a"), 30, 20, 1)
+    failure = ObjectChangedError("a.bin was replaced")
+
+    def failing(*_: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr("streammega.dataset.checksums.read_files", failing)
+    monkeypatch.setattr("streammega.storage.backends.local.LocalStore.read_ranges", failing)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16, kind=kind) as writer:
+        with pytest.raises(ObjectNotFoundError):
+            writer.add_index(str(tmp_path / "nothing"))
+        writer.add_item([1, 2])  # what was never begun harms nobody
+        with pytest.raises(ObjectChangedError):
+            writer.add_index(str(tmp_path / "a"))
+        for call in (
+            lambda: writer.add_item([1]),
+            lambda: writer.add_index(str(tmp_path / "a")),
+            lambda: writer.add_stream(iter([]), np.empty(0, np.int32), np.empty(0, np.int64)),
+            writer.end_document,
+            writer.finalize,
+        ):
+            with pytest.raises(FormatError, match=CLOSED):
+                call()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_a_stream_that_ends_early_is_not_published(tmp_path: Path) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(b"\1\0")
+        raise OSError("the pipe broke")
+
+    lengths = np.array([2], np.int32)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16) as writer:
+        with pytest.raises(OSError, match="the pipe broke"):
+            writer.add_stream(pieces(), lengths, np.array([1]))
+        with pytest.raises(FormatError, match=CLOSED):
+            writer.add_item([1])
+    assert not list(tmp_path.iterdir())
 
 
 def test_slices_and_parts_read_just_those_tokens(pair: str) -> None:

@@ -9,7 +9,6 @@ is to be replaced, or another conversion writes, they get names with a mark
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -25,7 +24,7 @@ from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url
 from streammega.storage.moves import exists
-from streammega.storage.open import is_remote
+from streammega.storage.open import resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +236,13 @@ class OutputNames:
     def _check_inputs(self, inputs: Sequence[Input], former: Sequence[str]) -> None:
         """Raise ConvertError for an input that the output would replace."""
         output = self._output
-        replaced_prefixes = {_place(split_name(url)[0]) for url in (output.prefix, *former)}
-        replaced_files = {_place(url) for url in (output.tokens_url, output.index_url, *former)}
+        replaced_prefixes = {resolved(split_name(url)[0]) for url in (output.prefix, *former)}
+        replaced_files = {resolved(url) for url in (output.tokens_url, output.index_url, *former)}
         for item in inputs:
-            is_replaced = _place(item.path) in replaced_files
+            is_replaced = resolved(item.path) in replaced_files
             if item.format == "megatron":
                 prefix = split_name(item.path.removesuffix(MANIFEST))[0]
-                is_replaced = is_replaced or _place(prefix) in replaced_prefixes
+                is_replaced = is_replaced or resolved(prefix) in replaced_prefixes
             if is_replaced:
                 raise ConvertError(
                     f"{redact_urls(output.prefix)}: the output would replace its own input "
@@ -270,8 +269,3 @@ class OutputNames:
             f"{redact_urls(self._output.prefix)}: another conversion claimed it meanwhile; run the "
             f"same command again when that is done, or choose another output"
         )
-
-
-def _place(name: str) -> str:
-    """What two names of one file have in common."""
-    return name if is_remote(name) else os.path.realpath(name)

@@ -20,6 +20,7 @@ from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.fetch.threads import each
+from streammega.storage.open import resolved
 
 LOOKS_AT_ONCE = 16
 """Requests for the sizes of shards: each takes a round trip, and there may be thousands."""
@@ -35,13 +36,16 @@ class Addition:
 
 def check_beside(prefix: str, name: str) -> None:
     """Raise ConfigError unless what is appended lies where the dataset does, by another name."""
-    beside = strip_suffix(name)
-    if folder_of(beside) != folder_of(strip_suffix(prefix)):
+    added = resolved(strip_suffix(name))
+    grows = resolved(strip_suffix(prefix))
+    folder = redact_urls(folder_of(grows))
+    if folder_of(added) != folder_of(grows):
         raise ConfigError(
-            f"{redact_urls(name)}: what is appended lies in the folder of {redact_urls(prefix)}, "
-            f"since a manifest names shards beside it; convert it to there"
+            f"{redact_urls(name)}: lies in the folder {redact_urls(folder_of(added))}, and "
+            f"{redact_urls(prefix)} in {folder}: a manifest names shards beside it, so both must be in "
+            f"one; convert it to {folder}"
         )
-    if beside == strip_suffix(prefix):
+    if added == grows:
         raise ConfigError(
             f"{redact_urls(name)}: is the dataset itself; what is appended to it has another name"
         )
