@@ -37,33 +37,33 @@ class Section:
 
 SECTIONS = [
     Section(
-        "streammega/config.py",
+        "streammega/config/fields.py",
         "FieldsConfig",
         "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
     ),
     Section(
-        "streammega/config.py",
+        "streammega/config/data.py",
         "DataConfig",
         "`[data]`, what is read and in which order: `DataConfig`",
     ),
     Section(
-        "streammega/config.py",
+        "streammega/config/phases.py",
         "PhaseConfig",
         "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
     ),
     Section(
-        "streammega/config.py",
+        "streammega/config/follow.py",
         "FollowConfig",
         "`[data.follow]`, taking in what is appended: `FollowConfig`",
     ),
     Section(
-        "streammega/config.py",
+        "streammega/config/storage.py",
         "StorageConfig",
         "`[data.storage]`, how bytes are fetched: `StorageConfig`",
     ),
-    Section("streammega/train/config.py", "ModelConfig", "`[model]`: `ModelConfig`"),
-    Section("streammega/train/config.py", "ParallelConfig", "`[parallel]`: `ParallelConfig`"),
-    Section("streammega/train/config.py", "TrainConfig", "`[train]`: `TrainConfig`"),
+    Section("streammega/train/config/sizes.py", "ModelConfig", "`[model]`: `ModelConfig`"),
+    Section("streammega/train/config/sizes.py", "ParallelConfig", "`[parallel]`: `ParallelConfig`"),
+    Section("streammega/train/config/optimization.py", "TrainConfig", "`[train]`: `TrainConfig`"),
     Section(
         "streammega/convert/options.py",
         "ConvertOptions",

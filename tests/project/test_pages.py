@@ -34,7 +34,7 @@ from streammega.train import stopping, watch
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
 from tests.train import test_watch
-from tools.settings import SECTIONS, settings_page
+from tools.settings import SECTIONS, Section, settings_page
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "streammega"
@@ -72,18 +72,11 @@ def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
     assert config.parallel.optimizer == "sharded", "what the narrow dtype of the page needs"
 
 
-SETTINGS = {"config": ["StorageConfig", "FieldsConfig", "DataConfig"]}
-SETTINGS["train/config"] = ["ModelConfig", "ParallelConfig", "TrainConfig"]
-SETTINGS["convert/options"] = ["ConvertOptions"]
-
-
-@pytest.mark.parametrize(
-    ("file", "name"), [(file, name) for file, names in SETTINGS.items() for name in names]
-)
-def test_every_setting_is_described_where_it_is_defined(file: str, name: str) -> None:
-    tree = ast.parse((PACKAGE / f"{file}.py").read_text())
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_every_setting_is_described_where_it_is_defined(section: Section) -> None:
+    tree = ast.parse((ROOT / section.file).read_text())
     (settings,) = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.name
     ]
     without = []
     for item, after in zip(settings.body, [*settings.body[1:], None], strict=True):
@@ -102,16 +95,17 @@ def test_the_page_of_settings_is_what_the_code_says() -> None:
 
 
 def test_every_class_of_settings_is_on_the_page() -> None:
-    modules = ("config", "convert/options", "train/config")
-    trees = [ast.parse((ROOT / "streammega" / f"{module}.py").read_text()) for module in modules]
+    homes = [*PACKAGE.glob("config/*.py"), *PACKAGE.glob("train/config/*.py")]
+    homes.append(PACKAGE / "convert" / "options.py")
+    trees = [ast.parse(home.read_text()) for home in homes]
     found = {
         node.name
         for tree in trees
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.decorator_list
     }
-    # of which each field is one of the others
-    assert found - {"RunConfig"} == {section.name for section in SECTIONS}
+    # the fields of a run are the others; a range is what a number may be
+    assert found - {"RunConfig", "Range"} == {section.name for section in SECTIONS}
 
 
 def test_the_options_of_oss_are_those_of_the_page() -> None:

@@ -1,0 +1,157 @@
+"""Datasets and their weights, in any form in which somebody may write them."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from streammega.errors import ConfigError
+
+Blend = str | Sequence[str] | Sequence[tuple[str, float]]
+MOST_DATASETS = 32766
+"""Of a blend: which dataset a sample is of is an int16, as in Megatron's index."""
+
+
+def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """(prefixes, weights or None) of a blend in any of its forms.
+
+    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. So do lists of
+    strings, but for those of odd length, which are prefixes. Raises ConfigError for an empty blend,
+    weights that are not positive numbers, or weights for some of the prefixes only.
+    """
+    pairs = _pairs(blend)
+    if len(pairs) > MOST_DATASETS:
+        raise ConfigError(
+            f"the blend has {len(pairs)} datasets; there may be {MOST_DATASETS}: merge some, "
+            f"or name folders of them"
+        )
+    prefixes = tuple(prefix for prefix, _ in pairs)
+    weighted = [(prefix, weight) for prefix, weight in pairs if weight is not None]
+    if not weighted:
+        return prefixes, None
+    if len(weighted) != len(pairs):
+        raise ConfigError(f"blend {blend!r}: give a weight to every prefix, or to none")
+    weights = tuple(_weight(prefix, weight) for prefix, weight in weighted)
+    if not math.isfinite(sum(weights)):
+        raise ConfigError(
+            f"the weights of the blend add up to more than {sys.float_info.max:.3g}; "
+            f"divide them by a common number"
+        )
+    return prefixes, weights
+
+
+def _pairs(blend: Blend) -> list[tuple[str, Any]]:
+    """(prefix, weight or None) of each entry of a blend. Raises ConfigError for other entries."""
+    entries = _entries(blend)
+    if not entries:
+        raise ConfigError(
+            "the blend is empty; it takes one prefix, such as ['s3://bucket/web'], "
+            "or more with weights"
+        )
+    pairs: list[tuple[str, Any]] = []
+    for entry in entries:
+        pair = (entry, None) if isinstance(entry, str) else tuple(entry)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+            raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+        pairs.append(pair)
+    return pairs
+
+
+def _entries(blend: Blend) -> list[Any]:
+    """The entries of a blend in a list; weights that alternate with prefixes are put behind them.
+
+    They do where every other of an even number of words, from the first on, is a number, as in
+    Megatron's --data-path; where only some of these are, a weight was forgotten.
+    """
+    if isinstance(blend, os.PathLike):
+        blend = [os.fspath(blend)]
+    if not isinstance(blend, Iterable):
+        raise ConfigError(
+            f"blend {blend!r}: give a prefix, a list of them, or of (prefix, weight) pairs"
+        )
+    entries: list[Any] = (
+        blend.split() if isinstance(blend, str) else [_as_text(entry) for entry in blend]
+    )
+    all_words = all(isinstance(entry, str) for entry in entries)
+    if not entries or not all_words:
+        return entries
+    in_places_of_weights = entries[0::2] if len(entries) % 2 == 0 else entries[:1]
+    if not any(map(_is_number, in_places_of_weights)):
+        return entries
+    if len(entries) % 2:
+        # As Megatron reads its lists: one of odd length has no weights, whatever its first prefix
+        # looks like. In a string something was forgotten.
+        if not isinstance(blend, str):
+            return entries
+        raise ConfigError(
+            f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'"
+        )
+    weights = entries[0::2]
+    prefixes = entries[1::2]
+    return list(zip(prefixes, weights, strict=True))
+
+
+def _as_text(item: Any) -> Any:
+    """An entry of a blend, paths of pathlib being text."""
+    if isinstance(item, os.PathLike):
+        return os.fspath(item)
+    if isinstance(item, (tuple, list)) and item and isinstance(item[0], os.PathLike):
+        return (os.fspath(item[0]), *item[1:])
+    return item
+
+
+def _weight(prefix: str, weight: Any) -> float:
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the weight of {prefix} is {weight!r}, which is no number") from None
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            f"the weight of {prefix} is {value}; weights are positive numbers "
+            f"(leave the dataset out instead)"
+        )
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_schedule(schedule: Any, blend: Blend | None, order: str) -> None:
+    """Raise ConfigError for a blend_schedule that is none, or none of this blend."""
+    if order != "stream" or blend is None:
+        raise ConfigError("blend_schedule belongs to the stream order and a blend")
+    prefixes, _ = parse_blend(blend)
+    try:
+        _check_segments(schedule, len(prefixes))
+    except ConfigError:  # which is a ValueError too
+        raise
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"blend_schedule is {schedule!r}; it takes segments, each as (first sample, weights)"
+        ) from None
+
+
+def _check_segments(schedule: Sequence[tuple[int, Sequence[float]]], datasets: int) -> None:
+    start_before = -1
+    for start, weights in schedule:
+        if start <= start_before:
+            raise ConfigError(
+                f"blend_schedule starts a segment at sample {start}; starts must rise, "
+                f"from 0 or later"
+            )
+        # so that NaN is none either; a weight may be zero for a while, all of them may not
+        are_weights = all(0 <= weight < math.inf for weight in weights)
+        if len(weights) != datasets or not are_weights or not 0 < sum(weights) < math.inf:
+            raise ConfigError(
+                f"blend_schedule at sample {start} needs {datasets} weights, "
+                f"none negative, not all zero, and a finite sum"
+            )
+        start_before = start

@@ -1,0 +1,296 @@
+"""What is read, and in which order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from streammega.config.blends import Blend, check_schedule, parse_blend
+from streammega.config.fields import FieldsConfig
+from streammega.config.follow import FollowConfig, check_follow
+from streammega.config.phases import PhaseConfig, check_phases
+from streammega.config.setting_checks import check_number, checked_folder, set_whole_numbers
+from streammega.config.skips import (
+    SkippedList,
+    SkippedNames,
+    check_ranges,
+    skipped_lists,
+    skipped_names,
+)
+from streammega.config.storage import MiB, StorageConfig
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redacted_repr
+
+Order = Literal["megatron", "stream", "sequential"]
+ORDERS = ("megatron", "stream", "sequential")
+SEAMS = ("joined", "masked", "apart")
+MOST_SAMPLES = 1 << 50
+"""Of a split: far more than any run has, and few enough for all that is counted of them to be
+int64.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(FieldsConfig):
+    """What is read, and in which order."""
+
+    blend: Blend | None = None
+    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b".
+
+    Paths or URLs.
+    """
+    blend_per_split: Sequence[Blend | None] | None = None
+    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is
+    none.
+    """
+    blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
+    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on;
+    one may be zero for a while. A segment at 0 replaces the blend's own weights. Segments past the
+    cursor of a run may still be changed.
+    """
+    phases: Sequence[PhaseConfig] = ()
+    """What changes in the middle of training, in the order of `first_sample`; what stands above is
+    the first phase. In the stream order phases past the cursor of a run may still be changed, and
+    more be appended; in the Megatron order each is a run of its own, as Megatron's phase
+    transitions make it: docs/orders.md.
+    """
+    follow: FollowConfig | None = None
+    """Stream order: take in what is appended to the datasets while the run trains."""
+    split: str = "1,0,0"
+    """Shares of train, valid and test, cut by sequence."""
+    seed: int = 1234
+    """Of the order, in [0, 2**32)."""
+    order: Order = "megatron"
+    """`megatron`: Megatron's shuffle, bit for bit.
+
+    `stream`: shuffled for object storage. `sequential`: as files lie.
+    """
+    inter_document_masking: bool = False
+    """Tokens do not attend over the bounds of sequences in the `.idx`, whatever ids stand there, in
+    Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
+    "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
+    """
+    dataset_ids: bool = False
+    """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
+    phases, in the order in which they first appear. For losses by source: SourceLosses.
+    """
+    num_samples: tuple[int, int, int] | None = None
+    """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
+    add_extra_token: bool = True
+    """Samples carry S + 1 tokens, so that every position has a label."""
+    drop_last_partial_validation_sequence: bool = True
+    """Drop the last, partial sample of valid (train and test always do)."""
+    full_validation: bool = False
+    """Valid is one epoch of everything, whatever num_samples says."""
+    loss_from_modes: bool | None = None
+    """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose
+    manifest names such modes (that of `convert --chat` does); True: in every dataset, those without
+    such a manifest learning all modes but 0; False: never.
+    """
+    mix_tokenizers: bool = False
+    """Blend datasets whose manifests name different tokenizers, whose ids mean different things;
+    else that is an error.
+    """
+    multiple_validation_sets: bool = False
+    """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
+    surplus: float = 0.005
+    """Megatron order: share by which a blend asks its datasets for more samples than it will
+    take.
+    """
+    lanes: int | None = None
+    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
+    kept in the state.
+    """
+    block_bytes: int = MiB // 4
+    """Stream order: bytes that are shuffled as one."""
+    skip_samples: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
+    skip_documents: SkippedNames | Sequence[tuple[int, SkippedNames]] = ()
+    """Documents that training does not see: eod_id stands for each of their tokens, and there is no
+    loss on it. The path of a file of names, one a line; a list of names; either by dataset, as
+    {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
+    is PREFIX#NUMBER of a dataset or shard, or what convert kept by --origins: an id, or FILE:LINE.
+    Lists that begin past the cursor of a run may still be changed: docs/orders.md.
+    """
+    seams: Literal["joined", "masked", "apart"] = "joined"
+    """Stream order: what becomes of the seams in samples that join several runs of tokens, as some do
+    after a phase has changed their length. `joined`: nothing; `masked`: no loss on the label over a
+    seam; `apart`: moreover a document ends there, for reset_attention_mask and reset_position_ids, one
+    of which must be set. Those in every batch: StreamingDataset.seams.
+    """
+    balance_batches: bool = False
+    """Deal the samples of a global batch out to ranks and micro-batches so that attention over
+    their documents costs all the same, by the lengths in the `.idx`; for configs with
+    reset_attention_mask or inter_document_masking. Global batches stay the same sets.
+    """
+    index_cache_dir: str | Path | None = None
+    """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
+    shared_index_url: str | None = None
+    """A folder, beside the data for instance, that `streammega prepare` fills with built indices
+    for nodes to download.
+    """
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    """How its bytes are fetched."""
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
+    def __post_init__(self) -> None:
+        self._check_blends()
+        super().__post_init__()
+        self._check_numbers()
+        self._check_seams()
+        if self.inter_document_masking:
+            self._check_masking()
+        if self.balance_batches and not self.documents_are_apart:
+            raise ConfigError(
+                "balance_batches goes by the lengths of documents that do not see each other; set "
+                "reset_attention_mask or inter_document_masking, without which all samples cost "
+                "the same"
+            )
+        check_ranges(self.skip_samples)
+        self._check_changes()
+        self._check_skipped_documents()
+        if self.index_cache_dir:
+            folder = checked_folder("index_cache_dir", self.index_cache_dir)
+            object.__setattr__(self, "index_cache_dir", folder)
+
+    @property
+    def documents_are_apart(self) -> bool:
+        """Whether batches say where documents begin, so that attention does not pass their
+        bounds.
+        """
+        return self.reset_attention_mask or self.inter_document_masking
+
+    def follows(self, split: str) -> bool:
+        """Whether a split takes in what is appended: training alone does."""
+        return self.follow is not None and split == "train"
+
+    def phases_of(self, split: str) -> Sequence[PhaseConfig]:
+        """The later phases of a split: training alone has any, so that validation stays the same."""
+        return self.phases if split == "train" else ()
+
+    def skips_of(self, split: str) -> list[SkippedList]:
+        """The documents that a split does not see. Those of training alone: validation stays the
+        same.
+        """
+        if split != "train":
+            return []
+        lists = skipped_lists(self.skip_documents)
+        for phase in self.phases:
+            lists += skipped_names(phase.skip_documents, phase.first_sample)
+        return lists
+
+    def lengths_of(self, split: str) -> set[int]:
+        """Tokens of a sample, over all phases of a split."""
+        lengths = [phase.sequence_length for phase in self.phases_of(split)]
+        return {self.sequence_length, *(length for length in lengths if length is not None)}
+
+    def length_starts(self, split: str) -> list[tuple[int, int]]:
+        """(first sample, tokens of a sample) of each phase of a split."""
+        starts = [(0, self.sequence_length)]
+        for phase in self.phases_of(split):
+            _, length_before = starts[-1]
+            starts.append((phase.first_sample, phase.sequence_length or length_before))
+        return starts
+
+    def batch_changes(self, split: str) -> list[tuple[int, int | None]]:
+        """(first sample, global batch size or None) of each later phase of a split."""
+        phases = self.phases_of(split)
+        return [(phase.first_sample, phase.global_batch_size) for phase in phases]
+
+    def _check_blends(self) -> None:
+        if (self.blend is None) == (self.blend_per_split is None):
+            raise ConfigError("give either blend or blend_per_split, and not both")
+        if self.blend_per_split is not None and len(self.blend_per_split) != 3:
+            raise ConfigError(
+                f"blend_per_split has {len(self.blend_per_split)} entries; "
+                f"it takes three: train, valid, test"
+            )
+        for blend in (self.blend, *(self.blend_per_split or ())):
+            if blend is not None:
+                parse_blend(blend)
+        if self.multiple_validation_sets and self.blend_per_split is None:
+            raise ConfigError(
+                "multiple_validation_sets needs blend_per_split, whose valid entry names them"
+            )
+
+    def _check_changes(self) -> None:
+        """Of what changes in the middle of a run."""
+        if self.blend_schedule is not None:
+            check_schedule(self.blend_schedule, self.blend, self.order)
+        if self.phases:
+            check_phases(self.phases, self.order, self.blend_schedule)
+        if self.follow is not None:
+            check_follow(self.follow, self.order, self.blend_schedule is not None)
+
+    def _check_numbers(self) -> None:
+        set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
+        for name in ("block_bytes", "lanes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
+        if self.order not in ORDERS:
+            raise ConfigError(
+                f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'"
+            )
+        if self.num_samples is not None:
+            object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
+        check_number("surplus", self.surplus)
+        if not self.surplus >= 0:
+            raise ConfigError(
+                f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005"
+            )
+
+    def _check_seams(self) -> None:
+        if self.seams not in SEAMS:
+            raise ConfigError(f"seams is {self.seams!r}; it must be one of {', '.join(SEAMS)}")
+        if self.seams != "joined" and self.order != "stream":
+            raise ConfigError(
+                'seams are of phases, which belong to the stream order: set order="stream", or leave '
+                "seams out"
+            )
+        if self.seams == "apart" and not (self.reset_attention_mask or self.reset_position_ids):
+            raise ConfigError(
+                'seams="apart" ends documents for reset_attention_mask and reset_position_ids, of which '
+                'neither is set; set one of them, or seams="masked", which has no loss there'
+            )
+
+    def _check_masking(self) -> None:
+        by_eod_id = ("reset_attention_mask", "reset_position_ids", "create_attention_mask")
+        set_too = [name for name in by_eod_id if getattr(self, name)]
+        if set_too:
+            raise ConfigError(
+                f"inter_document_masking goes by the bounds of sequences, and {set_too[0]} by "
+                f"eod_id; leave one of them out"
+            )
+        if self.order == "stream":
+            raise ConfigError(
+                "inter_document_masking needs the bounds of every sequence, which the stream order "
+                "does not read; set reset_attention_mask and reset_position_ids, which go by eod_id, "
+                'or order="megatron"'
+            )
+
+    def _check_skipped_documents(self) -> None:
+        if self.skips_of("train") and self.eod_id is None:
+            raise ConfigError(
+                "skip_documents needs eod_id, the id that stands for tokens which are not seen"
+            )
+
+
+def _three_counts(given: Any) -> tuple[int, int, int]:
+    """num_samples as plain ints. Raises ConfigError for anything but three counts."""
+    try:
+        train, valid, test = map(operator.index, given)
+    except (TypeError, ValueError):
+        train = valid = test = -1
+    if min(train, valid, test) < 0:
+        raise ConfigError(f"num_samples is {given}; it takes three counts: (train, valid, test)")
+    if max(train, valid, test) > MOST_SAMPLES:
+        raise ConfigError(f"num_samples is {given}; no run has more than {MOST_SAMPLES:,} samples")
+    return train, valid, test

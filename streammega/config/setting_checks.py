@@ -1,0 +1,47 @@
+"""Checks that several classes of settings share."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streammega.errors import ConfigError
+
+
+def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:
+    """Have fields be plain ints, whatever kind of whole number was given: states are JSON.
+
+    Raises ConfigError for others.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        try:
+            # the way to set a field of what is frozen
+            object.__setattr__(settings, name, operator.index(value))
+        except TypeError:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def local_folder(path: str | Path) -> Path:
+    """A folder that somebody named, `~` being their home."""
+    return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
+
+
+def checked_folder(name: str, path: str | Path) -> Path:
+    """The folder that a setting names. Raises ConfigError for what is no path."""
+    try:
+        return local_folder(path)
+    except TypeError:
+        raise ConfigError(f"{name} is {path!r}; it must be the path of a folder") from None
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise ConfigError where a setting is text, say, which compares with no number."""
+    if not isinstance(value, numbers.Real):
+        raise ConfigError(f"{name} is {value!r}; it must be a number")
