@@ -74,7 +74,7 @@ def gc(
     ] = False,
     storage: StorageOption = None,
 ) -> None:
-    """List what killed conversions left beside a dataset, or what it replaced; --remove removes it.
+    """List, or remove, what killed conversions left beside a dataset, or what it replaced.
 
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
     is no part of a dataset yet.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streammega.cli.options import AsJson, Html, Split
 from streammega.cli.trace import show_report
 from streammega.errors import ConfigError
 
@@ -20,12 +21,12 @@ MOST_LISTED = 12
 def diff_orders(
     config: Annotated[str, typer.Argument(help="The TOML file of one run.")],
     other: Annotated[str, typer.Argument(help="The TOML file of the other.")],
-    split: Annotated[str, typer.Option(help="The split: train, valid or test.")] = "train",
+    split: Split = "train",
     samples: Annotated[
         int | None, typer.Option(help="Compare so many samples; by default all of the shorter run.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: Annotated[str | None, typer.Option(help="Write a page with tables to this file.")] = None,
+    as_json: AsJson = False,
+    html: Html = None,
 ) -> None:
     """Say what of the order differs between two runs, and from which sample on.
 

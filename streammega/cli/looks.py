@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streammega.cli.options import StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageOption, storage_config
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -42,15 +42,18 @@ def describe(
     plot: Annotated[
         str | None, typer.Option(help="Write the document-length histogram to this PNG.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="How many of the first tokens are shown.")] = 32,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="How many of the first tokens are shown.")
+    ] = 32,
     last_step: Annotated[
         int | None, typer.Option(help="Of a run: up to this step; by default its last.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Of a run: print JSON.")] = False,
     storage: StorageOption = None,
 ) -> None:
-    """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths. Of a run: what
-    each of its phases takes from which dataset.
+    """Say what a dataset is, or what each phase of a run takes from which dataset.
+
+    Of a dataset: counts, dtype, sizes, first tokens, document lengths.
     """
     if prefix.endswith(RUN):
         for name, value in (("--tokenizer", tokenizer), ("--plot", plot), ("--storage", storage)):
@@ -128,11 +131,12 @@ def order_report(
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
     block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
     plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     storage: StorageOption = None,
 ) -> None:
-    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each
-    rank; of a run's file in each of its phases. Reads no tokens.
+    """Measure an order before it is used: shuffle quality, blend drift, requests, bytes.
+
+    Of a run's file in each of its phases. Reads no tokens.
     """
     from streammega.cli import order_report as reporting
     from streammega.config import DataConfig
@@ -142,7 +146,7 @@ def order_report(
         reports = _reports_of_run(blend[0], blend[1:], ranks, steps)
     else:
         config = DataConfig(
-            blend=blend if len(blend) > 1 else blend[0],
+            blend=_blend_of(blend),
             sequence_length=sequence_length,
             split=split,
             seed=seed,
@@ -160,6 +164,14 @@ def order_report(
     if plot:
         reporting.write_plot(reports[0], plot)
         typer.echo(f"plot written to {plot}", err=as_json)
+
+
+def _blend_of(words: list[str]) -> list[str] | str:
+    """The words as one text, in which a weight without a prefix is a mistake; as a list, where a
+    prefix has blanks.
+    """
+    has_blanks = any(len(word.split()) != 1 for word in words)
+    return words if has_blanks and len(words) > 1 else " ".join(words)
 
 
 def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[OrderReport]:

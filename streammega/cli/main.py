@@ -18,6 +18,7 @@ import streammega
 from streammega.cli import commands, growing, looks
 from streammega.cli.convert import convert
 from streammega.cli.diff_orders import diff_orders
+from streammega.cli.options import Overrides, RunFile
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
@@ -137,13 +138,12 @@ app.command(name="diff-orders", no_args_is_help=True)(diff_orders)
 
 @app.command(no_args_is_help=True)
 def prepare(
-    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
-    ] = None,
+    config: RunFile,
+    overrides: Overrides = None,
 ) -> None:
-    """Build all indices of a run ahead of it, without GPUs; with data.shared_index_url, publish
-    them for the nodes.
+    """Build all indices of a run ahead of it, without GPUs.
+
+    With data.shared_index_url they are published for the nodes.
     """
     from dataclasses import replace
 
@@ -171,10 +171,8 @@ def prepare(
 
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
 def train(
-    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
-    ] = None,
+    config: RunFile,
+    overrides: Overrides = None,
 ) -> None:
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
     from streammega.train.__main__ import main as train_main

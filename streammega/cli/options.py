@@ -22,6 +22,14 @@ StorageOption = Annotated[
     ),
 ]
 
+RunFile = Annotated[str, typer.Argument(help="The run's TOML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
+]
+Split = Annotated[str, typer.Option(help="The split: train, valid or test.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[str | None, typer.Option(help="Write a page with tables to this file.")]
+
 GIVE_UP_LOOKING = 5.0
 """Seconds.
 

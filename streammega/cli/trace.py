@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,55 +28,63 @@ text that goes on is cut into other tokens.
 """
 
 
+Step = Annotated[
+    int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
+]
+Sample = Annotated[int | None, typer.Option(help="One sample, by its number in the global stream.")]
+Find = Annotated[
+    str | None,
+    typer.Option(
+        help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
+        "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
+        "--tokenizer, for which all tokens are looked through."
+    ),
+]
+Skipped = Annotated[
+    bool,
+    typer.Option(
+        "--skipped",
+        help="The documents of skip_documents, and at which steps each was seen before.",
+    ),
+]
+LastStep = Annotated[
+    int | None,
+    typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
+]
+Rank = Annotated[
+    int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="How many data-parallel ranks there are: names their samples."),
+]
+TokenRange = Annotated[
+    str | None, typer.Option(help="Only these tokens of each sample: FIRST:BEHIND-THE-LAST.")
+]
+ValidationSet = Annotated[
+    str | None, typer.Option(help="A validation set of its own, by its name in the run.")
+]
+TokenizerName = Annotated[
+    str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
+]
+
+
 def trace(
-    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
-    ] = None,
-    sample: Annotated[
-        int | None, typer.Option(help="One sample, by its number in the global stream.")
-    ] = None,
-    find: Annotated[
-        str | None,
-        typer.Option(
-            help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
-            "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
-            "--tokenizer, for which all tokens are looked through."
-        ),
-    ] = None,
-    skipped: Annotated[
-        bool,
-        typer.Option(
-            "--skipped",
-            help="The documents of skip_documents, and at which steps each was seen before.",
-        ),
-    ] = False,
-    last_step: Annotated[
-        int | None,
-        typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="How many data-parallel ranks there are: names their samples."),
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Only these tokens of each sample: FIRST:BEHIND-THE-LAST.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="The split: train, valid or test.")] = "train",
-    validation: Annotated[
-        str | None, typer.Option(help="A validation set of its own, by its name in the run.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: Annotated[str | None, typer.Option(help="Write a page with tables to this file.")] = None,
+    config: RunFile,
+    overrides: Overrides = None,
+    step: Step = None,
+    sample: Sample = None,
+    find: Find = None,
+    skipped: Skipped = False,
+    last_step: LastStep = None,
+    rank: Rank = None,
+    ranks: Ranks = None,
+    tokens: TokenRange = None,
+    split: Split = "train",
+    validation: ValidationSet = None,
+    tokenizer: TokenizerName = None,
+    as_json: AsJson = False,
+    html: Html = None,
 ) -> None:
     """Say which documents a step of a run is made of, or at which steps a document is seen.
 

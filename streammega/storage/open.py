@@ -83,7 +83,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     scheme = scheme.lower()
     scheme = _OTHER_NAMES.get(scheme, scheme)
     root, _, key = rest.partition("/")
-    if not root and scheme != "memory":
+    # nor does the name of a bucket or host begin with a point: an ending was put behind "s3://"
+    if (not root or root.startswith(".")) and scheme != "memory":
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     of_http = scheme in ("http", "https")
     if not _by_obstore(scheme, config):

@@ -1,0 +1,101 @@
+"""Every option of `streammega convert` reaches what it is called after."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import streammega.convert
+from streammega.cli.main import app
+from streammega.convert import ConvertOptions, Runner
+from streammega.errors import ConfigError
+
+ALL: dict[str, dict[str, Any]] = {
+    "--tokenizer vocab.json --merges merges.txt": {"tokenizer": "vocab.json,merges.txt"},
+    "--key a --key b:1": {"keys": ("a", "b:1")},
+    "--include *.txt --include b": {"include": ("*.txt", "b")},
+    "--exclude c": {"exclude": ("c",)},
+    "--member txt": {"member": "txt"},
+    "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
+    "--eod <e>": {"eod": "<e>"},
+    "--no-append-eod": {"append_eod": False},
+    "--eod-id 7": {"eod_id": 7},
+    "--input-dtype uint16": {"input_dtype": "uint16"},
+    "--keep-empty": {"keep_empty": True},
+    "--special-tokens text": {"special_tokens": "text"},
+    "--bos <b>": {"bos": "<b>"},
+    "--add-special-tokens": {"add_special_tokens": True},
+    "--tiktoken-pattern gpt2": {"tiktoken_pattern": "gpt2"},
+    "--split-sentences en": {"split_sentences": "en"},
+    "--dtype int32": {"dtype": "int32"},
+    "--min-tokens 2": {"min_tokens": 2},
+    "--max-tokens 9 --long drop": {"max_tokens": 9, "long": "drop"},
+    "--pack 64 --pack-long drop --max-documents 3": {
+        "pack": 64,
+        "pack_long": "drop",
+        "max_documents": 3,
+    },
+    "--mode 0 --mode 1": {"modes": (0, 1)},
+    "--loss-mode 1": {"loss_modes": (1,)},
+    "--mix-tokenizers": {"mix_tokenizers": True},
+    "--dedup": {"dedup": True},
+    "--shuffle --seed 5": {"shuffle_seed": 5},
+    "--shuffle": {"shuffle_seed": 0},
+    "--seed 5": {},
+    "--origins --id-field meta.id": {"origins": True, "id_field": "meta.id"},
+    "--format zst --level 9": {"kind": "zst", "level": 9},
+    "--shard-size 1G": {"shard_bytes": 1 << 30},
+    "--on-error skip": {"on_error": "skip"},
+}
+WITHOUT_OPTION = {"frame_bytes"}
+RUNNERS: dict[str, dict[str, Any]] = {
+    "--workers 3 --memory 16M": {"workers": 3, "memory_bytes": 16 << 20},
+    "--engine ray": {"engine": "ray"},
+    "--work w --restart": {"work": "w", "restart": True},
+}
+
+
+def given_by(words: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `convert` is called with."""
+    caught: dict[str, Any] = {}
+
+    def catch(inputs: list[str], output: str, **named: Any) -> Any:
+        caught.update(named, inputs=inputs, output=output)
+        raise ConfigError("caught")
+
+    monkeypatch.setattr(streammega.convert, "convert", catch)
+    done = CliRunner().invoke(app, ["convert", "in.txt", "b.txt", "out", *words.split()])
+    assert str(done.exception) == "caught", done.output
+    assert caught["inputs"] == ["in.txt", "b.txt"]
+    assert caught["output"] == "out"
+    return caught
+
+
+@pytest.mark.parametrize("words", ["", *ALL])
+def test_options_are_the_settings_they_name(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_by(words, monkeypatch)
+    assert given["options"] == ConvertOptions(**ALL.get(words, {}))
+    assert not given["overwrite"]
+
+
+@pytest.mark.parametrize("words", ["", *RUNNERS])
+def test_how_the_work_is_done_is_as_asked(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = {"memory_bytes": 4 << 30}
+    assert given_by(words, monkeypatch)["runner"] == Runner(**(default | RUNNERS.get(words, {})))
+
+
+def test_every_setting_has_an_option() -> None:
+    set_by_options = {name for settings in ALL.values() for name in settings}
+    assert {item.name for item in fields(ConvertOptions)} == set_by_options | WITHOUT_OPTION
+
+
+def test_overwriting_and_storage_are_as_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = given_by("--overwrite --storage anon=true", monkeypatch)
+    assert given["overwrite"]
+    assert given["storage"].storage_options == {"anon": True}
