@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.dataset.idx import MOST_TOKENS
 from streammega.dataset.origins import Origins, join_origins
 from streammega.errors import ConvertError
-
-MOST_TOKENS = 2**31 - 1
-"""Tokens of a sequence: the `.idx` holds their number as int32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from streammega.dataset.growing.names import GrowingName, is_called, named_versi
 from streammega.dataset.growing.numbers import number_of
 from streammega.dataset.idx import (
     MAGIC,
+    MOST_TOKENS,
     check_end,
     check_index,
     dtype_of_broken,
@@ -258,7 +259,7 @@ def _document_lengths(
         bounds = np.append(bounds, num_tokens)
     lengths = np.diff(bounds)
     longest = int(lengths.max(initial=0))
-    if longest > np.iinfo(np.int32).max:
+    if longest > MOST_TOKENS:
         raise FormatError(
             f"{name}: {longest:,} tokens without the id {eod_id}; is it the right one?"
         )

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
-from streammega.dataset.idx import dtype_code, encode_index
+from streammega.dataset.idx import MOST_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.shards import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
@@ -123,9 +123,8 @@ class IndexedDatasetWriter:
         Raises FormatError if a value does not fit the dtype: it would wrap around silently.
         """
         data = self._cast(tokens)
-        lengths = np.array([data.size], np.int32)
         modes = np.array([mode], np.int8)
-        self._put(_bytes(data), lengths, modes)
+        self._put(_bytes(data), self._lengths_of([data.size]), modes)
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
@@ -145,7 +144,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: {len(lengths)} sequences need as many modes, got {num_modes}"
             )
         modes = modes or [0] * len(lengths)
-        self._put(_bytes(data), np.array(lengths, np.int32), np.array(modes, np.int8))
+        self._put(_bytes(data), self._lengths_of(lengths), np.array(modes, np.int8))
         self.end_document()
 
     def add_documents(
@@ -431,6 +430,16 @@ class IndexedDatasetWriter:
         """Close documents of so many sequences each, the first of which is `first_sequence`."""
         bounds = first_sequence + np.cumsum(documents, dtype=np.int64)
         self._documents.frombytes(bounds.tobytes())
+
+    def _lengths_of(self, lengths: Sequence[int]) -> NDArray[np.int32]:
+        """Lengths as the `.idx` holds them. Raises FormatError for one that it cannot."""
+        longest = max(lengths, default=0)
+        if longest > MOST_TOKENS:
+            raise FormatError(
+                f"{self.prefix}: sequence of {longest:,} tokens; an .idx can hold {MOST_TOKENS:,}: cut it "
+                "before"
+            )
+        return np.array(lengths, np.int32)
 
     def _size_of(self, lengths: NDArray[np.int32]) -> int:
         """Bytes of sequences of these lengths."""

@@ -16,6 +16,7 @@ import pytest
 
 from streammega import IndexedDataset
 from streammega.convert import convert
+from streammega.convert.read.columns import _token_lists
 from streammega.convert.read.keys import MISSING, value_at
 from streammega.errors import ConvertError
 
@@ -175,3 +176,11 @@ def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Pa
             np.asarray(item).tolist() for item in IndexedDataset(str(tmp_path / key))[:]
         ] == ids[:3]
         assert report.dropped == {"empty": 1}
+
+
+def test_a_list_that_no_index_can_tell_is_refused() -> None:
+    """Its length does not fit int32, and was a negative one."""
+    ids = pa.array(np.zeros(2**31 + 5, np.uint8))  # of which no page is touched
+    column = pa.LargeListArray.from_arrays(pa.array([0, 2**31 + 5], pa.int64()), ids)
+    with pytest.raises(ConvertError, match=r"2,147,483,653 tokens.*2,147,483,647"):
+        _token_lists(column, 0, "a.parquet", 0)

@@ -170,6 +170,17 @@ def test_what_is_merged_is_not_mapped_and_may_be_removed_at_once(
     assert str(tmp_path / "a.bin") not in mapped
 
 
+def test_a_sequence_that_no_index_can_tell_is_refused(tmp_path: Path) -> None:
+    tokens = np.zeros(2**31, np.uint8)  # of which no page is touched
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint8) as writer:
+        with pytest.raises(FormatError, match=r"2,147,483,648 tokens.*2,147,483,647"):
+            writer.add_item(tokens)
+        with pytest.raises(FormatError, match=r"2,147,483,648 tokens.*2,147,483,647"):
+            writer.add_document(tokens, [2**31])
+        writer.add_document([1, 2], [1, 1])
+    assert len(IndexedDataset(str(tmp_path / "ours"))) == 2
+
+
 CLOSED = "this writer is closed.*begin anew"
 
 

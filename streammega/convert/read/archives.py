@@ -125,7 +125,7 @@ def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
                 yield RawDocument(data=record, path=where, line=line, record=True)
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
-        yield one_each(array, np.array([array.size], np.int32), len(data), where)
+        yield one_each(array, np.array([array.size]), len(data), where)
     else:  # .txt, or what was asked for by its name
         yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
 

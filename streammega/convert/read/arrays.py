@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import MOST_TOKENS, one_each
+from streammega.convert.documents import one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.slices import Item, Skipped, Slice, open_stream
 from streammega.convert.read.suffixes import is_compressed
+from streammega.dataset.idx import MOST_TOKENS
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20

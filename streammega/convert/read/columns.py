@@ -296,7 +296,7 @@ def _token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
         column = column.cast(pa.list_(column.type.value_type))
     if column.null_count:
         column = column.fill_null([])
-    lengths = np.diff(np.asarray(column.offsets)).astype(np.int32)
+    lengths = np.diff(np.asarray(column.offsets))
     flat = column.flatten()
     if flat.null_count:
         raise ConvertError(

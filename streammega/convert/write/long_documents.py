@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from streammega.convert.documents import MOST_TOKENS
 from streammega.convert.options import ConvertOptions
+from streammega.dataset.idx import MOST_TOKENS
 from streammega.errors import ConvertError
 
 
