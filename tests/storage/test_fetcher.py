@@ -4,6 +4,7 @@ smaller.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from streammega.storage.fetch.limits import (
     NEAR_JOB_READS,
     Pace,
 )
+from streammega.storage.fetch.memory import rounded
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
 from streammega.storage.frames import FrameWriter
 from streammega.storage.store import Bytes, Span, address_of
@@ -189,6 +191,44 @@ def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:
         assert len(store.calls) == 2
     finally:
         made.close()
+
+
+def alive(*kinds: type) -> int:
+    """Objects of these classes that were not freed."""
+    return sum(isinstance(found, kinds) for found in gc.get_objects())
+
+
+def two_reads(store: Any, number: int) -> Holding:
+    """A holding of two reads."""
+    halves = [(0, SIZE), (SIZE, 2 * SIZE)]
+    reads = [Read(store, str(number), "", start, stop, start) for start, stop in halves]
+    return Holding(2 * SIZE, reads)
+
+
+@pytest.mark.parametrize("filled", [0, 1, 100])
+def test_what_was_released_is_freed_without_the_collector(filled: int) -> None:
+    """Else it would look through all of the program for them, again and again, while no thread
+    runs.
+    """
+    store: Any = Recorded()
+    # Where none is to be filled, none is admitted.
+    made = Fetcher(CONFIG, budget=60 * rounded(2 * SIZE) if filled else 0)
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive(Read, Holding)
+        holdings = [two_reads(store, number) for number in range(100)]
+        made.submit(holdings)
+        for number in range(filled):
+            made.wait(holdings[number : number + 1])
+            made.release(holdings[number : number + 1])
+        made.close()
+        holdings.clear()
+        assert alive(Read, Holding) == before
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Bodies(Recorded):

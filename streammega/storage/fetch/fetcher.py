@@ -137,6 +137,8 @@ class Fetcher:
         """
         with self._lock:
             self._closed = True
+            for holding in self._unadmitted:
+                holding.take_reads()
             self._unadmitted.clear()
             self._queue.clear()
             self._work.notify_all()
@@ -171,6 +173,7 @@ class Fetcher:
                 break
             self._unadmitted.popleft()
             self.unadmitted_bytes -= holding.size
+            reads = holding.take_reads()
             if holding.released:
                 continue
             holding.takes_memory = True
@@ -178,7 +181,7 @@ class Fetcher:
                 self.pool.reserve(holding.size)
             else:
                 holding.buffer = self.pool.take(holding.size)
-            for read in holding.reads:
+            for read in reads:
                 self._serial += 1
                 read.serial = self._serial
                 self._queue.push(read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streammega.storage.fetch.limits import size_class_of
@@ -104,6 +105,7 @@ class Holding:
     """
 
     __slots__ = (
+        "_reads",
         "alignment",
         "awaited",
         "buffer",
@@ -111,7 +113,6 @@ class Holding:
         "error",
         "keeps_body",
         "missing",
-        "reads",
         "released",
         "size",
         "slot",
@@ -122,7 +123,7 @@ class Holding:
         self.size = size
         self.alignment = alignment
         """Its first byte lies at a multiple of so many bytes: of a token's."""
-        self.reads = reads
+        self._reads: Sequence[Read] = reads
         self.slot = slot
         self.keeps_body = (
             len(reads) == 1 and size == reads[0].size >= LEAST_KEPT and gives_bodies(reads[0].store)
@@ -140,6 +141,17 @@ class Holding:
         self.error: BaseException | None = None
         for read in reads:
             read.holding = self
+
+    def take_reads(self) -> Sequence[Read]:
+        """Its reads, which it forgets.
+
+        Each refers to its holding. If that referred to them for longer than until they are queued,
+        only the collector could free both, when it looks through all of the program, torch
+        included, a tenth of a second in which no thread runs.
+        """
+        reads = self._reads
+        self._reads = ()
+        return reads
 
     @property
     def ready(self) -> bool:
