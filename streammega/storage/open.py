@@ -37,6 +37,11 @@ _BUILT_IN = {"mock": "streammega.dataset.mock"}
 They are imported when it is first asked for: this layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LEADING_ELSEWHERE = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "OSS_ENDPOINT")
+"""Of the environment: the same bucket by the same settings is another one where these differ. A
+program that changes them would go on to write to the former endpoint, while a store of that is in
+use anywhere.
+"""
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
 OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
@@ -190,7 +195,8 @@ def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -
 
     `root`: the bucket or host; empty for backends that serve all of them by one client.
     """
-    identity = (backend, scheme, root, _digest_of(config))
+    surroundings = tuple(map(os.environ.get, _LEADING_ELSEWHERE))
+    identity = (backend, scheme, root, _digest_of(config), surroundings)
     # Two that open the same at once are to have one.
     with _lock:
         shared: Store | None = _stores.get(identity)

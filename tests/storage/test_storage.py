@@ -587,6 +587,22 @@ def test_the_credential_chain_is_used_when_no_key_is_given(
         assert store.info(key).size == 3
 
 
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_endpoint_of_the_environment_is_the_one_of_the_day(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of the one before is still in use, as one that a reader holds."""
+    storage = StorageConfig(transport=transport, storage_options={"key": KEY, "secret": SECRET})
+    stores = []
+    for data in (b"abc", b"def"):
+        with http_server({"/bucket/key": data}) as server:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+            store, key = open_store("s3://bucket/key", storage)
+            assert bytes(store.read_ranges(key, [0], [3])[0]) == data
+            stores.append(store)
+            assert open_store("s3://bucket/key", storage)[0] is store
+
+
 def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
     options: dict[str, Any] = {
         "key": KEY,
