@@ -128,10 +128,11 @@ def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tu
 
     with ThreadPoolExecutor(workers) as pool:
         running: dict[Future[Any], int] = {}
-        for number in work.numbers:
-            future = pool.submit(work.function, work.shared, number, note)
-            running[future] = number
         try:
+            # Ctrl-C comes here too: the first threads are at work before the last task is given.
+            for number in work.numbers:
+                future = pool.submit(work.function, work.shared, number, note)
+                running[future] = number
             for future in as_completed(running):
                 yield running[future], future.result()
         finally:

@@ -414,14 +414,18 @@ def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list(
-        (tmp_path / "out" / ".p.convert").glob("unit-*")
-    ):
-        time.sleep(0.02)
-    assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
-    _, error = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not list(
+            (tmp_path / "out" / ".p.convert").glob("unit-*")
+        ):
+            time.sleep(0.02)
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()  # or the tests that follow would share the machine with it
+        process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in error
     assert not list((tmp_path / "out").glob("p*"))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -525,6 +526,31 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
     results = dict(run_tasks(work, Runner(workers=workers), lambda size, tokens: None))
     assert results == dict.fromkeys(range(6), told)
     assert "RAYON_NUM_THREADS" not in os.environ
+
+
+def test_threads_end_if_tasks_are_interrupted_while_they_are_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that nobody told would do all that they were given: Ctrl-C would seem to be lost."""
+    submit = ThreadPoolExecutor.submit
+    done: list[int] = []
+
+    def slow(shared: Any, number: int, progress: Any) -> None:
+        for _ in range(100):
+            time.sleep(0.01)
+            progress(1, 0)
+        done.append(number)
+
+    def interrupted(pool: Any, function: Any, shared: Any, number: int, progress: Any) -> Any:
+        if number == 5:
+            raise KeyboardInterrupt
+        return submit(pool, function, shared, number, progress)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    work = TaskList(function=slow, shared=None, numbers=range(10), threads=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_tasks(work, Runner(workers=2), lambda size, tokens: None))
+    assert not done
 
 
 def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
