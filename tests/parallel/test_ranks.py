@@ -435,7 +435,7 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
         assert not is_ready(loader), "nothing was asked for"
         batches = RankBatches(loader, ranks, ahead=3)
         next(batches)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not loader.ready and time.monotonic() < deadline:
             time.sleep(0.01)
         next(batches)

@@ -187,7 +187,7 @@ def test_what_waiting_cannot_mend_fails_at_once(
     began = time.monotonic()
     with pytest.raises(kind, match=rf"(web|code)\.bin: .*{words}"):
         next(iter(loader))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20, "the pauses between its tries would last 30 seconds"
     assert endpoint.counts()["requests"] - before <= 64, "not tried again and again"
     endpoint.behave()
 
@@ -262,7 +262,7 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
     iter(loader)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20, "twelve tries, each of which stalls, take 36 seconds"
     endpoint.behave()
 
 

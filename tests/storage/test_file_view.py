@@ -161,7 +161,7 @@ def test_what_waiting_cannot_mend_is_an_error_at_once(place: Place) -> None:
     began = time.monotonic()
     with pytest.raises(AccessDeniedError), open_file("s3://data/a.bin", place.storage):
         pass
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "it would be tried again for ten minutes"
     place.endpoint.behave()
     with open_file("s3://data/a.bin", place.storage) as file:
         file.read(1000)
@@ -181,7 +181,7 @@ def test_the_deadline_of_the_config_holds_for_files(place: Place) -> None:
         began = time.monotonic()
         with pytest.raises(EndpointError, match="given up after"):
             file.read()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "without it reads are tried for ten minutes"
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {

@@ -111,7 +111,7 @@ def settle(loader: StreamLoader) -> None:
     """Wait until no request is under way: a read that meets two changes of keys is refused twice,
     and ends the run.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     idle = 0
     while idle < 10 and time.monotonic() < deadline:
         stats = loader.stats()
@@ -169,7 +169,7 @@ def test_refused_credentials_end_the_run_soon(
     began = time.monotonic()
     with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId"):
         list(loader)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20, "the pauses between its tries would last 30 seconds"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -251,7 +251,7 @@ def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"bucket/key.*this endpoint never answered"):
             ask(store, key)
-        assert time.monotonic() - began < 10, what
+        assert time.monotonic() - began < 60, what  # else it is tried for ten minutes
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -465,7 +465,7 @@ class TestPool:
         before = threading.active_count()
         pool = threads.Pool(8, leave_after=0.1)
         pool.map(lambda _: time.sleep(0.01), range(16))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while threading.active_count() > before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert threading.active_count() <= before

@@ -698,7 +698,7 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
         failing,
         20,
     )
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 60, "the other rank would wait for `train.timeout`"
     for message, step in ended:
         assert "No space left on device" in message
         assert "The checkpoints before it are whole" in message
@@ -710,7 +710,7 @@ def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     gang: Gang, run_file: str, out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 15.0)
+    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 60.0)
     refused: list[str] = []
     held = tmp_path / "held"
 
@@ -726,7 +726,7 @@ def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     assert "another job trains there (process" in refused[0]
     began = time.monotonic()
     trainer = resumed(run_file, *out)  # of the same machine: its process can be seen to be gone
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40, "nobody is watched"
     assert trainer.step == 1
     trainer.close()
 
@@ -750,7 +750,7 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     writer = place._store.open_writer("run/lock.json")
     writer.write(json.dumps(other).encode())
     writer.commit()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
         while time.monotonic() < deadline:
             held.check()

@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     time.sleep(ONE_REQUEST)
     assert family.ended(0, within=0) == [None]
     family.signal(signal.SIGINT, 0)
-    codes = family.ended(0, within=10)
+    codes = family.ended(0, within=60)  # the data never come
     log = family.log(0)
     assert codes == [130], log
     assert log.endswith(
@@ -158,7 +158,7 @@ def check_that_torchrun_ends(torchrun: Family, ranks: list[psutil.Process], with
     codes = torchrun.ended(0, within=within)
     log = torchrun.log(0)
     assert codes not in ([0], [None]), log[-3000:]
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
     assert f'File "{PACKAGE}/' not in log, log[-3000:]
     return log
@@ -189,7 +189,7 @@ def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> 
     time.sleep(1.5 * ONE_REQUEST)
     assert all(rank.is_running() for rank in ranks)
     torchrun.signal(signal.SIGINT, 0)
-    log = check_that_torchrun_ends(torchrun, ranks, within=15)
+    log = check_that_torchrun_ends(torchrun, ranks, within=25)  # after 30 s torchrun kills them
     assert "[1] interrupted in step 5" in log, log[-3000:]
 
 

@@ -102,7 +102,7 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
         ):
             family.signal(signal.SIGKILL, *everyone)
             break
-    codes = family.ended(*everyone, within=10)
+    codes = family.ended(*everyone, within=60)
     family.close()
     if kill_at is None:
         assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
