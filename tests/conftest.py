@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """As in many containers: each of some eighty interpreters would compile the package anew, for half
 a second, and each run all tests.
 """
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A job in the background of a shell is to ignore Ctrl-C, and so would all that tests start."""
 
 multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 """Once for all: the first test that forks from the server starts it."""
