@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from streammega.cli import trace_options as option
 from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split
 from streammega.errors import ConfigError
 
@@ -28,61 +29,20 @@ text that goes on is cut into other tokens.
 """
 
 
-Step = Annotated[
-    int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
-]
-Sample = Annotated[int | None, typer.Option(help="One sample, by its number in the global stream.")]
-Find = Annotated[
-    str | None,
-    typer.Option(
-        help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
-        "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
-        "--tokenizer, for which all tokens are looked through."
-    ),
-]
-Skipped = Annotated[
-    bool,
-    typer.Option(
-        "--skipped",
-        help="The documents of skip_documents, and at which steps each was seen before.",
-    ),
-]
-LastStep = Annotated[
-    int | None,
-    typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
-]
-Rank = Annotated[
-    int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(help="How many data-parallel ranks there are: names their samples."),
-]
-TokenRange = Annotated[
-    str | None, typer.Option(help="Only these tokens of each sample: FIRST:BEHIND-THE-LAST.")
-]
-ValidationSet = Annotated[
-    str | None, typer.Option(help="A validation set of its own, by its name in the run.")
-]
-TokenizerName = Annotated[
-    str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
-]
-
-
 def trace(
     config: RunFile,
     overrides: Overrides = None,
-    step: Step = None,
-    sample: Sample = None,
-    find: Find = None,
-    skipped: Skipped = False,
-    last_step: LastStep = None,
-    rank: Rank = None,
-    ranks: Ranks = None,
-    tokens: TokenRange = None,
+    step: option.Step = None,
+    sample: option.Sample = None,
+    find: option.Find = None,
+    skipped: option.Skipped = False,
+    last_step: option.LastStep = None,
+    rank: option.Rank = None,
+    ranks: option.Ranks = None,
+    tokens: option.TokenRange = None,
     split: Split = "train",
-    validation: ValidationSet = None,
-    tokenizer: TokenizerName = None,
+    validation: option.ValidationSet = None,
+    tokenizer: option.TokenizerName = None,
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
@@ -91,9 +51,63 @@ def trace(
     No log of the run is needed: the order is computed. Of the data only .idx files are read, and
     with --tokenizer the tokens.
     """
-    from streammega.cli import trace_report as reporting
-    from streammega.config import MOST_SAMPLES
+    from streammega.cli.trace_report import open_run
     from streammega.train.config import load_run
+
+    _check_asked(step, sample, find, skipped, tokens)
+    _check_belongs("--rank", rank, "--step", step)
+    _check_belongs("--last-step", last_step, "--find or --skipped", find or skipped or None)
+    settings = _chosen_run(load_run(config, overrides or []), validation)
+    run = open_run(settings, "valid" if validation else split, ranks)
+    for name, number in (("--step", step), ("--last-step", last_step)):
+        check_step(run, name, number)
+    model = _load(tokenizer)
+    last = run.last_step if last_step is None else last_step
+    try:
+        if skipped:
+            report, text = _of_skipped(run, last)
+        elif find is not None:
+            report, text = _of_documents(run, _documents(run, find, model), last)
+        else:
+            samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
+            report, text = _of_samples(run, samples, _range(tokens), model)
+    except IndexError as error:  # a number that no sample or document has, as it was given
+        raise ConfigError(str(error)) from None
+    show_report({"run": config, **report}, text, as_json=as_json, html=html)
+
+
+def _of_skipped(run: TracedRunFile, last: int) -> tuple[Report, str]:
+    from streammega.cli import trace_report as reporting
+
+    report = reporting.skipped_report(run, last)
+    return report, reporting.skipped_as_text(report)
+
+
+def _of_documents(run: TracedRunFile, names: list[DocumentName], last: int) -> tuple[Report, str]:
+    from streammega.cli import trace_report as reporting
+
+    report = reporting.readings_report(run, names, last)
+    return report, reporting.readings_as_text(report)
+
+
+def _of_samples(
+    run: TracedRunFile,
+    samples: list[int],
+    tokens: tuple[int, int] | None,
+    model: TextTokenizer | None,
+) -> tuple[Report, str]:
+    from streammega.cli import trace_report as reporting
+
+    decode = None if model is None else model.decode
+    report = reporting.trace_report(run, samples, tokens, decode)
+    return report, reporting.trace_as_text(report)
+
+
+def _check_asked(
+    step: int | None, sample: int | None, find: str | None, skipped: bool, tokens: str | None
+) -> None:
+    """Raise ConfigError unless one thing is to be explained, by options that belong to it."""
+    from streammega.config import MOST_SAMPLES
 
     chosen = [name for name in (step, sample, find, skipped or None) if name is not None]
     if len(chosen) != 1:
@@ -102,33 +116,8 @@ def trace(
         )
     if sample is not None and sample >= MOST_SAMPLES:
         raise ConfigError(f"--sample {sample}: no run has so many samples")
-    _check_belongs("--rank", rank, "--step", step)
-    _check_belongs("--last-step", last_step, "--find or --skipped", find or skipped or None)
     if (find is not None or skipped) and tokens is not None:
         raise ConfigError("--tokens is of the samples of --step and --sample, and of nothing else")
-    settings = _chosen_run(load_run(config, overrides or []), validation)
-    run = reporting.open_run(settings, "valid" if validation else split, ranks)
-    for name, number in (("--step", step), ("--last-step", last_step)):
-        check_step(run, name, number)
-    model = _load(tokenizer)
-    try:
-        last = run.last_step if last_step is None else last_step
-        if skipped:
-            report = reporting.skipped_report(run, last)
-            text = reporting.skipped_as_text(report)
-        elif find is not None:
-            names = _documents(run, find, model)
-            report = reporting.readings_report(run, names, last)
-            text = reporting.readings_as_text(report)
-        else:
-            samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
-            decode = None if model is None else model.decode
-            report = reporting.trace_report(run, samples, _range(tokens), decode)
-            text = reporting.trace_as_text(report)
-    except IndexError as error:  # a number that no sample or document has, as it was given
-        raise ConfigError(str(error)) from None
-    report = {"run": config, **report}
-    show_report(report, text, as_json=as_json, html=html)
 
 
 def _check_belongs(option: str, value: int | None, to: str, other: object) -> None:
