@@ -25,6 +25,7 @@ from streammega import DataConfig, IndexedDataset, PhaseConfig, StorageConfig, S
 from streammega.cli.main import app
 from streammega.convert import convert
 from streammega.dataset.growing.append import append
+from streammega.dataset.growing.checks import check_not_grown
 from streammega.dataset.growing.names import newest_version
 from streammega.dataset.growing.numbers import version_url
 from streammega.dataset.growing.versions import DamagedVersion, DatasetVersion, orphans, versions
@@ -274,6 +275,30 @@ def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
     with pytest.raises(ConfigError, match="web@2: is a dataset of its own"):
         append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-b")])
     assert IndexedDataset(name).shards == [name], "it never comes to mean the version"
+
+
+def test_a_dataset_that_is_called_like_a_version_is_none(made: Path, tmp_path: Path) -> None:
+    storage = StorageConfig()
+    names = ("web", "web.v20240101", "web.v20240102", "web-a")
+    web, own, another, more = (put(made, f"{tmp_path}/{name}") for name in names)
+    assert newest_version(web, storage) == 0
+    assert append(web, [more]).number == 1
+    assert newest_version(web, storage) == 1
+    check_versions(web, storage, [web, more])
+    assert orphans(web) == [own, another]
+    with pytest.raises(ConfigError, match="is listed by versions"):
+        check_not_grown(more, storage, overwrite=True)
+    assert append(web, [own]).number == 2
+    check_versions(web, storage, [web, more, own])
+    assert orphans(web) == [another]
+
+
+def test_a_dataset_in_the_place_of_the_next_version_is_told(made: Path, tmp_path: Path) -> None:
+    web, _, more = (put(made, f"{tmp_path}/{name}") for name in ("web", "web.v00000001", "web-a"))
+    before = Path(f"{web}.v00000001{MANIFEST}").read_bytes()
+    with pytest.raises(ConfigError, match=r"web\.v00000001.*a dataset of its own"):
+        append(web, [more])
+    assert Path(f"{web}.v00000001{MANIFEST}").read_bytes() == before
 
 
 @pytest.mark.parametrize("keeps", [(True, True), (True, False), (False, True)])

@@ -9,7 +9,7 @@ from streammega.dataset.growing.additions import has_addition, joined, open_addi
 from streammega.dataset.growing.names import GrowingName, is_called, newest_version
 from streammega.dataset.growing.numbers import parent_of, version_url
 from streammega.dataset.growing.versions import DatasetVersion, newest_of
-from streammega.dataset.manifest import MANIFEST, Parent, manifest_url
+from streammega.dataset.manifest import MANIFEST, Parent, is_version, manifest_url
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError, StorageError
 from streammega.errors.redaction import redact_urls
@@ -60,6 +60,7 @@ def append(
         _check_free(f"{prefix}@{number}", storage)
         if _put(url, manifest.to_json(_parent(number, current)), storage, create):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
+        _check_is_version(prefix, number, storage)
 
 
 def _parent(number: int, current: DatasetVersion | None) -> Parent | None:
@@ -96,6 +97,16 @@ def _check_free(name: str, storage: StorageConfig) -> None:
         raise ConfigError(
             f"{redact_urls(name)}: is a dataset of its own, and would be the name of the next "
             f"version; rename one of the two"
+        )
+
+
+def _check_is_version(prefix: str, number: int, storage: StorageConfig) -> None:
+    """Raise ConfigError for a dataset of its own that lies where the next version is to be."""
+    if not is_version(prefix, number, storage):
+        name = version_url(prefix, number).removesuffix(MANIFEST)
+        raise ConfigError(
+            f"{redact_urls(name)}: is a dataset of its own, and lies where version {number} of "
+            f"{redact_urls(prefix)} is to be; convert it to another name, and remove this one"
         )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from streammega.config import StorageConfig
-from streammega.dataset.growing.names import GrowingName, is_called, newest_version
+from streammega.dataset.growing.names import (
+    GrowingName,
+    is_called,
+    newest_of_numbers,
+    newest_version,
+)
 from streammega.dataset.growing.numbers import STORED, number_of, version_url
 from streammega.dataset.growing.versions import base_name, names_of
 from streammega.dataset.manifest import MANIFEST, read_manifest
@@ -89,12 +94,16 @@ def _shards_called(prefix: str, storage: StorageConfig) -> set[str]:
 
 def _versions_beside(prefix: str, storage: StorageConfig) -> dict[str, int]:
     """The newest version, which lists all shards of the others, of each dataset of the folder."""
-    newest: dict[str, int] = {}
+    numbers_of: dict[str, list[int]] = {}
     store, key = open_store(prefix, storage)
     folder_key = key[: len(key) - len(base_name(key))]
     for info in store.list(folder_key, recursive=False):
         match = STORED.search(info.key)
         if match is not None:
             other = info.key[len(folder_key) : match.start()]
-            newest[other] = max(newest.get(other, 0), int(match["number"]))
-    return newest
+            numbers_of.setdefault(other, []).append(int(match["number"]))
+    folder = prefix.removesuffix(base_name(prefix))
+    newest = {}
+    for other, numbers in numbers_of.items():
+        newest[other] = newest_of_numbers(folder + other, numbers, storage)
+    return {other: number for other, number in newest.items() if number}

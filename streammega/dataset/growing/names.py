@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from streammega.config import StorageConfig
 from streammega.dataset.growing.numbers import STORED, version_url
-from streammega.dataset.manifest import manifest_shards, stored_tokens
+from streammega.dataset.manifest import (
+    StoredManifest,
+    is_version,
+    manifest_shards,
+    stored_tokens,
+)
 from streammega.dataset.shards import MANIFEST, KnownShard, strip_suffix
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
@@ -114,13 +120,32 @@ def appended_shards(name: str, storage: StorageConfig) -> list[KnownShard] | Non
     return shards[len(before) :]
 
 
-def newest_version(prefix: str, storage: StorageConfig) -> int:
-    """The highest number of a version; 0 where nothing was appended yet. One listing."""
-    numbers = [0]
+def newest_version(
+    prefix: str, storage: StorageConfig, known: dict[str, StoredManifest] | None = None
+) -> int:
+    """The highest number of a version; 0 where nothing was appended yet. One listing, and a look at
+    the manifest. known: as of `read_line`.
+    """
+    numbers = []
     beginning = f"{strip_suffix(prefix)}.v"
     store, key = open_store(beginning, storage)
     for info in store.list(key, recursive=False):
         match = STORED.match(info.key, len(key) - len(".v"))
         if match is not None:
             numbers.append(int(match["number"]))
-    return max(numbers)
+    return newest_of_numbers(prefix, numbers, storage, known)
+
+
+def newest_of_numbers(
+    prefix: str,
+    numbers: Iterable[int],
+    storage: StorageConfig,
+    known: dict[str, StoredManifest] | None = None,
+) -> int:
+    """The highest of numbers that is a version's, and not a part of the name of a dataset of its
+    own; 0: none is.
+    """
+    for number in sorted(numbers, reverse=True):
+        if is_version(strip_suffix(prefix), number, storage, known):
+            return number
+    return 0

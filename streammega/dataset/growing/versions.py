@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
 from streammega.dataset.growing.names import newest_version
-from streammega.dataset.growing.numbers import STORED, version_url
+from streammega.dataset.growing.numbers import number_of, version_url
 from streammega.dataset.manifest import (
     MANIFEST,
     Manifest,
     Parent,
     StoredManifest,
+    is_version,
     read_line,
     read_manifest,
 )
@@ -65,9 +66,9 @@ def versions(
     """
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
-    newest = newest_version(prefix, storage)
-    oldest = 0 if most is None else max(0, newest + 1 - most)
     known: dict[str, StoredManifest] = {}
+    newest = newest_version(prefix, storage, known)
+    oldest = 0 if most is None else max(0, newest + 1 - most)
     found: list[DatasetVersion | DamagedVersion] = []
     for number in range(oldest, newest + 1):
         url = version_url(prefix, number)
@@ -95,10 +96,11 @@ def newest_of(prefix: str, storage: StorageConfig) -> DatasetVersion | None:
 
     Raises ConfigError for a pair without a manifest: the first version would be without it.
     """
-    number = newest_version(prefix, storage)
+    known: dict[str, StoredManifest] = {}
+    number = newest_version(prefix, storage, known)
     url = version_url(prefix, number)
     try:
-        manifest, parents = read_line(url, storage)
+        manifest, parents = read_line(url, storage, known)
     except ObjectNotFoundError:
         if number:
             raise
@@ -119,14 +121,16 @@ def orphans(prefix: str, storage: StorageConfig | None = None) -> list[str]:
     prefix = strip_suffix(prefix)
     current = newest_of(prefix, storage)
     listed = set() if current is None else names_of(current.manifest)
+    newest = 0 if current is None else current.number
     sets_listed = {set_name(name) for name in listed}
     store, key = open_store(prefix, storage)
     left = []
     for info in store.list(key, recursive=False):
         rest = info.key[len(key) :]
-        is_dataset = rest.endswith(MANIFEST) and STORED.search(rest) is None
         # "website" is no part of "web", and what has its very name is version 0
-        if not is_dataset or rest == MANIFEST or rest[0].isalnum():
+        if not rest.endswith(MANIFEST) or rest == MANIFEST or rest[0].isalnum():
+            continue
+        if _is_some_version(prefix + rest, newest, storage):
             continue
         name = prefix + rest.removesuffix(MANIFEST)
         # by the name, which most are told by: of thousands that were appended none is read
@@ -135,6 +139,15 @@ def orphans(prefix: str, storage: StorageConfig | None = None) -> list[str]:
         if not _names_at(name + MANIFEST, storage) <= listed:
             left.append(name)
     return sorted(left)
+
+
+def _is_some_version(url: str, newest: int, storage: StorageConfig) -> bool:
+    """Whether a manifest is a version, of a dataset whose newest is known or of another one."""
+    of_version = number_of(url)
+    if of_version is None:
+        return False
+    # Versions up to the newest are many, and none of them is looked at.
+    return of_version[1] <= newest or is_version(*of_version, storage)
 
 
 def _names_at(url: str, storage: StorageConfig) -> set[str]:
