@@ -9,9 +9,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
+from streammega.dataset.folder_listing import list_folder
 from streammega.dataset.growing.names import appended_shards, named_version
 from streammega.dataset.listing import FEW, NOTHING, Told, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
@@ -56,13 +58,14 @@ def open_shards(
     open_all: Callable[[list[KnownShard]], Opened],
     finish: Callable[[], None] = lambda: None,
     told: Told = NOTHING,
+    cache_dir: Path | None = None,
 ) -> Opened:
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
     of that name, if any.
 
     `finish` is called after that, for what is to be read of them at once. `told`: what listings
     told of this dataset and others, which is believed once. A dataset that is replaced meanwhile is
-    looked up and opened again: it is the former one, or the new one.
+    looked up and opened again: it is the former one, or the new one. `cache_dir`: see `find_shards`.
     """
     # Held meanwhile, for all that is opened on the way: a store ends with its last user, and its
     # client and connections with it.
@@ -73,7 +76,8 @@ def open_shards(
         is_last = number == TRIES - 1
         seen: list[KnownShard] = []
         try:
-            opened = _open_found(name, storage, open_all, seen, told if is_first else NOTHING)
+            told_now = told if is_first else NOTHING
+            opened = _open_found(name, storage, open_all, seen, told_now, cache_dir)
             finish()
         except ObjectChangedError:
             if is_last:
@@ -106,6 +110,7 @@ def _open_found(
     open_all: Callable[[list[KnownShard]], Opened],
     seen: list[KnownShard],
     told: Told = NOTHING,
+    cache_dir: Path | None = None,
 ) -> Opened:
     """`open_shards`, once; `seen` gets what was found on the way."""
     pair = pair_told(name, told)
@@ -114,7 +119,7 @@ def _open_found(
         return open_all([pair])
     # What is told of thousands of shards lives on, and would have the collector look at all of it.
     take_as_old()
-    shards = find_shards(name, storage)
+    shards = find_shards(name, storage, cache_dir)
     if not _is_prefix(shards, name):
         seen += shards
         return open_all(shards)
@@ -164,12 +169,15 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     return [shard.name for shard in find_shards(name, storage)]
 
 
-def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
+def find_shards(
+    name: str, storage: StorageConfig, cache_dir: Path | None = None
+) -> list[KnownShard]:
     """The shards a dataset's name stands for, in order, with what was told of them on the way.
 
     A prefix stands for itself, a manifest (`.json`) or a version (`web@2`, `web@2..5`) for what it
     lists, a folder (a name ending in /) or glob for all shards in it, in name order. What is there
-    by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a folder
+    by the very name is taken before that is read as a glob. cache_dir: where it is kept how a
+    folder is listed; None: nowhere. Raises ObjectNotFoundError for a folder
     or glob without shards, MissingShardsError with some of a set missing.
     """
     name = named_version(name, storage)
@@ -178,7 +186,7 @@ def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
     appended = appended_shards(name, storage)
     if appended is not None:
         return _with_infos(appended, storage)
-    shards = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
+    shards = _remote_shards(name, storage, cache_dir) if is_remote(name) else _local_shards(name)
     if shards is None:
         return [KnownShard(name=named(*split_name(name)))]
     if not shards:
@@ -329,13 +337,15 @@ def _with_kind(prefix: str, there: Collection[str]) -> str:
 # --- remote ---------------------------------------------------------------------------------------
 
 
-def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
+def _remote_shards(
+    name: str, storage: StorageConfig, cache_dir: Path | None
+) -> list[KnownShard] | None:
     """Of a folder or glob; None: the name is a prefix."""
     folder, _, pattern = name.rpartition("/")
     if pattern and not _has_signs(pattern):
         return None
     try:
-        there = _listed(folder, storage)
+        there = _listed(folder, storage, cache_dir)
     except StorageError as error:
         if not pattern or "*" in pattern or error.transient:
             raise
@@ -343,16 +353,13 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
     exact = strip_suffix(pattern)
     if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
         return None
-    stems = sorted(item.removesuffix(".idx") for item in there if item.endswith(".idx"))
-    prefixes = []
-    for stem in stems:
-        if not pattern or _matches(stem, pattern):
-            prefixes.append(join_url(folder, stem))
-    shards = []
-    for prefix in _present(prefixes, storage):
-        stem = _base_name(prefix)
-        shards.append(KnownShard(name=join_url(folder, _with_kind(stem, there))))
-    return _from_listing(shards, there, storage)
+    stems = sorted([item.removesuffix(".idx") for item in there if item.endswith(".idx")])
+    if pattern:
+        stems = [stem for stem in stems if _matches(stem, pattern)]
+    before = join_url(folder, "")
+    prefixes = _present([before + stem for stem in stems], storage)
+    names = [before + _with_kind(prefix[len(before) :], there) for prefix in prefixes]
+    return _from_listing([KnownShard(name=name) for name in names], there, storage)
 
 
 def _base_name(name: str) -> str:
@@ -365,11 +372,13 @@ def _matches(stem: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
 
 
-def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
+def _listed(
+    folder: str, storage: StorageConfig, cache_dir: Path | None = None
+) -> dict[str, ObjectInfo]:
     """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
     # None of the keys has a slash behind the folder's.
-    return {item.key[len(key) :]: item for item in store.list(key, recursive=False)}
+    return {item.key[len(key) :]: item for item in list_folder(store, key, cache_dir)}
 
 
 def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:

@@ -19,6 +19,7 @@ from streammega.dataset.idx import IndexHeader, check_end, index_bytes
 from streammega.dataset.index_file import READ_WHOLE
 from streammega.dataset.kept_headers import are_kept, kept_headers, rows_of_headers
 from streammega.dataset.listing import NOTHING, Told
+from streammega.dataset.node_cache import cache_folder
 from streammega.dataset.shards import KnownShard, split_name
 from streammega.dataset.small_indices import (
     MOST_KEPT_BYTES,
@@ -47,7 +48,8 @@ READERS = 128
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+# Of thousands, each would take two to three times as long if it were frozen.
+@dataclass(kw_only=True, slots=True)
 class PairBounds:
     """A shard of which its sizes and counts are known; `token_at` reads a pointer.
 
@@ -177,7 +179,7 @@ def known_pairs(
         return {}
     folder = files[0].index.cache_dir / "idx"
     try:
-        headers = kept_headers(folder, files, lambda: _read(files, storage, keep=True))
+        headers = kept_headers(folder, shards, files, lambda: _read(files, storage, keep=True))
     except (FormatError, ObjectChangedError, ObjectNotFoundError):
         return {}
     for shard_files, header in zip(files, headers, strict=True):
@@ -210,7 +212,8 @@ def read_dataset(
             take_as_old()
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"
-            headers = kept_headers(folder, files, functools.partial(_read, files, storage, beside))
+            read = functools.partial(_read, files, storage, beside)
+            headers = kept_headers(folder, [name], files, read)
             for shard, header in zip(files, headers, strict=True):
                 shard.index.adopt(header)
         # Where nothing is asked, threads would only take turns.
@@ -218,7 +221,7 @@ def read_dataset(
             return [_bounds(shard) for shard in files]
         return each(_bounds, files, min(OPENERS, storage.max_requests))
 
-    return open_shards(name, storage, open_all, told=told)
+    return open_shards(name, storage, open_all, told=told, cache_dir=cache_folder(cache_dir))
 
 
 def _readers(most: int, beside: int, storage: StorageConfig) -> int:

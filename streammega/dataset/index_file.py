@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import StorageConfig, local_folder
+from streammega.config import StorageConfig
 from streammega.dataset.idx import (
     HEADER_BYTES,
     LENGTH,
@@ -22,7 +22,7 @@ from streammega.dataset.idx import (
     parse_header,
     parse_index,
 )
-from streammega.dataset.node_cache import cached_copy, default_cache_dir, local_view
+from streammega.dataset.node_cache import cache_folder, cached_copy, local_view
 from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, keyed, split_name
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
@@ -70,7 +70,7 @@ class IndexFile:
     @property
     def cache_dir(self) -> Path:
         """Where copies go."""
-        return local_folder(self._cache_dir) if self._cache_dir else default_cache_dir()
+        return cache_folder(self._cache_dir)
 
     @property
     def url(self) -> str:

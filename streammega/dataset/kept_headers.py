@@ -18,7 +18,9 @@ from streammega.dataset.node_cache import (
     ArrayKind,
     cached_arrays,
     damaged_array,
+    note_use,
     remove_former,
+    remove_unused,
 )
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import CacheError
@@ -31,6 +33,10 @@ FIELDS = 4
 """Of a header: the code of its dtype, its sequences, its document bounds, and whether there are
 modes.
 """
+_PREFIX = "headers-"
+"""What names of kept files begin with."""
+UNUSED_DAYS = 60
+"""After so many without use what is kept is removed: of a blend that changed, for instance."""
 _KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS))}
 
 
@@ -47,14 +53,18 @@ def are_kept(files: Sequence[ShardFiles]) -> bool:
 
 
 def kept_headers(
-    folder: Path, files: Sequence[ShardFiles], read: Callable[[], NDArray[np.int64]]
+    folder: Path,
+    names: Iterable[str],
+    files: Sequence[ShardFiles],
+    read: Callable[[], NDArray[np.int64]],
 ) -> list[IndexHeader]:
     """The header of each shard's `.idx`, which ends where its tokens do: as they were found by
     `read` when the shards were the same, by their ETags and sizes, or by `read` now, which gives
     them as `rows_of_headers` does.
 
-    Where they cannot be kept, they are read every time. Raises what `read` does, and CacheError for
-    a damaged file.
+    names: of the datasets of which they are all. What was kept of the same ones before is removed,
+    and of others what nobody used for long. Where headers cannot be kept, they are read every time.
+    Raises what `read` does, and CacheError for a damaged file.
     """
     found: list[NDArray[np.int64]] = []
 
@@ -62,8 +72,8 @@ def kept_headers(
         found.append(read())
         return {"headers": found[0]}
 
-    key_of_dataset = f"headers-{_digest(shard.prefix for shard in files)}-"
-    key = key_of_dataset + _digest(_versions(files))
+    key_of_datasets = f"{_PREFIX}{_digest(names)}-"
+    key = key_of_datasets + _digest(_versions(files))
     try:
         arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
     except CacheError as error:
@@ -72,13 +82,17 @@ def kept_headers(
         log.info("%s; until then the headers of %d shards are read each time", error, len(files))
         arrays = {"headers": found[0] if found else read()}
     if found:
-        remove_former(folder, key_of_dataset, key)
+        remove_former(folder, key_of_datasets, key)
+        remove_unused(folder, _PREFIX, UNUSED_DAYS)
+    else:
+        note_use(folder / f"{key}-headers.npy")
     return _from_array(np.asarray(arrays["headers"]), files, folder / f"{key}-headers.npy")
 
 
 def _versions(files: Iterable[ShardFiles]) -> Iterable[str]:
-    """What tells the two objects of each shard from all others of their names."""
+    """The shards, and what tells the two objects of each from all others of their names."""
     for shard in files:
+        yield shard.prefix
         for info in (shard.shard.stored, shard.shard.index):
             assert info is not None
             yield f"{info.size} {info.etag}"

@@ -23,8 +23,8 @@ GROUP = 480
 """Shards of one listing: their tokens and indices, and some others, are one answer of 1,000."""
 MOST_OBJECTS = 3000
 """Of one listing: where so many others lie between the shards, these are looked up instead."""
-LISTERS = 16
-"""Listings at once: those of 7,680 shards."""
+LISTERS = 32
+"""Listings at once: those of 15,360 shards."""
 _AFTER_A_DOT = "/"
 """The character after a dot: what begins with a name and a dot lies before the name and this."""
 
@@ -53,76 +53,81 @@ def told_of(names: Sequence[str], storage: StorageConfig) -> Told:
 
     Raises StorageError for what may pass when it is tried again.
     """
-    keys_of_root: dict[str, list[str]] = {}
+    prefixes_of_root: dict[str, list[str]] = {}
     for name in names:
         prefix, _ = split_name(name)
-        root, key = _split_url(prefix)
-        keys_of_root.setdefault(root, []).append(key)
-    prefixes: set[str] = set()
+        root = prefix[: _length_of_root(prefix)]
+        prefixes_of_root.setdefault(root, []).append(prefix)
+    told: set[str] = set()
     objects: dict[str, ObjectInfo] = {}
-    for root, keys in keys_of_root.items():
-        store, _ = open_store(root + keys[0], storage)
+    for root, prefixes in prefixes_of_root.items():
+        store, _ = open_store(prefixes[0], storage)
         if not isinstance(store, ListsBetween):
             continue
-        listed = _listed(store, keys)
-        if listed is None or not _agree(store, listed):
+        listed = _listed(store, [prefix[len(root) :] for prefix in prefixes])
+        if listed is None:
             continue
-        prefixes.update(root + key for key in keys)
-        objects.update((root + info.key, info) for info in listed)
-    return Told(prefixes=frozenset(prefixes), objects=objects)
+        told.update(prefixes)
+        objects.update([(root + info.key, info) for info in listed])
+    return Told(prefixes=frozenset(told), objects=objects)
 
 
-def _split_url(url: str) -> tuple[str, str]:
-    """The root of a bucket, with its slash, and the key within."""
-    scheme, _, path = url.partition("://")
-    bucket, _, key = path.partition("/")
-    return f"{scheme}://{bucket}/", key
+def _length_of_root(url: str) -> int:
+    """Of what stands before the key within a bucket, with its slash."""
+    return url.find("/", url.find("://") + len("://")) + 1
 
 
 def with_told(name: str, told: Told, entry: ManifestEntry | None = None) -> KnownShard:
     """A shard with what listings told of it, and a manifest."""
     prefix, kind = split_name(name)
-    return KnownShard(
-        name=name,
-        stored=told.object_at(prefix + SUFFIXES[kind]),
-        index=told.object_at(f"{prefix}.idx"),
-        entry=entry,
-    )
+    stored = told.object_at(prefix + SUFFIXES[kind])
+    index = told.object_at(f"{prefix}.idx")
+    return KnownShard(name=name, stored=stored, index=index, entry=entry)
 
 
 def _listed(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | None:
-    """The objects of shards, and some of those that lie between them."""
+    """The objects of shards, and some of those that lie between them; None where listings do not
+    tell them, or not their ETags.
+    """
     if len(keys) <= FEW:
         return None
     # As their objects lie, all of whose names go on by a dot.
     ordered = sorted(keys, key=lambda key: f"{key}.")
     groups = [ordered[first : first + GROUP] for first in range(0, len(ordered), GROUP)]
 
-    def listed_group(group: list[str]) -> list[ObjectInfo] | None:
+    looked: list[ObjectInfo] = []
+
+    def list_group(number: int) -> list[ObjectInfo] | None:
+        if number == len(groups):
+            looked.extend(_look(store, f"{ordered[0]}.idx"))
+            return []
+        group = groups[number]
         return store.list_between(group[0], group[-1] + _AFTER_A_DOT, MOST_OBJECTS)
 
-    # The first alone: where it tells nothing, the others would be in vain.
-    first, *others = groups
-    parts = [listed_group(first)]
-    if parts[0] is not None:
-        parts += each(listed_group, others, LISTERS)
+    # The look beside the listings: it would be another answer to wait for.
     objects: list[ObjectInfo] = []
-    for part in parts:
+    for part in each(list_group, range(len(groups) + 1), LISTERS):
         if part is None:
             return None
         objects += part
-    return objects
+    return objects if _agree(objects, looked) else None
 
 
-def _agree(store: ListsBetween, listed: Sequence[ObjectInfo]) -> bool:
+def _look(store: ListsBetween, key: str) -> list[ObjectInfo]:
+    """What another answer than a listing tells of an object; nothing, if it is not there."""
+    try:
+        return [store.info(key)]
+    except ObjectNotFoundError:
+        return []  # whoever opens it says what is missing
+
+
+def _agree(listed: Sequence[ObjectInfo], looked: Sequence[ObjectInfo]) -> bool:
     """Whether a listing tells the ETags that other answers do: where it does not, a run would end
     at its first read.
     """
-    if not listed or not listed[0].etag:
-        return False
-    first = listed[0]
-    try:
-        info = store.info(first.key)
-    except ObjectNotFoundError:
-        return False  # it may be of no concern, and was removed just now
-    return info.size == first.size and same_version(info.etag, first.etag)
+    for info in looked:
+        for other in listed:
+            if other.key == info.key:
+                is_same = info.size == other.size and same_version(info.etag, other.etag)
+                return bool(other.etag) and is_same
+    return False

@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import filelock
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from streammega.config import StorageConfig
+from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.backends.local import LocalStore
@@ -44,6 +45,11 @@ def default_cache_dir() -> Path:
     return caches / "streammega"
 
 
+def cache_folder(cache_dir: str | Path | None) -> Path:
+    """Where copies go that were asked for by a setting; None: `default_cache_dir()`."""
+    return local_folder(cache_dir) if cache_dir else default_cache_dir()
+
+
 def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> Path:
     """Path of a local copy of an object, downloaded by at most one process of this node.
 
@@ -52,7 +58,7 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
     path = cached_copy(store, info, cache_dir)
     if path.exists():
         return path
-    digest_of_url = _digest(store.url(info.key))
+    digest_of_url = digest_of(store.url(info.key))
     with node_lock(path.parent / f"{digest_of_url}.lock"):
         if path.exists():  # another process had the lock before this one
             return path
@@ -83,8 +89,8 @@ def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int)
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     """Where the local copy of an object lies, if there is one."""
-    digest_of_url = _digest(store.url(info.key))
-    digest_of_version = _digest(f"{info.etag}:{info.size}")
+    digest_of_url = digest_of(store.url(info.key))
+    digest_of_version = digest_of(f"{info.etag}:{info.size}")
     return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
 
 
@@ -95,6 +101,21 @@ def remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
     for path in folder.glob(f"{key_of_dataset}*"):
         if not path.name.startswith(key):
             _remove(path)
+
+
+def note_use(path: Path) -> None:
+    """Have `remove_unused` know that a file is in use; another user's file may not be marked."""
+    with suppress(OSError):
+        os.utime(path)
+
+
+def remove_unused(folder: Path, beginning: str, days: float) -> None:
+    """Remove files whose names begin so, and that nobody used for so many days."""
+    used_since = time.time() - days * 86_400
+    for path in folder.glob(f"{beginning}*"):
+        with suppress(OSError):
+            if path.stat().st_mtime < used_since:
+                path.unlink()
 
 
 def _remove(path: Path) -> None:
@@ -332,5 +353,6 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     )
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+    """What stands for a URL or a version in names of files."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

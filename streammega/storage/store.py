@@ -28,7 +28,8 @@ Span = tuple[int, int]
 """Bytes [start, stop) of an object."""
 
 
-@dataclass(frozen=True, kw_only=True)
+# Of thousands, each would take two to three times as long if it were frozen.
+@dataclass(kw_only=True, slots=True)
 class ObjectInfo:
     """One stored object: its key within the store, its size in bytes, and its ETag.
 

@@ -4,6 +4,7 @@ same.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tests.dataset.test_opening import write
 from tools.bench.object_server import Running, running
 
 PAIRS = 12
+BLEND = [f"s3://b/web/p{number:02d}" for number in range(PAIRS)]
 
 
 @pytest.fixture
@@ -84,8 +86,30 @@ def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
     else:
         expected.pop()
     assert after == expected
-    kept = list((tmp_path / "cache" / "idx").glob("headers-*.npy"))
-    assert len(kept) == (1 if change == "another" else 2), "those of other names may be another's"
+    kept = list((tmp_path / "cache" / "idx").glob("headers-*"))
+    assert sorted(path.suffix for path in kept) == [".lock", ".npy"]
+
+
+def test_headers_that_nobody_used_for_long_are_removed(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, folder = served
+    monkeypatch.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS - 1)
+    idx = tmp_path / "cache" / "idx"
+    for names in (BLEND, BLEND[1:]):
+        opened_blend(server, tmp_path / "cache", "1,0,0", names)
+    kept = sorted(idx.glob("headers-*"))
+    assert len(kept) == 4, "both are in use: blends of different runs"
+    for path in kept:
+        os.utime(path, (0, 0))
+    opened_blend(server, tmp_path / "cache", "1,0,0", BLEND)
+    assert sorted(idx.glob("headers-*")) == kept, "nothing is looked through without need"
+    write(str(folder / "q.bin"), [7, 8, 9])
+    opened(server, tmp_path / "cache")
+    left = [path for path in kept if path.exists()]
+    assert [path.suffix for path in left] == [".npy"], "what was used just now"
+    _, requests = opened_blend(server, tmp_path / "cache", "1,0,0", BLEND)
+    assert requests == 1
 
 
 def test_what_is_cut_short_is_an_error_each_time_and_keeps_nothing(
@@ -200,12 +224,13 @@ def test_without_room_for_them_headers_are_read_each_time(
         assert (len(bounds), requests) == (PAIRS, PAIRS + 1)
 
 
-def opened_blend(server: Running, cache: Path, split: str) -> tuple[list[Any], int]:
+def opened_blend(
+    server: Running, cache: Path, split: str, blend: Sequence[str] = BLEND
+) -> tuple[list[Any], int]:
     """The parts of each pair of a blend in a split, and how many requests that took."""
     before = server.counts()["requests"]
-    blend = [f"s3://b/web/p{number:02d}" for number in range(PAIRS)]
     config = DataConfig(
-        blend=blend,
+        blend=list(blend),
         split=split,
         sequence_length=4,
         order="stream",

@@ -68,6 +68,10 @@ STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come, so that they are never in memory twice."""
 OBJECTS_TOGETHER = 16
 """Small objects that a thread reads one after the other before it looks for more."""
+PAGE = 1000
+"""Objects of a listing that are handed to Python at once: those of one answer. Of fewer, each hand-over
+would wait for the threads that take in other listings.
+"""
 MOST_THREADS = 32
 """Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
 BACKOFF_BASE = 4
@@ -339,8 +343,8 @@ class ObstoreStore:
             """One listing between two names; None where it has too many."""
             listed: list[ObjectInfo] = []
             try:
-                for page in client.list(folder, offset=after):
-                    listed += [_listed_info(item) for item in page if item["path"] < until]
+                for page in client.list(folder, offset=after, chunk_size=PAGE):
+                    listed += [info for info in _listed_infos(page) if info.key < until]
                     if len(listed) > most:
                         return None
                     if page and page[-1]["path"] >= until:
@@ -381,10 +385,8 @@ class ObstoreStore:
             except BaseException as error:
                 raise self._error(prefix, error) from None
 
-        listed = []
-        for item in pool.call(lambda: self._policy.call(list_folder)):
-            if item["path"].startswith(prefix):
-                listed.append(_listed_info(item))
+        infos = _listed_infos(pool.call(lambda: self._policy.call(list_folder)))
+        listed = [info for info in infos if info.key.startswith(prefix)]
         stored = self._as_stored(listed) if recursive else listed
         return sorted(stored, key=lambda info: info.key)
 
@@ -568,19 +570,23 @@ class ObstoreStore:
         return StorageError(f"{url}: {text}")
 
 
-def _listed_info(item: Any) -> ObjectInfo:
-    """An entry of one of obstore's listings."""
-    etag = listed_etag(item.get("e_tag"))
-    return ObjectInfo(key=item["path"], size=int(item["size"]), etag=etag)
+def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
+    """The entries of one of obstore's listings."""
+    return [
+        ObjectInfo(key=item["path"], size=item["size"], etag=listed_etag(item["e_tag"]))
+        for item in page
+    ]
 
 
 def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
     """Whether a listing is of objects alone, and begins after a key: see `_as_stored`, and some
     servers do not know where to begin.
     """
+    if not listed:
+        return True
     keys = {info.key for info in listed}
-    without_markers = len(keys) == len(listed) and all(info.size > 0 for info in listed)
-    return without_markers and all(key > after for key in keys)
+    least_size = min([info.size for info in listed])
+    return len(keys) == len(listed) and least_size > 0 and min(keys) > after
 
 
 def _exceptions() -> Any:
