@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import fnmatch
-import glob
-import logging
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
-from streammega.dataset.folder_listing import list_folder
+from streammega.dataset.folders import (
+    base_name,
+    has_signs,
+    if_told,
+    local_shards,
+    remote_shards,
+    with_infos,
+)
 from streammega.dataset.growing.names import appended_shards, named_version
-from streammega.dataset.listing import FEW, NOTHING, Told, told_of, with_told
+from streammega.dataset.listing import NOTHING, Told, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
 from streammega.dataset.shards import (
     SUFFIXES,
     KnownShard,
-    may_belong,
     missing_shards,
     named,
     owner_of,
@@ -36,18 +38,13 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.kernels.collector import take_as_old
-from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage import ObjectInfo, open_store
 from streammega.storage.fetch.threads import each
 from streammega.storage.open import is_remote
-from streammega.storage.versions import same_version
-
-log = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 _Manifest = tuple[list[KnownShard], StreammegaError | None]
 _Found = tuple[list[KnownShard], list[KnownShard], StreammegaError | None]
-SIGNS = "*?["
-"""What makes a pattern of a name, if nothing is called just that."""
 TRIES = 5
 """Times that a dataset is looked up again when it was replaced while it was opened."""
 
@@ -132,7 +129,7 @@ def _open_found(
         return open_all([replace(of_pair, entry=of_manifest.entry)])
     # The pair of that name was replaced, and is being removed.
     if listed and owner_of(listed[0].name) == strip_suffix(name):
-        return open_all(_with_infos(listed, storage))
+        return open_all(with_infos(listed, storage))
     try:
         return open_all(shards)
     except ObjectNotFoundError:
@@ -140,7 +137,7 @@ def _open_found(
             raise damage from None
         if not listed or own_name != strip_suffix(name):
             raise
-    return open_all(_with_infos(listed, storage))
+    return open_all(with_infos(listed, storage))
 
 
 def pair_told(name: str, told: Told) -> KnownShard | None:
@@ -158,7 +155,7 @@ def told_of_prefixes(names: Sequence[str], storage: StorageConfig) -> Told:
     """
     prefixes = []
     for name in names:
-        is_pair = not name.endswith((".json", "/")) and not _has_signs(_base_name(name))
+        is_pair = not name.endswith((".json", "/")) and not has_signs(base_name(name))
         if is_remote(name) and is_pair:
             prefixes.append(name)
     return told_of(prefixes, storage)
@@ -182,11 +179,11 @@ def find_shards(
     """
     name = named_version(name, storage)
     if name.endswith(".json"):
-        return _with_infos(manifest_shards(name, storage), storage)
+        return with_infos(manifest_shards(name, storage), storage)
     appended = appended_shards(name, storage)
     if appended is not None:
-        return _with_infos(appended, storage)
-    shards = _remote_shards(name, storage, cache_dir) if is_remote(name) else _local_shards(name)
+        return with_infos(appended, storage)
+    shards = remote_shards(name, storage, cache_dir) if is_remote(name) else local_shards(name)
     if shards is None:
         return [KnownShard(name=named(*split_name(name)))]
     if not shards:
@@ -227,7 +224,7 @@ def _info_or_none(url: str, storage: StorageConfig) -> ObjectInfo | None:
     """
     store, key = open_store(url, storage)
     try:
-        return _told(store.info(key))
+        return if_told(store.info(key))
     except StorageError as error:
         if error.transient:
             raise
@@ -246,198 +243,3 @@ def _manifest_beside(name: str, storage: StorageConfig) -> _Manifest:
         if error.transient:
             raise
         return [], None  # without the right to list, S3 answers 403 for what is not there
-
-
-def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
-    """Without shards that are being written in place of others, or were replaced: the manifest says
-    which are the dataset's.
-
-    Only where a name has the mark of such shards is a manifest read.
-    """
-    owners = set()
-    for prefix in prefixes:
-        owner = owner_of(prefix)
-        if owner is not None:
-            owners.add(owner)
-    for owner in sorted(owners):
-        may_be_its = [prefix for prefix in prefixes if may_belong(prefix, owner)]
-        try:
-            shards = manifest_shards(owner + MANIFEST, storage)
-            listed = {strip_suffix(shard.name) for shard in shards}
-        except ObjectNotFoundError:
-            # What has a mark was never finished.
-            listed = {prefix for prefix in may_be_its if owner_of(prefix) is None}
-        if listed:
-            replaced = set(may_be_its) - listed
-            prefixes = [prefix for prefix in prefixes if prefix not in replaced]
-    return prefixes
-
-
-# --- local ----------------------------------------------------------------------------------------
-
-
-def _local_shards(name: str) -> list[KnownShard] | None:
-    """Of a folder or glob; None: the name is a prefix."""
-    if is_local_folder(name):
-        paths = _paths_in(name)
-        indices = [path for path in paths if path.endswith(".idx")]
-    elif _has_signs(name) and not _exists(name):
-        indices = _matching_indices(name)
-        paths = set()
-        for folder in {os.path.dirname(path) for path in indices}:
-            paths |= _paths_in(folder)
-    else:
-        return None
-    prefixes = sorted({strip_suffix(path) for path in indices})
-    shards = []
-    for prefix in _present(prefixes, StorageConfig()):
-        shards.append(KnownShard(name=_with_kind(prefix, paths)))
-    return shards
-
-
-def _paths_in(folder: str) -> set[str]:
-    """The paths of all that lies in a folder; "" is the current one."""
-    return {os.path.join(folder, entry) for entry in os.listdir(folder or ".")}
-
-
-def _matching_indices(name: str) -> list[str]:
-    """The `.idx` files that a pattern names, with their suffix or without."""
-    folder, pattern = os.path.split(name)
-    if os.path.isdir(folder):
-        # The signs in a folder that is there are letters.
-        name = os.path.join(glob.escape(folder), pattern)
-    indices = [path for path in glob.glob(name) if path.endswith(".idx")]
-    return indices or glob.glob(f"{name}.idx")
-
-
-def _has_signs(name: str) -> bool:
-    """Whether a name may be a pattern."""
-    return any(sign in name for sign in SIGNS)
-
-
-def is_local_folder(name: str) -> bool:
-    """A local folder, unless there is a dataset of that very name: caches are often put there."""
-    return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
-
-
-def _exists(name: str) -> bool:
-    """Whether a dataset of that very name is there."""
-    prefix = strip_suffix(name)
-    return os.path.exists(f"{prefix}.idx") or os.path.exists(prefix + MANIFEST)
-
-
-def _with_kind(prefix: str, there: Collection[str]) -> str:
-    """A shard's name, by what lies beside its `.idx`."""
-    for kind, suffix in SUFFIXES.items():
-        if prefix + suffix in there:
-            return named(prefix, kind)
-    return prefix
-
-
-# --- remote ---------------------------------------------------------------------------------------
-
-
-def _remote_shards(
-    name: str, storage: StorageConfig, cache_dir: Path | None
-) -> list[KnownShard] | None:
-    """Of a folder or glob; None: the name is a prefix."""
-    folder, _, pattern = name.rpartition("/")
-    if pattern and not _has_signs(pattern):
-        return None
-    try:
-        there = _listed(folder, storage, cache_dir)
-    except StorageError as error:
-        if not pattern or "*" in pattern or error.transient:
-            raise
-        return None  # this store cannot be listed, and ? and [ are letters of many names
-    exact = strip_suffix(pattern)
-    if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
-        return None
-    stems = sorted([item.removesuffix(".idx") for item in there if item.endswith(".idx")])
-    if pattern:
-        stems = [stem for stem in stems if _matches(stem, pattern)]
-    before = join_url(folder, "")
-    prefixes = _present([before + stem for stem in stems], storage)
-    names = [before + _with_kind(prefix[len(before) :], there) for prefix in prefixes]
-    return _from_listing([KnownShard(name=name) for name in names], there, storage)
-
-
-def _base_name(name: str) -> str:
-    """What follows the last slash."""
-    _, _, last = name.rpartition("/")
-    return last
-
-
-def _matches(stem: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
-
-
-def _listed(
-    folder: str, storage: StorageConfig, cache_dir: Path | None = None
-) -> dict[str, ObjectInfo]:
-    """The objects of a folder by their names in it; what lies deeper is not listed."""
-    store, key = open_store(f"{folder}/", storage)
-    # None of the keys has a slash behind the folder's.
-    return {item.key[len(key) :]: item for item in list_folder(store, key, cache_dir)}
-
-
-def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:
-    """The shards of a manifest with what a listing of their folder tells; few, local or not to be
-    listed: as they are.
-    """
-    if len(shards) <= FEW or not is_remote(shards[0].name):
-        return shards
-    take_as_old()  # what the manifest told
-    told = told_of([shard.name for shard in shards], storage)
-    if told.prefixes:
-        return [with_told(shard.name, told, shard.entry) for shard in shards]
-    try:
-        there = _listed(parent_url(shards[0].name), storage)
-    except StorageError as error:
-        if error.transient:
-            raise
-        log.debug(
-            "the folder of %s cannot be listed: every shard is asked for (%s)",
-            shards[0].name,
-            type(error).__name__,
-        )
-        return shards
-    return _from_listing(shards, there, storage)
-
-
-def _from_listing(
-    shards: list[KnownShard], there: Mapping[str, ObjectInfo], storage: StorageConfig
-) -> list[KnownShard]:
-    """Shards with the sizes and ETags of a listing, where its ETags are those that
-    reads will tell.
-    """
-    if not shards or not _agrees(shards[0], there, storage):
-        return shards
-    with_infos = []
-    for shard in shards:
-        prefix, kind = split_name(_base_name(shard.name))
-        stored = _told(there.get(prefix + SUFFIXES[kind]))
-        index = _told(there.get(f"{prefix}.idx"))
-        known = KnownShard(name=shard.name, stored=stored, index=index, entry=shard.entry)
-        with_infos.append(known)
-    return with_infos
-
-
-def _told(info: ObjectInfo | None) -> ObjectInfo | None:
-    """What a listing or a look told, if it told an ETag: without one, replaced objects would not be
-    noticed.
-    """
-    return info if info is not None and info.etag else None
-
-
-def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: StorageConfig) -> bool:
-    """Whether a listing tells the ETags that other answers do: where it does not, a run would end
-    at its first read.
-    """
-    prefix, _ = split_name(shard.name)
-    listed = _told(there.get(f"{_base_name(prefix)}.idx"))
-    if listed is None:
-        return False
-    store, key = open_store(f"{prefix}.idx", storage)
-    info = store.info(key)
-    return info.size == listed.size and same_version(info.etag, listed.etag)

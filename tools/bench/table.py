@@ -466,10 +466,10 @@ def openings(chosen: Chosen) -> None:
         for delay, where in ((0.0, "loopback"), (0.02, "20 ms")):
             server.behave(latency=delay, latency_of_all=True)
             for name, what in opening.OPENINGS.items():
-                cold, again = opening.seconds_to_open(server, cache, what, chosen.runs)
+                seconds = opening.seconds_to_open(server, cache, what, chosen.runs)
                 line = Line(
                     figure=f"opening {name}, {where}, seconds: cold; from the local cache",
-                    ours=f"{cold:.2f}; {again:.2f}",
+                    ours=f"{seconds['cold']:.2f}; {seconds['again']:.2f}",
                     goal=goals[what],
                 )
                 line.tell()
