@@ -19,7 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
 from streammega.loading.places import Begun, Places
-from streammega.loading.sent_batch import SentBatch
+from streammega.loading.sent_ids import as_given, goes_as_ids
 from streammega.loading.shares import Share, read_share, write_share
 from streammega.loading.steps import MicroSteps
 from streammega.order.batch_size import BatchSchedule, batch_schedule
@@ -242,9 +242,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         given = 0
         joined_at = steps.joined_at
-        alone = torch.utils.data.get_worker_info() is None
         positions = steps.positions(share.start, share.next_batch, share.workers)
         for steps_of_phase, positions_of_phase, start in steps.by_phase(positions, share.start):
+            as_ids = goes_as_ids(self, steps_of_phase)
             engine = Engine(
                 steps_of_phase,
                 positions_of_phase,
@@ -252,6 +252,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 start=start,
                 worker=share.worker,
                 workers=share.workers,
+                ids_only=as_ids,
             )
             with closing(engine):
                 for consumed, batch in engine:
@@ -259,9 +260,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                     steps.reach(consumed)
                     if steps.joined_at != joined_at:
                         return replace(share, batches=share.batches + given)
+                    batch = as_given(batch, steps_of_phase, as_ids=as_ids)
                     given += 1
                     self._count(begun, consumed)
-                    yield batch if alone else SentBatch(batch)
+                    yield batch
                     del batch  # its memory is free as soon as the caller lets go
         return None
 

@@ -86,8 +86,10 @@ class Engine:
         self.stats = stats or Stats()
         storage = steps.config.storage
         budget = storage.memory_bytes // workers
-        # A worker process hands every batch over by itself; elsewhere a few share one kernel call.
-        slab_batches = 1 if workers > 1 or worker else None
+        # Fields that leave a worker as torch sends them bring along all memory that they lie in:
+        # there a slab is a batch. Of ids, and elsewhere, a few batches share one kernel call.
+        in_turn = workers > 1 or worker > 0
+        slab_batches = 1 if in_turn and not ids_only else None
         reading = plan_reading(
             steps,
             start,

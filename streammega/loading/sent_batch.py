@@ -124,6 +124,20 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def unpack_ids(ids: NDArray[Any]) -> dict[str, Any]:
+    """The fields of ids [samples, S + 1] that are all tokens, each in memory of its own."""
+    samples, width = ids.shape
+    shape = (samples, width - 1)
+    allocate = received_memory()
+    tokens, labels = _Shifted(ids=ids).fields(allocate)
+    return {
+        TOKENS: tokens,
+        LABELS: labels,
+        "loss_mask": plain_mask(shape, allocate),
+        "position_ids": plain_positions(shape, allocate),
+    }
+
+
 def _pack_shifted(tokens: Any, labels: Any) -> _Shifted | None:
     """Tokens and labels as one, where labels are the tokens one place later."""
     both = (tokens, labels)

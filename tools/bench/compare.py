@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.storage import PACKAGES, SHAPES, Bench, prepare
+from tools.bench.storage import EPOCH, PACKAGES, SHAPES, Bench, prepare
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -104,6 +104,20 @@ FIGURES = (
         arguments={"workers": 2, "warmup": 64},
         result="tokens",
         local=True,
+    ),
+    Figure(
+        name="DataLoader, 2 forked workers, 1 GiB, CPU seconds per 10^9 tokens",
+        side="ours_workers",
+        arguments={"workers": 2, "method": "fork", "num_samples": EPOCH, "seconds": 0},
+        result="cpu",
+        higher_is_better=False,
+    ),
+    Figure(
+        name="DataLoader, 2 spawned workers, 1 GiB, CPU seconds per 10^9 tokens",
+        side="ours_workers",
+        arguments={"workers": 2, "method": "spawn", "num_samples": EPOCH, "seconds": 0},
+        result="cpu",
+        higher_is_better=False,
     ),
     Figure(name="peak memory, bytes", arguments={}, result="peak", higher_is_better=False),
 )
