@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 
 _FROZEN_BY_OTHERS: list[bool] = []
@@ -29,3 +31,19 @@ def take_as_old() -> None:
         return
     gc.freeze()
     gc.unfreeze()
+
+
+@functools.cache
+def end_without_a_look() -> None:
+    """Have this process end without a look at all that was imported, as Python does twice.
+
+    Of torch and numba that takes more than half a second, for which whoever waits for a worker
+    process waits. For processes that are ours alone: what is in a cycle by then, and no young
+    object, is left to the system, whatever would be called when it is collected.
+    """
+    atexit.register(_put_out_of_sight)
+
+
+def _put_out_of_sight() -> None:
+    gc.collect(1)  # of what was made lately something may have to be closed
+    gc.freeze()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
+from streammega.kernels.collector import end_without_a_look
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
 from streammega.loading.places import Begun, Places
@@ -204,6 +205,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         begun = self._places.begin(worker)
         share = Share(start=begun.start, origin=begun.origin)
         if worker is not None:
+            end_without_a_look()  # its process is there for this iteration alone
             share = replace(share, worker=worker.id, workers=worker.num_workers)
             # what this worker was told by `load_state_dict` goes before what all were told
             share = self._loaded or share

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 
 from streammega.kernels.collector import take_as_old
 
@@ -38,3 +41,29 @@ def test_what_a_program_froze_stays_frozen() -> None:
     finally:
         if not were_frozen:  # else by the suite, and all later tests would be looked through
             gc.unfreeze()
+
+
+ENDS = """
+import atexit, gc
+from streammega.kernels.collector import end_without_a_look
+
+class Written:
+    def __del__(self):
+        print("closed")
+
+# what is registered first is called last
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+written = Written()
+written.itself = written
+end_without_a_look()
+end_without_a_look()
+del written
+"""
+
+
+def test_a_process_ends_without_a_look_at_what_is_old_and_closes_what_is_young() -> None:
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["closed", "True"]
