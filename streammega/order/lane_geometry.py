@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,72 +111,59 @@ def geometry_of(
 ) -> StreamGeometry:
     """The sizes of datasets in samples of `length` tokens and `extra` behind them, dealt to lanes.
 
-    Raises ConfigError if one of them holds no sample.
+    Raises ConfigError if one of them holds no sample. Cost: a few passes over all parts at once,
+    for there may be many datasets of one part, and many parts of one dataset.
     """
-    of_datasets = []
-    of_parts = []
-    first_parts = [0]
-    for number, dataset in enumerate(datasets):
-        rows = _part_rows(dataset, length, extra)
-        if not rows:
-            raise _no_sample(number, dataset, length, extra)
-        size = rows[-1].end
-        block = max(1, block_bytes // (length * dataset.itemsize))
-        num_blocks = -(-size // block)
-        group = lanes // _num_runs(size, num_blocks, lanes)
-        of_datasets.append((size, block, group))
-        of_parts += rows
-        first_parts.append(len(of_parts))
-    sizes, blocks, groups = _columns(of_datasets)
-    files, starts, slacks, before, ends = _columns(of_parts)
+    tokens = _of_parts(datasets, "tokens")
+    samples = np.maximum(tokens - extra, 0) // length
+    held = np.flatnonzero(samples)
+    dataset_of_part = np.repeat(np.arange(len(datasets)), [len(item.parts) for item in datasets])
+    num_parts = np.bincount(dataset_of_part[held], minlength=len(datasets))
+    first_parts = np.append(0, np.cumsum(num_parts))
+    ends_of_all = np.append(0, np.cumsum(samples[held]))
+    before_dataset = ends_of_all[first_parts]
+    sizes = np.diff(before_dataset)
+    if not sizes.all():
+        raise _no_sample(int(np.argmin(sizes)), datasets, length, extra)
+    ends = ends_of_all[1:] - np.repeat(before_dataset[:-1], num_parts)
+    blocks = [max(1, block_bytes // (length * dataset.itemsize)) for dataset in datasets]
     return StreamGeometry(
         lanes=lanes,
         sizes=sizes,
-        blocks=blocks,
-        groups=groups,
-        first_parts=np.array(first_parts, np.int64),
-        files=files,
-        starts=starts,
-        slacks=slacks,
-        before=before,
+        blocks=np.array(blocks, np.int64),
+        groups=_groups(sizes, blocks, lanes),
+        first_parts=first_parts,
+        files=_of_parts(datasets, "file")[held],
+        starts=_of_parts(datasets, "start")[held],
+        slacks=(tokens - extra - samples * length)[held],
+        before=ends - samples[held],
         ends=ends,
     )
 
 
-class _PartRow(NamedTuple):
-    """What StreamGeometry holds of a part."""
-
-    file: int
-    start: int
-    slack: int
-    before: int
-    end: int
+def _of_parts(datasets: Sequence[StreamDataset], field: str) -> Integers:
+    """A field of all parts, those of all datasets end to end."""
+    value = attrgetter(field)
+    return np.array([value(part) for dataset in datasets for part in dataset.parts], np.int64)
 
 
-def _part_rows(dataset: StreamDataset, length: int, extra: int) -> list[_PartRow]:
-    """The parts of a dataset that hold a sample."""
-    rows = []
-    before = 0
-    for part in dataset.parts:
-        samples = samples_of(part.tokens, length, extra)
-        if samples:
-            slack = part.tokens - extra - samples * length
-            rows.append(_PartRow(part.file, part.start, slack, before, before + samples))
-            before += samples
-    return rows
-
-
-def _columns(rows: Sequence[Sequence[int]]) -> Integers:
-    """Rows as columns, int64 [fields, rows]: of each field its values are end to end."""
-    return np.ascontiguousarray(np.array(rows, np.int64).T)
-
-
-def _no_sample(number: int, dataset: StreamDataset, length: int, extra: int) -> ConfigError:
-    longest = max((part.tokens for part in dataset.parts), default=0)
+def _no_sample(
+    number: int, datasets: Sequence[StreamDataset], length: int, extra: int
+) -> ConfigError:
+    longest = max((part.tokens for part in datasets[number].parts), default=0)
     return ConfigError(
         f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
         f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
     )
+
+
+def _groups(sizes: Integers, blocks: Sequence[int], lanes: int) -> Integers:
+    """Lanes that share a run of each dataset, int64 [datasets]."""
+    groups = []
+    for size, block in zip(sizes.tolist(), blocks, strict=True):
+        num_blocks = -(-size // block)
+        groups.append(lanes // _num_runs(size, num_blocks, lanes))
+    return np.array(groups, np.int64)
 
 
 def _num_runs(size: int, blocks: int, lanes: int) -> int:
