@@ -20,15 +20,10 @@ from streammega.errors import EndpointError
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.fetch import fetcher
 from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.flight import LOOK_EVERY
 from streammega.storage.fetch.jobs import Answer, send
-from streammega.storage.fetch.limits import (
-    ADAPT_EVERY,
-    HEDGE_SHARE,
-    JOB_READS,
-    LEAST_REQUESTS,
-    NEAR_JOB_READS,
-    Pace,
-)
+from streammega.storage.fetch.latencies import HEDGE_SHARE, JOB_READS, NEAR_JOB_READS
+from streammega.storage.fetch.limits import LEAST_REQUESTS, Pace
 from streammega.storage.fetch.memory import rounded
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
 from streammega.storage.frames import FrameWriter
@@ -448,11 +443,12 @@ def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> 
     for read in reads:
         Holding(1, [read])
         made._failed(read, refused, alone=True)
-    assert made.limits.requests == 32
+    limits = made.flight.limits
+    assert limits.requests == 32
     assert made.counters.throttled == 10
-    made.limits = replace(made.limits, halved_at=made.limits.halved_at - 1.0)
+    made.flight.limits = replace(limits, halved_at=limits.halved_at - 1.0)
     made._failed(reads[0], refused, alone=True)
-    assert made.limits.requests == 16
+    assert made.flight.limits.requests == 16
     made.close()
 
 
@@ -501,7 +497,7 @@ def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may
     """All threads wait for work, and none for the pace: the next to queue some has one do so."""
     store: Any = Recorded()
     made = Fetcher(replace(CONFIG, max_requests=4))
-    made._pace = Pace(interval=0.4)
+    made.flight.pace = Pace(interval=0.4)
     try:
         for number in range(3):
             holding = Holding(SIZE, [Read(store, str(number), "", 0, SIZE, 0)])
@@ -519,20 +515,19 @@ def test_fewer_are_sent_where_answers_queue_behind_each_other_and_more_again_aft
     job = [Read(Recorded(), "key", "", 0, SIZE, 0)]  # type: ignore[arg-type]
 
     def answers(seconds: float) -> float:
-        for _ in range(3 * ADAPT_EVERY):
-            made.counters.requests += 1
-            made._observe(job, seconds)
-        return made.limits.requests
+        for _ in range(3 * LOOK_EVERY):
+            made._observe(job, time.monotonic(), seconds)
+        return made.flight.limits.requests
 
     assert answers(0.01) == 400
     slower = answers(0.2)
     assert slower < 400
     for _ in range(20):
         answers(0.2)
-    assert made.limits.requests == LEAST_REQUESTS, (
+    assert made.flight.limits.requests == LEAST_REQUESTS, (
         "no fewer: small reads are what object stores are good at"
     )
     for _ in range(20):
         answers(0.01)
-    assert made.limits.requests == 400
+    assert made.flight.limits.requests == 400
     made.close()

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError, replace
-from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import StorageConfig
-from streammega.storage.fetch.limits import (
-    ADAPT_EVERY,
-    FEWEST,
-    FIRST_BYTES,
+from streammega.storage.fetch.byte_limit import LEAST_BYTES, QUEUEING, Look
+from streammega.storage.fetch.latencies import (
     FIRST_HEDGES,
-    FIRST_INTERVAL,
     HEDGE_AFTER,
     HEDGE_FLOOR,
     HEDGE_SHARE,
     JOB_READS,
     LATENCIES,
-    LEAST_BYTES,
-    LEAST_REQUESTS,
-    LONGEST_INTERVAL,
     NEAR,
     NEAR_JOB_READS,
-    QUEUEING,
+    Latencies,
+    may_hedge,
+    size_class_of,
+)
+from streammega.storage.fetch.limits import (
+    FEWEST,
+    FIRST_INTERVAL,
+    LEAST_REQUESTS,
+    LONGEST_INTERVAL,
     REFUSED_IN_A_ROW,
     REFUSED_TOGETHER,
     SHARES,
     SHORTEST_INTERVAL,
-    Latencies,
     Limits,
     Pace,
-    may_hedge,
-    size_class_of,
 )
 
 KIB = 1 << 10
@@ -48,6 +46,13 @@ QUEUES = st.floats(1.0, 1e6)
 
 def below(requests: float, most: int = 400) -> Limits:
     return replace(LIMITS, most_requests=float(most), requests=requests)
+
+
+def look(queueing: float, size: int, in_flight_bytes: int = 0) -> Look:
+    """A look at answers of which the quickest took a hundredth of a second."""
+    return Look(
+        size=size, seconds=queueing / 100, queueing=queueing, in_flight_bytes=in_flight_bytes
+    )
 
 
 # What may be sent.
@@ -68,20 +73,6 @@ def test_bytes_in_flight_are_bounded_and_a_larger_request_goes_alone() -> None:
 @given(requests=st.floats(1.0, 400.0), size=SIZES)
 def test_one_request_may_always_be_sent(requests: float, size: int) -> None:
     assert below(requests).admit(0, 0, size)
-
-
-def test_a_few_bytes_are_allowed_at_first_and_all_of_them_after_a_few_looks_that_find_no_queue() -> (
-    None
-):
-    """More would only fill the socket buffers of storage that is near."""
-    limits = Limits.of(StorageConfig(max_requests=400, in_flight_bytes=12 * FIRST_BYTES))
-    allowed = []
-    for queueing in (1.0, QUEUEING + 1, QUEUEING - 1, 1.0, 1.0, 1.0, 1.0):
-        allowed.append(limits.bytes // FIRST_BYTES)
-        limits = limits.after_look(queueing, KIB)
-    assert allowed == [1, 2, 2, 2, 4, 8, 12]
-    few = Limits.of(StorageConfig(in_flight_bytes=MIB))
-    assert few.bytes == MIB
 
 
 @given(requests=st.floats(1.0, 400.0), size=st.just(0) | SIZES)
@@ -107,14 +98,14 @@ def test_limits_are_values_that_nothing_changes() -> None:
 
 EVENTS = st.one_of(
     st.tuples(st.just("answers"), st.integers(1, NEAR_JOB_READS)),
-    st.tuples(st.just("look"), QUEUES, SIZES),
+    st.tuples(st.just("look"), st.builds(look, QUEUES, SIZES, SIZES)),
     st.tuples(st.just("refusal"), st.floats(0.0, 1e6)),
 )
 
 
 @given(most=st.integers(1, 2000), events=st.lists(EVENTS, max_size=60))
 def test_whatever_happens_they_stay_between_one_and_what_is_configured(
-    most: int, events: list[tuple[str, float, int]]
+    most: int, events: list[tuple[str, float | Look]]
 ) -> None:
     limits = Limits.of(StorageConfig(max_requests=most))
     for what, *told in events:
@@ -124,8 +115,8 @@ def test_whatever_happens_they_stay_between_one_and_what_is_configured(
             "refusal": limits.after_refusal,
         }[what](*told)  # type: ignore[operator]
         assert 1.0 <= limits.requests <= most
-        assert (limits.most_requests, limits.most_bytes) == (most, StorageConfig().in_flight_bytes)
-        assert FIRST_BYTES <= limits.bytes <= limits.most_bytes
+        assert limits.most_requests == most
+        assert LEAST_BYTES <= limits.bytes <= StorageConfig().in_flight_bytes
 
 
 def test_as_many_answers_as_fit_raise_them_by_about_one() -> None:
@@ -140,7 +131,7 @@ def test_as_many_answers_as_fit_raise_them_by_about_one() -> None:
 def test_they_are_what_is_configured_again_after_answers_that_do_not_queue(start: float) -> None:
     limits = below(start)
     for _ in range(30):
-        limits = limits.after_look(1.0, KIB)
+        limits = limits.after_look(look(1.0, KIB))
     assert limits.requests == 400
 
 
@@ -153,11 +144,11 @@ def test_queueing_answers_lower_them_to_the_least_for_their_size(
     start: float, queueing: float, size: int
 ) -> None:
     limits = below(start)
-    assert limits.after_look(queueing, size).requests == pytest.approx(
+    assert limits.after_look(look(queueing, size)).requests == pytest.approx(
         max(0.8 * start, limits_least(size))
     )
     for _ in range(40):
-        limits = limits.after_look(queueing, size)
+        limits = limits.after_look(look(queueing, size))
     assert limits.requests == limits_least(size)
 
 
@@ -170,7 +161,7 @@ def test_queueing_answers_never_raise_them(start: float, queueing: float, size: 
     """Also where refusals have taken them below the least: overload does not follow on being
     refused.
     """
-    assert below(start).after_look(queueing, size).requests <= start
+    assert below(start).after_look(look(queueing, size)).requests <= start
 
 
 def limits_least(size: int) -> int:
@@ -182,13 +173,13 @@ def limits_least(size: int) -> int:
 def test_the_least_is_192_small_requests_or_8_mib_or_8_requests(size: int, least: int) -> None:
     limits = below(400.0)
     for _ in range(40):
-        limits = limits.after_look(1e3, size)
+        limits = limits.after_look(look(1e3, size))
     assert limits.requests == least
 
 
 @given(queueing=st.floats(QUEUEING / 2, QUEUEING), start=st.floats(1.0, 400.0))
 def test_in_between_they_stay(queueing: float, start: float) -> None:
-    assert below(start).after_look(queueing, KIB) == below(start)
+    assert below(start).after_look(look(queueing, KIB)) == below(start)
 
 
 def test_refusals_halve_them_once_for_all_refused_together() -> None:
@@ -268,20 +259,18 @@ def test_most_of_what_a_server_counts_by_the_second_is_asked_for_and_little_is_r
 
 
 @given(seconds=st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=2 * LATENCIES))
-def test_queueing_is_the_latest_median_in_multiples_of_the_quickest_ever(
-    seconds: list[float],
-) -> None:
+def test_queueing_is_told_in_multiples_of_the_quickest_ever(seconds: list[float]) -> None:
     latencies = Latencies()
     for each in seconds:
         latencies.note(10, each)
-    assert latencies.queueing(10) == median(seconds[-ADAPT_EVERY:]) / min(seconds)
+    assert latencies.queueing(10, 2.0) == 2.0 / min(seconds)
 
 
 def test_answers_from_memory_do_not_look_like_a_queue() -> None:
     latencies = Latencies()
     for seconds in (1e-9, 1e-4, 1e-4):
         latencies.note(10, seconds)
-    assert latencies.queueing(10) == 1.0
+    assert latencies.queueing(10, 1e-4) == 1.0
 
 
 def test_more_go_together_where_storage_is_near_and_each_size_is_judged_by_itself() -> None:

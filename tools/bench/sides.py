@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -145,24 +146,54 @@ def imports_only(a: Result) -> Result:
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
 
 
+NAP = 0.002
+"""Seconds that the control sleeps each time."""
+LONG_WAIT = 0.02
+"""Seconds: waits that are longer are counted."""
+
+
+def control(a: Result) -> Result:
+    """Sleeps and reads the clock, no more: how late it wakes is how late this machine is."""
+    time.sleep(a["after_seconds"])
+    end = time.perf_counter() + a["seconds"]
+    late = [0.0]
+    while (asked := time.perf_counter()) < end:
+        time.sleep(NAP)
+        late.append(time.perf_counter() - asked - NAP)
+    return {"longest": max(late), "long": sum(seconds > LONG_WAIT for seconds in late)}
+
+
+def control_beside(a: Result) -> subprocess.Popen[str]:
+    """The control of a bench, in a process of its own."""
+    options = {"after_seconds": a["warmup_seconds"], "seconds": a["seconds"]}
+    command = [sys.executable, __file__, "control", json.dumps(options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def result_of(process: subprocess.Popen[str]) -> Result:
+    """What a side in another process told."""
+    told, _ = process.communicate()
+    result: Result = json.loads(told.removeprefix("RESULT "))
+    return result
+
+
 def paced(a: Result) -> Result:
     """A consumer that asks at a share of the bandwidth measured before; what it waited after a
-    warm-up.
+    warm-up, and how late the control was meanwhile.
     """
     import streammega as sm
 
     batch = a.get("batch", 16)
     loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256)
     step = batch * S * 2 / a["bytes_per_second"]
-    waited = 0.0
     due = 0.0
-    count = 0
     warm = 0.0
+    waits = [0.0]
     end = a["warmup_seconds"] + a["seconds"]
+    beside = control_beside(a)
     with loader:
         began = time.perf_counter()
         iterator = iter(loader)
-        worst = 0.0
         while True:
             asked = time.perf_counter()
             next(iterator)
@@ -171,15 +202,21 @@ def paced(a: Result) -> Result:
                 break
             if now - began > a["warmup_seconds"]:
                 warm = warm or loader.stats()["wait_total"]
-                worst = max(worst, now - asked)
-                count += 1
+                waits.append(now - asked)
             due = max(due, asked) + step
             if (left := due - time.perf_counter()) > 0:
                 time.sleep(left)
         stats = loader.stats()
-        # what the loader waited for data, without the call itself
-        waited = stats["wait_total"] - warm
-    return {"stall_share": waited / a["seconds"], "worst": worst, "batches": count, "stats": stats}
+    # what the loader waited for data, without the call itself
+    waited = stats["wait_total"] - warm
+    return {
+        "stall_share": waited / a["seconds"],
+        "worst": max(waits),
+        "long": sum(seconds > LONG_WAIT for seconds in waits),
+        "batches": len(waits) - 1,
+        "control": result_of(beside),
+        "stats": stats,
+    }
 
 
 def ceiling(a: Result) -> Result:
@@ -388,7 +425,7 @@ def s3torch(a: Result) -> Result:
 SIDES: dict[str, Callable[[Result], Result]] = {
     function.__name__: function
     for function in (
-        ours, ours_workers, imports_only, paced, ceiling, megatron, megatron_loader, litdata, mosaic, webdataset, s3torch,
+        ours, ours_workers, imports_only, control, paced, ceiling, megatron, megatron_loader, litdata, mosaic, webdataset, s3torch,
     )
 }  # fmt: skip
 

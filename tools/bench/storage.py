@@ -427,8 +427,18 @@ def stalls(bench: Bench) -> None:
     stats = result.get("stats", {})
     bench.row(
         "stall share at 340 MB/s, shaped, 1 % of requests at 20x latency", theirs="", ours=f"{100 * result.get('stall_share', 1):.4f} %",
-        ratio="", notes=f"longest wait {1e3 * result.get('worst', 0):.0f} ms, {stats.get('hedges')} hedges of {stats.get('requests')}",
+        ratio="", notes=f"{waits_beside_control(result)}; {stats.get('hedges')} hedges of {stats.get('requests')}",
     )  # fmt: skip
+
+
+def waits_beside_control(result: Result) -> str:
+    """The longest wait of a paced consumer, and how late a process was that only sleeps."""
+    control = result.get("control", {})
+    return (
+        f"longest wait {1e3 * result.get('worst', 0):.0f} ms, {result.get('long')} over 20 ms; "
+        f"a process that only sleeps was up to {1e3 * control.get('longest', 0):.0f} ms late, "
+        f"{control.get('long')} times over 20 ms"
+    )
 
 
 FIGURES: dict[str, Callable[[Bench], None]] = {

@@ -494,7 +494,9 @@ def stalls(chosen: Chosen) -> None:
         raise SystemExit("the consumer failed")
     line = Line(
         figure=f"stalls of {STALL_SECONDS // 60} minutes at {STALL_RATE / 1e6:.0f} MB/s, 20 ms, "
-        "1 % of requests 20x slower: share of the time; longest wait",
+        "1 % of requests 20x slower: share of the time; longest wait; other side: how late a "
+        "process was that only sleeps",
+        theirs=f"{1e3 * result['control']['longest']:.0f} ms",
         ours=f"{100 * result['stall_share']:.3f} %; {1e3 * result['worst']:.0f} ms",
         goal="0.1 %; 50 ms",
     )

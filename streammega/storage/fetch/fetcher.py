@@ -3,8 +3,8 @@
 The thin executor under the planner. A *holding* is one buffer and the reads that fill it. Holdings
 are admitted in the order submitted, while memory lasts; their reads are sent in that order too.
 Threads wait in the transport, outside of the GIL; there are as many as jobs (`jobs.py`) were ever
-in flight at once. What a read is and where it stands is told in `reads.py`, how many may be in
-flight in `limits.py`.
+in flight at once. What a read is and where it stands is told in `reads.py`, what is in flight and
+how much more may be in `flight.py`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from collections.abc import Sequence
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.cache.store import CachedStore
+from streammega.storage.fetch.flight import Flight
 from streammega.storage.fetch.jobs import send, together
-from streammega.storage.fetch.limits import (
-    ADAPT_EVERY,
-    JOB_BYTES,
-    JOB_READS,
-    Latencies,
-    Limits,
-    Pace,
-    may_hedge,
-)
+from streammega.storage.fetch.latencies import may_hedge
 from streammega.storage.fetch.memory import BufferPool
 from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
 from streammega.storage.locks import process_lock
@@ -83,17 +76,8 @@ class Fetcher:
         # Serial of the first read that was given up: none after it is sent.
         self._given_up: float = math.inf
         self._queue = ReadQueue()
-        # By id; in the order they took off, so that hedging looks at the oldest first.
-        self._flying: dict[int, Read] = {}
         self._missing = 0  # holdings that are waited for
-        # What is in flight, and what may be.
-        self._requests = 0
-        self._flying_bytes = 0
-        self.limits = Limits.of(config)
-        self._pace = Pace()
-        self._send_at = 0.0  # when the next request may be sent, at that pace
-        self._latencies = Latencies()
-        self._looked_at = 0  # requests sent when the limits were adapted last
+        self.flight = Flight(config)
         _live.add(self)
 
     def submit(self, holdings: Sequence[Holding]) -> None:
@@ -144,7 +128,7 @@ class Fetcher:
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
-            for read in self._flying.values():
+            for read in self.flight.reads.values():
                 # Such a read may wait for a page that another process fetches, for a minute.
                 if isinstance(read.store, CachedStore):
                     read.store.close()
@@ -158,7 +142,7 @@ class Fetcher:
     @property
     def depth(self) -> tuple[int, int, int]:
         """(requests in flight, reads queued or paused, bytes held)."""
-        return self._requests, len(self._queue), self.pool.in_use
+        return self.flight.requests, len(self._queue), self.pool.in_use
 
     # --- Everything below runs under the lock, but for `send`. ---
 
@@ -199,7 +183,7 @@ class Fetcher:
             return
         # Else room comes with an answer, whose thread looks then; but no answer may be awaited
         # where only the pace holds a read back.
-        if self._pace.interval or self._has_room_for_job(read):
+        if self.flight.pace.interval or self._has_room_for_job(read):
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
@@ -242,8 +226,8 @@ class Fetcher:
         times = []
         if self._queue.next_resume is not None:
             times.append(self._queue.next_resume)
-        if self._pace.interval and self._queue.waiting:
-            times.append(self._send_at)
+        if self.flight.pace.interval and self._queue.waiting:
+            times.append(self.flight.send_at)
         return min(times, default=None)
 
     def _serve(self, job: list[Read]) -> None:
@@ -263,11 +247,9 @@ class Fetcher:
             self._lock.acquire()
         self._idle += 1
         if answer.error is None:
-            self._observe(job, seconds)
-            self._pace = self._pace.after_answer()
+            self._observe(job, began, seconds)
         elif _is_refusal(answer.error):
-            # Once for all of the job: nobody knows how many of them were refused.
-            self._pace = self._pace.after_refusal(began, time.monotonic())
+            self.flight.refused(began, time.monotonic())
         alone = len(job) == 1
         for number, read in enumerate(job):
             body = answer.bodies[number] if answer.bodies else None
@@ -281,12 +263,11 @@ class Fetcher:
         which go out together.
         """
         now = time.monotonic()
+        flight = self.flight
         self._queue.resume(now)
         job: list[Read] = []
         job_bytes = 0
-        most_reads = JOB_READS
-        if self._pace.interval:
-            most_reads = 1
+        most_reads = 1
         while len(job) < most_reads:
             read = self._first_wanted()
             if read is None:
@@ -294,44 +275,20 @@ class Fetcher:
             if not job:
                 if not self._has_room_for_job(read):
                     break
-                if not self._pace.interval:
-                    most_reads = self._latencies.most_together(read.size_class)
-            elif not self._fits(read) or not together(job[0], read, job_bytes):
+                most_reads = flight.most_together(read)
+            elif not flight.may_send(read.size, now) or not together(job[0], read, job_bytes):
                 break
             self._queue.pop()
-            self._take_off(read, now)
+            flight.take_off(read, now)
+            self.counters.requests += 1
             job.append(read)
             job_bytes += read.size
-        if job and self._pace.interval:
-            self._send_at = max(now, self._send_at) + self._pace.interval
+        if job:
+            flight.sent_at_pace(now)
         return job
 
-    def _fits(self, read: Read) -> bool:
-        if self._pace.interval and time.monotonic() < self._send_at:
-            return False
-        return self.limits.admit(self._requests, self._flying_bytes, read.size)
-
     def _has_room_for_job(self, first: Read) -> bool:
-        """Whether as many reads may be sent now as go out together with this one, if those behind
-        it are alike: a thread that took fewer would be back for the lock so much sooner.
-        """
-        if not self._fits(first):
-            return False
-        # Second requests, and what failed before, are sent by themselves.
-        if first.copies > 0 or first.failures > 0 or self._requests == 0:
-            return True
-        reads = min(
-            self._latencies.most_together(first.size_class),
-            JOB_BYTES // max(1, first.size),
-            self._queue.waiting,
-            self.limits.share(first.size),
-        )
-        others = reads - 1
-        return others <= 0 or self.limits.admit(
-            self._requests + others,
-            self._flying_bytes + others * first.size,
-            first.size,
-        )
+        return self.flight.has_room_for_job(first, self._queue.waiting, time.monotonic())
 
     def _first_wanted(self) -> Read | None:
         """The head of the queue, after what is not wanted any more was dropped from it."""
@@ -343,21 +300,7 @@ class Fetcher:
             if not unwanted:
                 return read
             self._queue.pop()
-            self._land(read)
-
-    def _take_off(self, read: Read, now: float) -> None:
-        """A request is about to be sent: the first of a try, or the second of a hedged read."""
-        # A second request was counted by `_hedge`, and its read flies already.
-        if read.copies == 0:
-            read.copies = 1
-            read.try_began = now
-            self._flying[id(read)] = read
-        if not read.first_began:
-            read.first_began = now
-        read.holding.busy += 1
-        self._requests += 1
-        self._flying_bytes += read.size
-        self.counters.requests += 1
+            self.flight.land(read)
 
     def _finish(
         self,
@@ -370,10 +313,7 @@ class Fetcher:
     ) -> None:
         """A request ended: by itself or as one of several, the first of a try or the second."""
         holding = read.holding
-        self._requests -= 1
-        self._flying_bytes -= read.size
-        holding.busy -= 1
-        self._land(read)
+        self.flight.end(read)
         if error is None:
             self._succeeded(read, body, second=second)
         elif not read.done and not holding.released:
@@ -381,13 +321,6 @@ class Fetcher:
         if holding.released:
             self._free(holding)
             self._admit()
-
-    def _land(self, read: Read) -> None:
-        """One copy of a read fewer in flight, or queued."""
-        # A read that is dropped before it took off has none to lose.
-        read.copies = max(0, read.copies - 1)
-        if read.copies == 0:
-            self._flying.pop(id(read), None)
 
     def _succeeded(self, read: Read, body: Bytes | None, *, second: bool) -> None:
         # A cached store counts by itself what it did not have.
@@ -410,7 +343,7 @@ class Fetcher:
     def _failed(self, read: Read, error: BaseException, *, alone: bool) -> None:
         if _is_refusal(error):
             self.counters.throttled += 1
-            self.limits = self.limits.after_refusal(time.monotonic())
+            self.flight.limits = self.flight.limits.after_refusal(time.monotonic())
         if read.copies > 0:
             return  # its other request may yet succeed, and decides if it does not
         if alone:
@@ -434,10 +367,10 @@ class Fetcher:
         # At most once in half a minute in this process: no matter that the lock is held.
         self._policy.say(error, elapsed)
         self.counters.retries += 1
-        if self._pace.interval and _is_refusal(error):
+        if self.flight.pace.interval and _is_refusal(error):
             # The pace pauses for all of them: by pauses of their own, what is needed first would
             # come after what is needed later.
-            pause = min(pause, self._pace.interval)
+            pause = min(pause, self.flight.pace.interval)
         self._queue.pause(read, now + pause)
         self._have_somebody_wait()
 
@@ -474,41 +407,27 @@ class Fetcher:
 
     # What answers tell of the storage.
 
-    def _observe(self, job: list[Read], seconds: float) -> None:
+    def _observe(self, job: list[Read], began: float, seconds: float) -> None:
         """Note how long reads that were sent together took, and adapt how many are in flight."""
-        first = job[0]
-        size_class = first.size_class
-        counters = self.counters
-        counters.latencies.append(seconds)
-        self._latencies.note(size_class, seconds)
-        # What a change does shows in the answers to what was sent after it: a look before those
-        # in flight were answered would change it again for the same reason.
-        if counters.requests - self._looked_at < max(ADAPT_EVERY, self._requests):
-            self.limits = self.limits.after_answers(len(job))
+        self.counters.latencies.append(seconds)
+        if not self.flight.answered(job, began, seconds):
             return
-        self._looked_at = counters.requests
         # Before anybody waits: what straggles now will be waited for.
         self._hedge()
-        queueing = self._latencies.queueing(size_class)
-        self.limits = self.limits.after_look(queueing, first.size)
+        self.flight.look(job, time.monotonic())
 
     def _hedge(self) -> None:
         """Send a second request for reads that take longer than nearly all of their size did."""
-        if not self.config.hedge or self._pace.interval:
+        if not self.config.hedge or self.flight.pace.interval:
             return
-        now = time.monotonic()
         counters = self.counters
-        straggling_after = self._latencies.straggling_after()
-        for read in self._flying.values():
+        for read in self.flight.stragglers(time.monotonic()):
             if not may_hedge(counters.hedges, counters.requests):
                 return
-            longest = straggling_after.get(read.size_class, math.inf)
-            seconds_flown = now - read.try_began
-            if read.copies == 1 and seconds_flown > longest:
-                counters.hedges += 1
-                read.copies += 1
-                self._queue.push_second(read, counters.hedges)
-                self._wake()
+            counters.hedges += 1
+            read.copies += 1
+            self._queue.push_second(read, counters.hedges)
+            self._wake()
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from streammega.storage.fetch.limits import size_class_of
+from streammega.storage.fetch.latencies import size_class_of
 from streammega.storage.store import Bytes, Store, gives_bodies
 
 LEAST_KEPT = 64 << 10
@@ -19,24 +19,24 @@ is little of it.
 class Read:
     """Bytes [start, stop) of an object, into a holding's buffer from byte `buffer_offset` of it on.
 
-    Where a read stands, and which method of `Fetcher` moves it on:
+    Where a read stands, and which method of `Fetcher` or `Flight` moves it on:
 
     | state  | `copies` | `done` | where it is              | goes to                              |
     |--------|----------|--------|--------------------------|--------------------------------------|
-    | queued | 0        | no     | the queue, by `serial`   | flying, by `_take_off`; dropped, by  |
+    | queued | 0        | no     | the queue, by `serial`   | flying, by `take_off`; dropped, by   |
     |        |          |        |                          | `_first_wanted`                      |
-    | flying | 1        | no     | `_flying`                | hedged, by `_hedge`; done, by        |
+    | flying | 1        | no     | `Flight.reads`           | hedged, by `_hedge`; done, by        |
     |        |          |        |                          | `_succeeded`; by `_failed`: queued   |
     |        |          |        |                          | (was one of several), paused or given|
     |        |          |        |                          | up                                   |
-    | hedged | 2        | no     | `_flying`; its second    | done, by `_succeeded`, whichever is  |
-    |        |          |        | request is in the queue  | answered first; flying, by `_land`,  |
-    |        |          |        | until it takes off       | when one of the two fails            |
+    | hedged | 2        | no     | `Flight.reads`; its      | done, by `_succeeded`, whichever is  |
+    |        |          |        | second request is in the | answered first; flying, by `land`,   |
+    |        |          |        | queue until it takes off | when one of the two fails            |
     | paused | 0        | no     | the queue's pauses       | queued, by `ReadQueue.resume`, when  |
     |        |          |        |                          | its pause is over                    |
     | given  | 0        | no     | nowhere; its holding has | nowhere                              |
     | up     |          |        | the error                |                                      |
-    | done   | 0 or 1   | yes    | `_flying`, while 1       | nowhere; its other request lands, or |
+    | done   | 0 or 1   | yes    | `Flight.reads`, while 1  | nowhere; its other request lands, or |
     |        |          |        |                          | is dropped                           |
 
     A second request counts as a copy from when it is queued, the first one from when it takes off:
