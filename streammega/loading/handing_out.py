@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from streammega.loading.kept_parts import WHOLE, KeptParts
 from streammega.loading.steps import MicroSteps
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.fields import Batch
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
