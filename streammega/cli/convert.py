@@ -84,7 +84,6 @@ def convert(
     """
     from streammega.convert import convert_task
     from streammega.convert.tasks import parse_task
-    from streammega.dataset.growing.additions import check_beside
 
     conversion: dict[str, Any] = {
         "options": _options(context.params),
@@ -96,7 +95,7 @@ def convert(
     if share is not None and (report or plot):
         raise ConfigError("--report and --plot tell of a whole dataset; give them to --task merge")
     if append_to is not None:
-        check_beside(append_to, output)
+        _check_append(append_to, output, conversion["options"], conversion["storage"])
     _check_outputs(report, plot)
     if dry_run:
         _print_plan(inputs, output, conversion)
@@ -176,6 +175,28 @@ def _convert_all(
         if is_merge:
             return merge_tasks(inputs, output, progress=advance, **conversion)
         return run(inputs, output, progress=advance, **conversion)
+
+
+def _check_append(grows: str, output: str, options: ConvertOptions, storage: StorageConfig) -> None:
+    """Raise ConfigError before anything is converted that could not be appended then."""
+    from streammega.convert.tokenize.tokenizers import load_tokenizer
+    from streammega.dataset.growing.append import check_can_append
+    from streammega.dataset.idx import token_dtype_named
+    from streammega.dataset.shards import split_name
+
+    prefix, kind_named = split_name(output)
+    named_by_suffix = prefix != output and not output.endswith(".idx")
+    told: dict[str, Any] = {
+        "kind": kind_named if named_by_suffix else options.kind,
+        "bin_tokens": options.pack,
+    }
+    if options.dtype is not None:
+        told["dtype"] = str(token_dtype_named(options.dtype))
+    # tokens of several tokenizers are of none that a manifest names
+    if options.tokenizer is not None and not options.mix_tokenizers:
+        tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+        told["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
+    check_can_append(grows, prefix, told, storage)
 
 
 def _append(grows: str, added: str, storage: StorageConfig) -> None:

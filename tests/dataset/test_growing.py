@@ -822,3 +822,40 @@ def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> Non
     )
     assert isinstance(result.exception, ConfigError)
     assert not Path(elsewhere + ".idx").exists(), "before anything is converted"
+
+
+@pytest.mark.parametrize(
+    ("grows", "options", "why"),
+    [
+        ("web", ["--format", "zst"], "has kind 'zst'"),
+        ("web", ["--pack", "64"], "has bin_tokens 64"),
+        ("web", ["--dtype", "int32"], "has dtype 'int32'"),
+        ("web@1", [], "is a version"),
+        ("pair", [], "is a pair without a manifest"),
+    ],
+)
+def test_what_could_not_be_appended_is_refused_before_it_is_converted(
+    grows: str, options: list[str], why: str, made: Path, tmp_path: Path
+) -> None:
+    append(put(made, f"{tmp_path}/web"), [put(made, f"{tmp_path}/web-b")])
+    Path(put(made, f"{tmp_path}/pair") + MANIFEST).unlink()
+    new = f"{tmp_path}/web-c"
+    command = ["convert", str(made / "in.jsonl"), new, "--tokenizer", "bytes", *options]
+    result = CliRunner().invoke(app, [*command, "--append-to", f"{tmp_path}/{grows}"])
+    assert isinstance(result.exception, ConfigError)
+    assert why in str(result.exception)
+    assert not Path(new + ".idx").exists(), "before anything is converted"
+
+
+def test_text_of_another_tokenizer_is_refused_before_it_is_converted(
+    made: Path, tmp_path: Path
+) -> None:
+    web = put(made, f"{tmp_path}/web")
+    manifest = json.loads(Path(web + MANIFEST).read_text())
+    manifest["tokenizer"] = {"name": "another", "digest": "0" * 32}
+    Path(web + MANIFEST).write_text(json.dumps(manifest))
+    new = f"{tmp_path}/web-c"
+    command = ["convert", str(made / "in.jsonl"), new, "--tokenizer", "bytes"]
+    result = CliRunner().invoke(app, [*command, "--append-to", web])
+    assert "of tokenizer" in str(result.exception)
+    assert not Path(new + ".idx").exists(), "before anything is converted"

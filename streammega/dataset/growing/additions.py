@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ from streammega.storage.open import resolved
 
 LOOKS_AT_ONCE = 16
 """Requests for the sizes of shards: each takes a round trip, and there may be thousands."""
+
+ALIKE = ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens")
+"""What all shards of a dataset have in common, by the manifest's names, beside their tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def joined(prefix: str, current: DatasetVersion | None, added: Sequence[Addition
     if current is not None:
         manifests.insert(0, current.manifest)
     for addition in added:
-        _check_alike(first_name, first, addition)
+        check_alike(first_name, first, addition.name, _told_by(addition.manifest))
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if len({shard.name for shard in shards}) < len(shards):
         raise ConfigError(f"{redact_urls(prefix)}: a shard is named twice among what is appended")
@@ -145,22 +148,31 @@ def _joined_bins(packs: Sequence[dict[str, int] | None]) -> dict[str, int] | Non
     return joined
 
 
-def _check_alike(first_name: str, first: Manifest, addition: Addition) -> None:
-    other = addition.manifest
-    for what in ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens"):
-        if getattr(first, what) != getattr(other, what):
+def check_alike(first_name: str, first: Manifest, name: str, told: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what cannot be one dataset with another, as far as it is told.
+
+    told: of what is called `name`, by the manifest's names: some of ALIKE, and `tokenizer`.
+    """
+    for what in ALIKE:
+        if what in told and getattr(first, what) != told[what]:
             raise ConfigError(
-                f"{redact_urls(addition.name)}: has {what} {getattr(other, what)!r}, "
+                f"{redact_urls(name)}: has {what} {told[what]!r}, "
                 f"{redact_urls(first_name)} {getattr(first, what)!r}; a dataset has one: convert it "
                 f"again"
             )
-    digests = (first.tokenizer.get("digest"), other.tokenizer.get("digest"))
+    tokenizer = told.get("tokenizer", {})
+    digests = (first.tokenizer.get("digest"), tokenizer.get("digest"))
     if all(digests) and len(set(digests)) > 1:
         raise ConfigError(
-            f"{redact_urls(addition.name)}: is of tokenizer {other.tokenizer.get('name')}, "
+            f"{redact_urls(name)}: is of tokenizer {tokenizer.get('name')}, "
             f"{redact_urls(first_name)} of {first.tokenizer.get('name')}: their ids mean different "
             f"things; tokenize the text again with the latter"
         )
+
+
+def _told_by(manifest: Manifest) -> dict[str, Any]:
+    told = {what: getattr(manifest, what) for what in ALIKE}
+    return told | {"tokenizer": manifest.tokenizer}
 
 
 def _agreed(values: Sequence[Any]) -> Any:

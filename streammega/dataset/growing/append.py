@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.dataset.growing.additions import has_addition, joined, open_addition
+from streammega.dataset.growing.additions import (
+    check_alike,
+    check_beside,
+    has_addition,
+    joined,
+    open_addition,
+)
 from streammega.dataset.growing.names import GrowingName, is_called, newest_version
 from streammega.dataset.growing.numbers import parent_of, version_url
 from streammega.dataset.growing.versions import DatasetVersion, newest_of
@@ -61,6 +68,24 @@ def append(
         if _put(url, manifest.to_json(_parent(number, current)), storage, create):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
         _check_is_version(prefix, number, storage)
+
+
+def check_can_append(
+    prefix: str, name: str, told: Mapping[str, Any], storage: StorageConfig
+) -> None:
+    """Raise ConfigError for what could not be appended once it is made, as far as that is known.
+
+    Args:
+        prefix: the dataset that grows.
+        name: the prefix that will be appended, of which nothing need be there.
+        told: what is known of it: see `check_alike`.
+    """
+    prefix = strip_suffix(prefix)
+    check_beside(prefix, name)
+    _check_no_version(prefix, storage)
+    current = newest_of(prefix, storage)
+    if current is not None:
+        check_alike(prefix, current.manifest, name, told)
 
 
 def _parent(number: int, current: DatasetVersion | None) -> Parent | None:
