@@ -93,6 +93,8 @@ VARIANTS: dict[str, list[str]] = {
     "longer": LONGER,
     "longer documents": LONGER + DOCUMENTS,
 }
+SMALLEST_BATCH = {"plain": 16, "documents": 16, "longer": 8, "longer documents": 8}
+"""Samples of the smallest global batch of each variant."""
 
 
 def parameters(run_file: Path, out: str, overrides: Sequence[str] = ()) -> dict[str, torch.Tensor]:
@@ -143,7 +145,7 @@ def compare(
         f"parallel.tp={tp}",
         f"parallel.cp={cp}",
         f"parallel.pp={pp}",
-        micro_batches(dp, tp, overrides),
+        micro_batches(variant, dp, tp, pp, overrides),
     ]
     name = f"{variant}-{dp}-{tp}-{cp}-{pp}-{steps}-{abs(hash(tuple(overrides)))}"
     records, final = run_on(
@@ -163,20 +165,21 @@ def compare(
         )
 
 
-def micro_batches(dp: int, tp: int, overrides: list[str]) -> str:
+def micro_batches(variant: str, dp: int, tp: int, pp: int, overrides: list[str]) -> str:
     """Another cut of the same global batches than that of one rank, where the layout leaves room
     for one.
 
     Two micro-batches a step on tensor-parallel ranks: on a CPU each costs a tenth of a second of
     dispatching, whatever its size.
     """
+    size = 2
     if tp > 1:
-        return f"train.micro_batch_size={8 // dp}"
-    return (
-        "train.micro_batch_size=4"
-        if dp < 4 and not any("virtual" in own for own in overrides)
-        else "train.micro_batch_size=2"
-    )
+        size = 8 // dp
+    elif dp < 4 and not any("virtual" in own for own in overrides):
+        size = 4
+    # Of every step as many as there are stages, or those would idle, which a run refuses.
+    most = SMALLEST_BATCH[variant] // (dp * pp)
+    return f"train.micro_batch_size={min(size, most)}"
 
 
 SOON = [(4, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1)]
