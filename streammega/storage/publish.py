@@ -11,6 +11,10 @@ import threading
 import time
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
+_UNFINISHED = re.compile(
+    r"\.(?P<local>.+)\.[0-9a-f]{12}\.partial|(?P<remote>.+)\.[0-9a-f]{32}\.partial"
+)
+"""A temporary file of `create_beside`, or of a driver whose files are renamed."""
 ORPHAN_SECONDS = 86400.0
 """A temporary file that nobody holds is removed when nothing was written to it for so long.
 
@@ -41,6 +45,12 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd, temporary
+
+
+def finished_name(name: str) -> str | None:
+    """What a temporary file was to be called when it was written; None for all other names."""
+    found = _UNFINISHED.fullmatch(name)
+    return None if found is None else found["local"] or found["remote"]
 
 
 def _sweep(folder: str) -> None:

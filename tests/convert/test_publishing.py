@@ -274,11 +274,18 @@ def test_what_killed_conversions_left_is_found_and_removed_when_asked(
     system, path = fsspec.core.url_to_fs(root)
     whole = set(system.find(path))
     others = ["web-genuine.bin", "web2.bin", "webs-00000-of-00002.bin", "web.tar", "notes.txt"]
-    orphans = ["web-gen0123456789ab.bin", "web-gen0123456789ab.idx", "web-00007-of-00009.bin"]
+    mark = "0123456789ab"
+    unfinished = f".{mark}.partial"
+    others += [f".web2.bin{unfinished}", f".notes.txt{unfinished}", ".web.bin.partial"]
+    orphans = [f"web-gen{mark}.bin", f"web-gen{mark}.idx", "web-00007-of-00009.bin"]
+    orphans += [
+        f".{of}{unfinished}" for of in ("web.bin", "web.manifest.json", ".web.streammega-writable")
+    ]
+    orphans.append("web-00007-of-00009.idx.0123456789abcdef0123456789abcdef.partial")
     for file in (*others, *orphans):
         system.pipe_file(f"{path}/{file}", b"x")
     assert main(["gc", name]) == 0
-    assert "3 files, 3 bytes; --remove removes them" in capsys.readouterr().out
+    assert "7 files, 7 bytes; --remove removes them" in capsys.readouterr().out
     assert set(system.find(path)) == whole | {f"{path}/{file}" for file in (*others, *orphans)}
     assert tokens_of(f"{name}.manifest.json") == tokens_of(str(tmp_path / "a"))
     assert main(["gc", f"{name}.manifest.json", "--remove"]) == 0

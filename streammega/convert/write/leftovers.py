@@ -13,6 +13,7 @@ from streammega.dataset.origins import ENDING as ORIGINS
 from streammega.dataset.shards import SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, join_url, open_store
+from streammega.storage.publish import finished_name
 
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
@@ -22,9 +23,9 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     are the store's.
 
     Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered
-    or marked shards without an `.idx`, and what tells of a conversion while it runs. A pair that
-    stands for itself is a dataset, and no leftover; neither is a lone file of the very name, which
-    may be an input. But where the manifest lists shards with a mark, these have replaced all others
+    or marked shards without an `.idx`, temporary files of writers, and what tells of a conversion
+    while it runs. A pair that stands for itself is a dataset, and no leftover; neither is a lone
+    file of the very name, which may be an input. But where the manifest lists shards with a mark, these have replaced all others
     of the name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
@@ -42,18 +43,35 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
     leftovers = []
     for name, info in sorted(there.items()):
-        if name in signs_of_running:
+        finished = finished_name(name)
+        own_name = finished or name
+        is_shard = _is_shard(own_name, stem, there)
+        # A temporary file counts if it was to become one of the dataset's.
+        is_unfinished = finished is not None and (is_shard or finished == f"{stem}{MANIFEST}")
+        if own_name in signs_of_running or is_unfinished:
             leftovers.append(info)
             continue
-        shard = split_name(name.removesuffix(ORIGINS))[0]
-        is_shard = name.endswith(ENDINGS) and may_belong(shard, stem)
-        if not is_shard or name in files_of_dataset or _has_manifest(shard, stem, there):
+        if not is_shard or name in files_of_dataset:
             continue
+        shard = _shard_of(name)
         lacks_index = shard != stem and f"{shard}.idx" not in there
         is_marked = owner_of(shard) is not None
         if lists_marked or lacks_index or (has_dataset and is_marked):
             leftovers.append(info)
     return leftovers
+
+
+def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:
+    """Whether a file has a name that those of a dataset's shards have."""
+    shard = _shard_of(name)
+    has_name = name.endswith(ENDINGS) and may_belong(shard, stem)
+    return has_name and not _has_manifest(shard, stem, there)
+
+
+def _shard_of(name: str) -> str:
+    """The prefix of the shard that a file is one of."""
+    prefix, _ = split_name(name.removesuffix(ORIGINS))
+    return prefix
 
 
 def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
