@@ -116,6 +116,13 @@ class SentIds:
     def __or__(self, other: dict[str, Any]) -> dict[str, Any]:
         return self._fields() | other
 
+    def __ror__(self, other: dict[str, Any]) -> dict[str, Any]:
+        return other | self._fields()
+
+    def __ior__(self, other: Any) -> SentIds:  # type: ignore[misc] # as that of dict
+        self._fields().update(other)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         """The methods of a dict."""
         if name.startswith("_"):

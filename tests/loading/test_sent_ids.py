@@ -116,6 +116,21 @@ def test_a_program_in_the_worker_finds_a_dict_and_sends_what_it_wrote(config: Da
         getattr(sent, "no_such")  # noqa: B009 - known to have none
 
 
+def test_batches_in_a_worker_are_joined_with_dicts(config: DataConfig) -> None:
+    dataset = dataset_of(config)
+    expected = dataset.batch(0)
+    first = {"rows": torch.arange(4)}
+    sent: Any = sent_batch(ids_of(dataset), dataset.steps)
+    check_same([arrived(first | sent)], [first | expected])
+    check_same([arrived(sent | first)], [expected | first])
+    same = sent
+    sent |= first
+    assert sent is same
+    check_same([arrived(same)], [expected | first])
+    first |= sent
+    check_same([arrived(first)], [first | expected])
+
+
 def _negated(batch: Any) -> Any:
     batch["tokens"].numpy()[:] *= -1
     return batch
