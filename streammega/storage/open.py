@@ -30,6 +30,7 @@ from streammega.storage.store_files import StoreFiles
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
 _latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
+_latest_surroundings: tuple[dict[Any, Any], bytes] = ({}, b"")
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}
 """Modules above this layer that register a scheme of ours when they are imported.
@@ -37,10 +38,29 @@ _BUILT_IN = {"mock": "streammega.dataset.mock"}
 They are imported when it is first asked for: this layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_LEADING_ELSEWHERE = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "OSS_ENDPOINT")
-"""Of the environment: the same bucket by the same settings is another one where these differ. A
-program that changes them would go on to write to the former endpoint, while a store of that is in
-use anywhere.
+_LEADING_ELSEWHERE = (
+    "AWS_",
+    "OSS_",
+    "ALIBABA_CLOUD_",
+    "AZURE_",
+    "IDENTITY_",  # of Azure, as are the next
+    "MSI_",
+    "GOOGLE_",
+    "GCS",
+    "GCE_METADATA_",
+    "GCLOUD_",
+    "CLOUDSDK_",
+    "STORAGE_EMULATOR_",
+    "HADOOP_",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "HOME",  # whose .aws, .azure and so on are read
+)
+"""How variables begin that clients read: the same bucket by the same settings is another one where
+these differ. A program that changes them would go on to write to the former endpoint or account,
+while a store of that is in use anywhere.
 """
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
@@ -195,8 +215,7 @@ def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -
 
     `root`: the bucket or host; empty for backends that serve all of them by one client.
     """
-    surroundings = tuple(map(os.environ.get, _LEADING_ELSEWHERE))
-    identity = (backend, scheme, root, _digest_of(config), surroundings)
+    identity = (backend, scheme, root, _digest_of(config), _surroundings())
     # Two that open the same at once are to have one.
     with _lock:
         shared: Store | None = _stores.get(identity)
@@ -217,6 +236,25 @@ def _digest_of(config: StorageConfig) -> bytes:
         options = sorted(config.storage_options.items(), key=str)
         digest = hashlib.blake2b(repr((config, options)).encode()).digest()
         _latest_digest = (config, digest)
+    return digest
+
+
+def _surroundings() -> bytes:
+    """A digest of what leads elsewhere in the environment, which may hold secrets.
+
+    That of the latest environment is known, for the reason of `_digest_of`.
+    """
+    global _latest_surroundings
+    # What os.environ keeps is compared in two microseconds, where a single look through its own
+    # methods takes one.
+    environment = getattr(os.environ, "_data", os.environ)
+    latest, digest = _latest_surroundings
+    if latest != environment:
+        latest = dict(environment)
+        found = ((os.fsdecode(name), value) for name, value in latest.items())
+        leading = sorted(pair for pair in found if pair[0].upper().startswith(_LEADING_ELSEWHERE))
+        digest = hashlib.blake2b(repr(leading).encode()).digest()
+        _latest_surroundings = (latest, digest)
     return digest
 
 

@@ -28,6 +28,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact
 from streammega.storage import Store, open_store
+from streammega.storage import open as storage_open
 from streammega.storage.backends import obstore_library, obstore_writer
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.local import LocalStore
@@ -601,6 +602,47 @@ def test_an_endpoint_of_the_environment_is_the_one_of_the_day(
             assert bytes(store.read_ranges(key, [0], [3])[0]) == data
             stores.append(store)
             assert open_store("s3://bucket/key", storage)[0] is store
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("s3", "AWS_ENDPOINT_URL_S3"),
+        ("s3", "AWS_REGION"),
+        ("s3", "AWS_DEFAULT_REGION"),
+        ("s3", "AWS_PROFILE"),
+        ("s3", "AWS_DEFAULT_PROFILE"),
+        ("s3", "AWS_CONFIG_FILE"),
+        ("s3", "AWS_SHARED_CREDENTIALS_FILE"),
+        ("s3", "AWS_SECRET_ACCESS_KEY"),
+        ("s3", "https_proxy"),
+        ("oss", "OSS_ENDPOINT"),
+        ("oss", "OSS_REGION"),
+        ("oss", "ALIBABA_CLOUD_ACCESS_KEY_ID"),
+        ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("az", "AZURE_STORAGE_CONNECTION_STRING"),
+        ("gs", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs", "STORAGE_EMULATOR_HOST"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_stores_are_not_shared_where_the_environment_leads_elsewhere(
+    transport: Any, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the environment is held in clear by what tells stores apart."""
+    storage = StorageConfig(transport=transport)
+    monkeypatch.delenv(name, raising=False)
+    without, _ = open_store(f"{scheme}://bucket/key", storage)
+    monkeypatch.setenv(name, "the-former")
+    former, _ = open_store(f"{scheme}://bucket/key", storage)
+    monkeypatch.setenv(name, "the-latter")
+    latter, _ = open_store(f"{scheme}://bucket/key", storage)
+    monkeypatch.setenv("UNRELATED", "1")
+    assert len({id(without), id(former), id(latter)}) == 3
+    assert open_store(f"{scheme}://bucket/other", storage)[0] is latter
+    monkeypatch.setenv(name, "the-former")
+    assert open_store(f"{scheme}://bucket/key", storage)[0] is former
+    assert "the-former" not in repr(list(storage_open._stores))
 
 
 def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
