@@ -130,10 +130,13 @@ def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
     """Raise ConfigError for a step that the run has not."""
     if step is None or 1 <= step <= run.last_step:
         return
-    setting = "train.iters" if run.split == "train" else "train.eval_iters"
+    how_to_look_further = ""
+    if step > run.last_step:
+        setting = "train.iters" if run.split == "train" else "train.eval_iters"
+        how_to_look_further = f"; to look further, add {setting}={step}"
     raise ConfigError(
-        f"{option} {step}: steps are counted from 1, and the run's last is {run.last_step}; to look "
-        f"further, add {setting}={max(step, 1)}"
+        f"{option} {step}: steps are counted from 1, and the run's last is {run.last_step}"
+        f"{how_to_look_further}"
     )
 
 

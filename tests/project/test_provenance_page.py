@@ -118,6 +118,15 @@ def test_wrong_use_is_told_in_words(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize("step", ["0", "-1"])
+def test_a_step_before_the_first_is_not_to_be_had_by_more_iterations(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "run.toml", "--step", step]) == 1
+    assert "train.iters" not in capsys.readouterr().err
+
+
 def test_names_of_files_that_are_no_text_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
