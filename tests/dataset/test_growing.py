@@ -291,6 +291,9 @@ def test_a_dataset_that_is_called_like_a_version_is_none(made: Path, tmp_path: P
     assert append(web, [own]).number == 2
     check_versions(web, storage, [web, more, own])
     assert orphans(web) == [another]
+    # a number of this dataset's newest version says nothing of another name's
+    elsewhere = put(made, f"{tmp_path}/web-b.v00000001")
+    assert orphans(web) == [elsewhere, another]
 
 
 def test_a_dataset_in_the_place_of_the_next_version_is_told(made: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def orphans(prefix: str, storage: StorageConfig | None = None) -> list[str]:
         # "website" is no part of "web", and what has its very name is version 0
         if not rest.endswith(MANIFEST) or rest == MANIFEST or rest[0].isalnum():
             continue
-        if _is_some_version(prefix + rest, newest, storage):
+        if _is_some_version(prefix + rest, prefix, newest, storage):
             continue
         name = prefix + rest.removesuffix(MANIFEST)
         # by the name, which most are told by: of thousands that were appended none is read
@@ -141,13 +141,14 @@ def orphans(prefix: str, storage: StorageConfig | None = None) -> list[str]:
     return sorted(left)
 
 
-def _is_some_version(url: str, newest: int, storage: StorageConfig) -> bool:
-    """Whether a manifest is a version, of a dataset whose newest is known or of another one."""
+def _is_some_version(url: str, prefix: str, newest: int, storage: StorageConfig) -> bool:
+    """Whether a manifest is a version, of the dataset `prefix` whose newest is known or of another."""
     of_version = number_of(url)
     if of_version is None:
         return False
     # Versions up to the newest are many, and none of them is looked at.
-    return of_version[1] <= newest or is_version(*of_version, storage)
+    name, number = of_version
+    return (name == prefix and number <= newest) or is_version(name, number, storage)
 
 
 def _names_at(url: str, storage: StorageConfig) -> set[str]:
