@@ -19,6 +19,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.kernels.plan import copy_bytes
+from streammega.storage.versions import is_etag
 
 Buffer = memoryview
 _NOTHING = np.empty(0, np.uint8)
@@ -257,10 +258,10 @@ def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
     """Write a small object in place of that with this ETag.
 
     False if another one, or none, is there by now, which may be this very one after a lost answer.
-    Where store or server know no such condition it is written whatever is there. Raises
-    StorageError.
+    Where store or server know no such condition, or told a time instead of an ETag, it is written
+    whatever is there. Raises StorageError.
     """
-    if isinstance(store, ReplacingStore):
+    if isinstance(store, ReplacingStore) and is_etag(etag):
         with suppress(ConditionsUnknown), _conditions_known():
             return store.replace(key, data, etag)
     with written_whole(store, key) as writer:

@@ -30,6 +30,11 @@ def version_of(etag: str | None, modified: datetime | None) -> str:
     return ""
 
 
+def is_etag(version: str) -> bool:
+    """Whether a version is an ETag, which a server can be asked to compare; a time is none."""
+    return bool(version) and not version.startswith(MODIFIED)
+
+
 def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
     """What an answer tells of the kind of version that is expected.
 

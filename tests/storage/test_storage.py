@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.store import create_object, replace_object
+from streammega.storage.versions import version_of
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -850,3 +852,13 @@ def test_an_object_is_replaced_only_if_it_is_the_one_that_was_seen(
         store.delete(key)
         assert not replace_object(store, key, b"fourth", seen)
         assert store.list(key) == []
+
+
+def test_an_object_without_an_etag_is_replaced_all_the_same(
+    bucket: str, s3_storage: StorageConfig
+) -> None:
+    store, key = open_store(f"s3://{bucket}/a", s3_storage)
+    put(store, key, b"first")
+    seen = version_of(None, datetime.now(timezone.utc))
+    assert replace_object(store, key, b"second", seen), "a time is no condition for a server"
+    assert bytes(store.read_ranges(key, [0], [6])[0]) == b"second"
