@@ -110,7 +110,8 @@ class IndexedDatasetWriter:
         if kind is not None:
             self.abort()
         elif self._open:
-            self.finalize()
+            with self._or_nothing():
+                self.finalize()
 
     def __del__(self) -> None:
         # A constructor that raised has nothing to throw away.
@@ -323,11 +324,13 @@ class IndexedDatasetWriter:
     def finalize(self, idx_path: str | None = None) -> None:
         """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
 
-        The writer cannot be used afterwards.
+        The writer cannot be used afterwards. Raises FormatError for sequences that belong to no
+        document yet, before anything is written: no reader would open such a pair.
         """
         if idx_path is not None:
             self._index_prefix = strip_suffix(str(idx_path))
         self._check_open()
+        self._check_ended()
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
         self._copy_rest()
         self._open = False
@@ -371,6 +374,15 @@ class IndexedDatasetWriter:
             raise FormatError(
                 f"{self.prefix}: this writer is closed: it was finalized, or could not write what it was "
                 "given, and threw away all of it; begin anew with another writer"
+            )
+
+    def _check_ended(self) -> None:
+        """Raise FormatError for sequences that belong to no document."""
+        ended = self._documents[-1]
+        if ended != len(self._lengths):
+            raise FormatError(
+                f"{self.prefix}: sequences from {ended:,} on belong to no document, and no reader would "
+                "open the pair; call end_document() after the last sequence of each document"
             )
 
     @contextlib.contextmanager

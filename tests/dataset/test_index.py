@@ -381,6 +381,28 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
         writer.add_document([1, 2], [1, 1])
 
 
+def test_a_document_that_was_not_ended_is_refused_before_anything_is_published(
+    tmp_path: Path,
+) -> None:
+    writer = IndexedDatasetWriter(str(tmp_path / "d"), np.uint16)
+    for number in range(2):
+        writer.add_item([1, 2])
+        with pytest.raises(FormatError, match=rf"from {number} on belong .*end_document\(\)"):
+            writer.finalize()
+        assert not list(tmp_path.glob("d.*"))
+        writer.end_document()
+    writer.finalize()
+    assert IndexedDataset(str(tmp_path / "d")).document_indices.tolist() == [0, 1, 2]
+    with (
+        pytest.raises(FormatError, match="end_document"),
+        IndexedDatasetWriter(str(tmp_path / "e"), np.uint16) as writer,
+    ):
+        writer.add_item([1, 2])
+    with pytest.raises(FormatError, match="closed"):
+        writer.end_document()
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith("d.")]
+
+
 def test_an_exception_leaves_no_half_written_pair(tmp_path: Path) -> None:
     def interrupted() -> None:
         with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
@@ -397,6 +419,7 @@ def test_a_finalize_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     (folder / "p.idx").mkdir(parents=True)  # a former .idx that cannot be removed
     writer = IndexedDatasetWriter(str(folder / "p"), np.uint16)
     writer.add_item([1])
+    writer.end_document()
     with pytest.raises(StorageError, match=r"p\.idx"):
         writer.finalize()
     assert [path.name for path in folder.iterdir()] == ["p.idx"]
@@ -428,6 +451,7 @@ def test_no_index_describes_another_bin_while_a_pair_is_replaced(
 
     writer = IndexedDatasetWriter(pair, np.uint16)
     writer.add_item([1, 2, 3])
+    writer.end_document()
     commit = LocalWriter.commit
 
     def killed_after_bin(self: LocalWriter) -> None:
