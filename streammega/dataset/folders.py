@@ -163,8 +163,8 @@ def _listed(
 ) -> dict[str, ObjectInfo]:
     """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
-    # By what follows the last slash: some drivers begin the keys of listings otherwise than others.
-    return {base_name(item.key): item for item in list_folder(store, key, cache_dir)}
+    # None of the keys has a slash behind the folder's.
+    return {item.key[len(key) :]: item for item in list_folder(store, key, cache_dir)}
 
 
 def with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:

@@ -115,6 +115,21 @@ def test_what_is_appended_is_a_new_version_and_former_ones_stay_as_they_are(
         IndexedDataset(f"{web}@3")
 
 
+def test_versions_where_a_driver_begins_listed_names_with_a_slash(
+    made: Path, tmp_path: Path
+) -> None:
+    root = f"memory://{tmp_path.name}"
+    web, first, second = (put(made, f"{root}/{name}") for name in ("web", "web-a", "web-b"))
+    store, key = open_store(web, StorageConfig())
+    assert {info.key[: len(key)] for info in store.list(key)} == {key}
+    assert orphans(web) == [first, second]
+    assert append(web, [first], alone=True).number == 1
+    assert append(web, [first, second], alone=True).number == 2
+    assert newest_version(web, StorageConfig()) == 2
+    check_versions(web, StorageConfig(), [web, first, second])
+    assert orphans(web) == []
+
+
 def tokens(name: str) -> int:
     return read_manifest(name + MANIFEST, StorageConfig()).tokens
 

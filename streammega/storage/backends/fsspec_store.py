@@ -171,7 +171,7 @@ class FsspecStore:
             self._checked[key, etag] = now
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Objects under a prefix; the prefix may end inside a name."""
+        """Objects under a prefix, with which their keys begin; it may end inside a name."""
         fs, pool = self._filesystem()
         # Drivers list by folders: more than asked for, which is left out below.
         folder = prefix.rpartition("/")[0]
@@ -192,8 +192,12 @@ class FsspecStore:
         # What other drivers call an ETag may be anything.
         spell = listed_etag if self.scheme == "s3" else str
         listed = []
-        for key, meta in files.items():
-            if key.lstrip("/").startswith(prefix.lstrip("/")):
+        asked = prefix.lstrip("/")
+        for name, meta in files.items():
+            found = name.lstrip("/")
+            if found.startswith(asked):
+                # As it was asked for: some drivers begin their names with a slash, others do not.
+                key = prefix + found[len(asked) :]
                 etag = spell(_etag_of(meta))
                 listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
         return sorted(listed, key=lambda info: info.key)
