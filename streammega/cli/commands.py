@@ -24,11 +24,15 @@ def verify(
     ],
     eod_id: Annotated[
         int | None,
-        typer.Option(help="The id with which every document must end; by default the manifest's."),
+        typer.Option(
+            help="The id with which every document must end; by default the manifest's.", min=0
+        ),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="The number that all ids must be below; by default the manifest's."),
+        typer.Option(
+            help="The number that all ids must be below; by default the manifest's.", min=0
+        ),
     ] = None,
     repair: Annotated[
         bool,

@@ -80,8 +80,8 @@ def verify(
             if manifest is not None and manifest.origins is not None:
                 _check_origins(shard_name, manifest.origins[number], storage)
         except ObjectNotFoundError as error:
-            if manifest is None and len(names) == 1:
-                raise  # there is nothing to check
+            if manifest is None and len(names) == 1 and not report.problems:
+                raise  # there is nothing to check, nor a manifest that is damaged
             report.problems.append(str(error))
         except FormatError as error:
             report.problems.append(str(error))
@@ -118,7 +118,7 @@ def shards_of(
             return [], None
     except FormatError as error:
         report.problems.append(str(error))
-        # What can be had without it is still looked at.
+        # What can be had without it is still looked at: a pair of the very name.
         return find_pairs(strip_suffix(name), storage), None
     return shard_names(manifest, url), manifest
 

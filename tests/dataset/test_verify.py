@@ -311,6 +311,25 @@ def test_verify_compares_with_all_that_the_manifest_says(
     assert any(message in problem for problem in verify(name).problems)
 
 
+@pytest.mark.parametrize("option", ["--vocab-size", "--eod-id"])
+def test_ids_below_zero_are_refused(
+    option: str, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(dataset / "bin"), option, "-1"]) == 2
+    said = capsys.readouterr()
+    assert "problems" not in said.out
+    assert option in said.err
+
+
+def test_of_several_shards_a_damaged_manifest_is_what_is_told(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dataset / "bin.manifest.json"
+    path.write_text(path.read_text()[:100])
+    assert main(["verify", str(dataset / "bin")]) == 1
+    assert f"{path}: is a damaged manifest" in capsys.readouterr().out
+
+
 def test_the_command_says_what_is_wrong_and_exits_with_1(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
