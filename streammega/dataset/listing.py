@@ -5,6 +5,7 @@ looking them up takes one for each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
@@ -12,7 +13,7 @@ from streammega.dataset.shards import SUFFIXES, KnownShard, ManifestEntry, split
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.fetch.threads import each
-from streammega.storage.store import ListsBetween
+from streammega.storage.store import ListsBetween, NotListedBetween
 from streammega.storage.versions import same_version
 
 FEW = 8
@@ -102,7 +103,9 @@ def _listed(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | None:
             looked.extend(_look(store, f"{ordered[0]}.idx"))
             return []
         group = groups[number]
-        return store.list_between(group[0], group[-1] + _AFTER_A_DOT, MOST_OBJECTS)
+        with suppress(NotListedBetween):
+            return store.list_between(group[0], group[-1] + _AFTER_A_DOT, MOST_OBJECTS)
+        return None
 
     # The look beside the listings: it would be another answer to wait for.
     objects: list[ObjectInfo] = []

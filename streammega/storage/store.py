@@ -197,11 +197,18 @@ class ListsBetween(Protocol):
         """As of `Store`."""
 
     def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
-        """Objects with after < key < until, sorted by key; None where there are more than `most`,
-        or they cannot be told from markers of folders, or the server lists none between keys.
+        """Objects with after < key < until, sorted by key; None where store or server tell none so,
+        now or at all.
 
-        Raises StorageError for what may pass when it is tried again.
+        Raises NotListedBetween for what is there, StorageError for what may pass when it is tried
+        again.
         """
+
+
+class NotListedBetween(Exception):
+    """What lies between two keys is more than was asked for, or cannot be told from markers of
+    folders, or the server began elsewhere: the same listing would end so again.
+    """
 
 
 class ConditionsUnknown(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import StorageConfig
-from streammega.dataset.folder_listing import PART, list_folder
+from streammega.dataset.folder_listing import PART, WHOLE_DAYS, list_folder
 from streammega.dataset.mock import MockStore
 from streammega.storage import ObjectInfo, open_store
+from streammega.storage.store import NotListedBetween
 from tools.bench.object_server import running
 
 FOLDER = "data/web/"
@@ -32,12 +34,17 @@ class Listings(MockStore):
         self.keys = sorted([*(FOLDER + name for name in names), *others])
         self.parts = 0
         self.plain = 0
+        self.tells_none = False
 
     def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
         """As of `ListsBetween`."""
         self.parts += 1
+        if self.tells_none:
+            return None
         found = self._between(after, until)
-        return found if len(found) <= most else None
+        if len(found) > most:
+            raise NotListedBetween
+        return found
 
     def _between(self, after: str, until: str) -> list[ObjectInfo]:
         keys = self.keys[bisect.bisect_right(self.keys, after) :]
@@ -103,6 +110,50 @@ def test_folders_within_are_tried_once(tmp_path: Path) -> None:
         assert len(list_folder(store, FOLDER, tmp_path)) == OBJECTS
         counts.append((store.parts, store.plain))
     assert counts == [(3, 1), (0, 1), (0, 1)]
+
+
+def listings(tmp_path: Path, names: set[str], *, tells_none: bool = False) -> tuple[int, int]:
+    """Listings of parts, and of all, that an open of a folder takes; it is all there is."""
+    store = Listings(names)
+    store.tells_none = tells_none
+    listed = list_folder(store, FOLDER, tmp_path)
+    counts = (store.parts, store.plain)
+    assert listed == store.list(FOLDER, recursive=False)
+    return counts
+
+
+def test_a_store_that_told_nothing_once_is_asked_for_parts_again(tmp_path: Path) -> None:
+    names = {f"a{number:04d}" for number in range(OBJECTS)}
+    assert listings(tmp_path, names) == (0, 1)
+    parts, whole = listings(tmp_path, names, tells_none=True)  # as in a forked process
+    assert parts
+    assert whole == 1
+    assert listings(tmp_path, names) == (3, 0)
+
+
+def test_a_folder_that_was_a_page_for_a_while_is_listed_by_parts_again(tmp_path: Path) -> None:
+    names = {f"a{number:04d}" for number in range(OBJECTS)}
+    listings(tmp_path, names)
+    for there in ({"a0001"}, names | {"a0500/deeper"}, {"a0001"}):
+        listings(tmp_path, there)
+        listings(tmp_path, there)
+    assert listings(tmp_path, names) == (0, 1)
+    assert listings(tmp_path, names) == (3, 0)
+
+
+def test_parts_that_did_not_serve_are_tried_again_after_days(tmp_path: Path) -> None:
+    names = {f"a{number:04d}" for number in range(OBJECTS)}
+    for there in (names, names | {"a0500/deeper"}):
+        listings(tmp_path, there)
+    (path,) = (tmp_path / "idx").glob("listing-*.json")
+    assert path.read_text() == "[]"
+    assert listings(tmp_path, names) == (0, 1)
+    some_days = 86_400 * WHOLE_DAYS - 60
+    os.utime(path, (0, time.time() - some_days))
+    assert listings(tmp_path, names) == (0, 1)
+    os.utime(path, (0, path.stat().st_mtime - 120))
+    assert listings(tmp_path, names) == (0, 1)
+    assert listings(tmp_path, names) == (3, 0)
 
 
 def test_of_a_small_folder_nothing_is_kept(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, Retry
 from streammega.storage.store import (
     Buffer,
     Bytes,
+    NotListedBetween,
     ObjectInfo,
     ObjectWriter,
     Span,
@@ -340,7 +341,7 @@ class ObstoreStore:
         folder = os.path.commonpath(folders)[1:] or None
 
         def list_part() -> list[ObjectInfo] | None:
-            """One listing between two names; None where it has too many."""
+            """One listing between two keys; None where what it has does not serve."""
             listed: list[ObjectInfo] = []
             try:
                 for page in client.list(folder, offset=after, chunk_size=PAGE):
@@ -354,11 +355,14 @@ class ObstoreStore:
             return listed if _are_objects(listed, after) else None
 
         try:
-            return pool.call(lambda: self._policy.call(list_part))
+            found = pool.call(lambda: self._policy.call(list_part))
         except StorageError as error:
             if error.transient:
                 raise
             return None
+        if found is None:
+            raise NotListedBetween(f"{self.url(after)}: what follows is not told by a part of it")
+        return found
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
