@@ -20,6 +20,17 @@ PLAIN_BATCHES = 64
 """Most micro-batches they are written for: of short sequences those bytes hold thousands, and
 making so many tensors delays the first batch by tens of milliseconds.
 """
+_LATER_FIELDS = (
+    "loss_mask",
+    "position_ids",
+    "cu_seqlens",
+    "max_seqlen",
+    "attention_mask",
+    "dataset_id",
+)
+"""What follows tokens and labels, in the order of a batch that is read on its own: it tells nothing
+of which fields were plain, for programs take a batch apart by `batch.values()`.
+"""
 _MASK_ITEMSIZE = torch.float32.itemsize
 _POSITION_ITEMSIZE = torch.int64.itemsize
 
@@ -66,7 +77,7 @@ class Finisher:
 
     def complete(self, batch: Batch) -> None:
         """Add loss_mask and position_ids, where they are plain, and the attention mask, where the
-        config asks for one.
+        config asks for one; bring all fields into their order.
         """
         if "loss_mask" not in batch:
             batch["loss_mask"] = self._next(self._masks, plain_mask, _MASK_ITEMSIZE)
@@ -76,6 +87,9 @@ class Finisher:
             samples, length = self._shape
             documents = batch.get("cu_seqlens")
             batch["attention_mask"] = causal_mask(samples, length, documents, self._allocate)
+        for name in _LATER_FIELDS:
+            if name in batch:
+                batch[name] = batch.pop(name)
 
     def _next(
         self, stock: deque[torch.Tensor], make: Callable[..., torch.Tensor], itemsize: int

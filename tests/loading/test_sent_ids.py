@@ -60,6 +60,28 @@ def check_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> Non
             assert torch.equal(field, other[name])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reset_position_ids": True},
+        {"eod_mask_loss": True},
+        {"reset_position_ids": True, "reset_attention_mask": True, "create_attention_mask": True},
+    ],
+    ids=lambda fields: ", ".join(fields),
+)
+def test_fields_are_in_one_order_with_padding_and_without_and_in_workers(
+    config: DataConfig, fields: dict[str, Any]
+) -> None:
+    """Programs take a batch apart by `batch.values()`."""
+    rare = int(dataset_of(config).batch(0)["tokens"][0, 0])
+    config = replace(config, eod_id=7, pad_id=rare, dataset_ids=True, **fields)
+    expected = expected_of(config)
+    whole = [bool(batch["loss_mask"].all()) for batch in expected]
+    assert fields.get("eod_mask_loss") or set(whole) == {True, False}
+    check_same(list(dataset_of(config)), expected)
+    check_same(from_workers(dataset_of(config)), expected)
+
+
 def ids_of(dataset: StreamingDataset, consumed: int = 0) -> dict[str, torch.Tensor]:
     """A micro-batch as the engine of a worker gives it."""
     fields = dataset.batch(consumed)
