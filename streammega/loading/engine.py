@@ -138,7 +138,7 @@ class Engine:
         asked = time.perf_counter()
         try:
             while True:
-                slab = self._ready.get()
+                slab = self._next_slab()
                 if isinstance(slab, BaseException):
                     raise slab
                 if slab is None:
@@ -161,6 +161,12 @@ class Engine:
                 self._lookahead.keep_pace((asked - given) / slab_batches)
         finally:
             self.close()
+
+    def _next_slab(self) -> Slab | BaseException | None:
+        """What is ready next. Looks up meanwhile, as for signals a wait may not have heard of."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=LOOK_UP)
 
     def _begin(self) -> None:
         """Start the threads."""

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 LEAVE_AFTER = 10.0
 """Seconds after which a thread without work ends."""
 LOOK_AGAIN = 0.2
-"""Seconds between two looks whether work that waits for other work was stopped."""
+"""Seconds between two looks whether work that waits for other work was stopped, and for signals."""
 _of_thread = threading.local()
 
 
@@ -69,12 +69,13 @@ class SharedWork:
         Raises the error of the first item that has one, as soon as all before it are done.
         """
         outer_stop = _stop_of_thread()
-        # Whoever sets the stop of an outer work does not notify this one: that has to be looked at.
-        look_again = None if outer_stop is None else LOOK_AGAIN
         try:
             with self._changed:
                 while self._goes_on():
-                    self._changed.wait(look_again)
+                    # Whoever sets the stop of an outer work does not notify this one. And a signal
+                    # that comes as the main thread begins to wait, or to another thread, is heard
+                    # of by a look only.
+                    self._changed.wait(LOOK_AGAIN)
                     if outer_stop is not None and outer_stop.is_set():
                         raise Stopped
             if self._first_missing in self._errors:
