@@ -19,7 +19,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
-from streammega.errors import ConvertError, StreammegaError
+from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.fsspec_writers import FsspecWriter, RenamingWriter
 from streammega.storage.backends.local import LocalStore, LocalWriter
@@ -292,3 +292,14 @@ def test_what_killed_conversions_left_is_found_and_removed_when_asked(
     assert set(system.find(path)) == whole | {f"{path}/{file}" for file in others}
     assert main(["gc", name]) == 0
     assert "0 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("output", ["", ".", "out/", "out/..", "s3://bucket/", ".bin"])
+def test_an_output_without_a_name_is_refused(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.txt").write_text("text")
+    with pytest.raises(ConfigError, match="is no name of a dataset"):
+        convert(["in.txt"], output, tokenizer="bytes", workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]

@@ -22,7 +22,9 @@ import xxhash
 from streammega.config import StorageConfig
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
 from streammega.convert.read.slices import open_stream
+from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.errors.redaction import redact_urls
 from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
@@ -51,11 +53,16 @@ def is_pipe(item: str) -> bool:
 
 
 def check_output(output: str) -> None:
-    """Raise ConfigError for an output that is a pipe."""
+    """Raise ConfigError for an output that is a pipe, or that has no name: `$UNSET`, a folder."""
     if is_pipe(output):
         raise ConfigError(
             f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
             f"pipe cannot take; give a prefix, out/web for instance"
+        )
+    if strip_suffix(output).rpartition("/")[2] in ("", ".", ".."):
+        raise ConfigError(
+            f"{redact_urls(output)!r}: is no name of a dataset, whose files would be hidden ones; "
+            f"give a prefix, out/web for instance"
         )
 
 
