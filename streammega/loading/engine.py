@@ -42,8 +42,9 @@ from streammega.storage.views import is_local
 log = logging.getLogger(__name__)
 
 LOOK_UP = 0.5
-"""Seconds after which the thread looks whether it was closed while it waits for room: `close` wakes
-it at once, unless it is called in this very thread, by the collector.
+"""Seconds after which a thread that waits looks up. That which waits for room looks whether it was
+closed: `close` wakes it at once, unless it is called in this very thread, by the collector. That
+which waits for batches hears of signals.
 """
 JOIN = 0.01
 """Seconds between two wakings of a thread that is to end: it may fill the queue once more."""

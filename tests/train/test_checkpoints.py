@@ -731,16 +731,28 @@ def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     trainer.close()
 
 
+def place_in_bucket(moto: S3, run_file: str) -> Any:
+    """Where a run of a new bucket keeps its checkpoints and its lock."""
+    bucket = moto.new_bucket()
+    return open_place(f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage)
+
+
+def check_that_another_takes_over(held: Any) -> None:
+    deadline = time.monotonic() + 60
+    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
+        while time.monotonic() < deadline:
+            held.check()
+            time.sleep(0.05)
+    held.release()
+
+
 def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.2)
     monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
     writer = place._store.open_writer("run/lock.json")
     writer.write(json.dumps(other).encode())
@@ -750,12 +762,7 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     writer = place._store.open_writer("run/lock.json")
     writer.write(json.dumps(other).encode())
     writer.commit()
-    deadline = time.monotonic() + 60
-    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
-        while time.monotonic() < deadline:
-            held.check()
-            time.sleep(0.05)
-    held.release()
+    check_that_another_takes_over(held)
     assert (
         json.loads(
             bytes(
@@ -773,10 +780,7 @@ def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
     look = checkpoint_hold._ObjectHold._look
     wrote = threading.Event()
@@ -791,12 +795,7 @@ def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
 
     monkeypatch.setattr(checkpoint_hold._ObjectHold, "_look", look_before_the_other_writes)
     held = place.hold()
-    deadline = time.monotonic() + 30
-    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
-        while time.monotonic() < deadline:
-            held.check()
-            time.sleep(0.05)
-    held.release()
+    check_that_another_takes_over(held)
     assert json.loads(read_small(place._store, "run/lock.json")) == other
 
 
@@ -805,10 +804,7 @@ def test_a_hold_whose_object_was_removed_writes_it_again(
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     held = place.hold()
     place._store.delete("run/lock.json")
     deadline = time.monotonic() + 30
@@ -823,10 +819,7 @@ def test_a_hold_whose_object_was_removed_writes_it_again(
 def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     first = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
     writer = place._store.open_writer("run/lock.json")
     writer.write(json.dumps(first).encode())
@@ -850,10 +843,7 @@ def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
 def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     for step in (4, 6):
         publish_values(place, step)
 
@@ -873,10 +863,7 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
 def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
     moto: S3, run_file: str
 ) -> None:
-    bucket = moto.new_bucket()
-    place: Any = open_place(
-        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
-    )
+    place = place_in_bucket(moto, run_file)
     place.leave_sign("step-00000004.json")  # which is no record
     place.set_aside(4, "damaged")
     for step in (4, 6):
