@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from streammega.cli.options import GIVE_UP_LOOKING, StorageOption, progress_bar, storage_config
+from streammega.cli.options import StorageFile, StorageOption, progress_bar, storage_config
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -46,6 +46,7 @@ def verify(
         typer.Option(help="The dtype of the tokens, for --repair where nothing else says it."),
     ] = None,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Check a dataset: structure, bounds, checksums, ids, the ends of documents.
 
@@ -54,7 +55,7 @@ def verify(
     from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import verify as run
 
-    settings = storage_config(storage)
+    settings = storage_config(storage, storage_file)
     if repair:
         for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force):
             typer.echo(line)
@@ -77,6 +78,7 @@ def gc(
         bool, typer.Option("--remove", help="Remove them; without it they are only listed.")
     ] = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """List, or remove, what killed conversions left beside a dataset, or what it replaced.
 
@@ -86,7 +88,7 @@ def gc(
     from streammega.convert.work_folder import held_by_another
     from streammega.convert.write.leftovers import find_leftovers, remove_leftovers
 
-    settings = storage_config(storage, looks_only=True)
+    settings = storage_config(storage, storage_file, looks_only=True)
     leftovers = find_leftovers(prefix, settings)
     for info in leftovers:
         typer.echo(f"{info.size:>18,} bytes  {info.key}")
@@ -101,13 +103,13 @@ def gc(
     typer.echo(f"{len(leftovers)} files removed, {size:,} bytes")
 
 
-def _fetch_metrics(run: str) -> Path:
+def _fetch_metrics(run: str, storage: StorageConfig) -> Path:
     """The metrics of a run whose out_dir is a URL, as a file of this machine."""
     from streammega.storage import open_store
     from streammega.train.out_dir import fetch_record
 
     folder = Path(tempfile.mkdtemp(prefix="streammega-plot-"))
-    store, key = open_store(run.rstrip("/"), StorageConfig(give_up_after=GIVE_UP_LOOKING))
+    store, key = open_store(run.rstrip("/"), storage)
     # of a bucket itself the key is empty
     key_of_metrics = f"{key}/{METRICS}".lstrip("/")
     if not fetch_record(store, key_of_metrics, folder / METRICS):
@@ -126,6 +128,8 @@ def plot(
         str | None,
         typer.Option(help="Where the PNG is written; by default it is run.png in the folder."),
     ] = None,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
     from streammega.cli.plotting import latest, restarts, sparkline, write_run
@@ -133,7 +137,7 @@ def plot(
 
     is_url = "://" in run
     if is_url:
-        path = _fetch_metrics(run)
+        path = _fetch_metrics(run, storage_config(storage, storage_file, looks_only=True))
         title = run.rstrip("/").rpartition("/")[2]
         target = out or "run.png"
     else:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from streammega.cli import convert_options as option
-from streammega.cli.options import StorageOption, parse_size, progress_bar, storage_config
+from streammega.cli.options import (
+    StorageFile,
+    StorageOption,
+    parse_size,
+    progress_bar,
+    storage_config,
+)
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -37,6 +43,8 @@ def convert(
     eod_id: option.EodId = None,
     input_dtype: option.InputDtype = None,
     on_error: option.OnError = "stop",
+    input_storage: option.InputStorage = None,
+    input_storage_file: option.InputStorageFile = None,
     tokenizer: option.Tokenizer = None,
     merges: option.Merges = None,
     eod: option.Eod = None,
@@ -77,6 +85,7 @@ def convert(
     restart: option.Restart = False,
     dry_run: option.DryRun = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Make token shards of a corpus: of text, or of tokens that are merged, split or filtered.
 
@@ -89,7 +98,7 @@ def convert(
         "options": _options(context.params),
         "runner": _runner(context.params),
         "overwrite": overwrite,
-        "storage": storage_config(storage),
+        **_storages(context.params),
     }
     share = parse_task(task) if task is not None else None
     if share is not None and (report or plot):
@@ -157,6 +166,27 @@ def _runner(given: Mapping[str, Any]) -> Runner:
     )
 
 
+def _storages(given: Mapping[str, Any]) -> dict[str, StorageConfig]:
+    """The storage of the output, and that of the inputs.
+
+    Without one of their own, inputs use the output's, unless all are URLs of another scheme: then
+    they use what the environment says.
+    """
+    from streammega.storage.open import scheme_of
+
+    storage = storage_config(given["storage"], given["storage_file"])
+    input_storage = storage
+    if given["input_storage"] or given["input_storage_file"]:
+        input_storage = storage_config(
+            given["input_storage"], given["input_storage_file"], option="--input-storage"
+        )
+    elif scheme_of(given["output"]):
+        output_scheme = scheme_of(given["output"])
+        if all(scheme_of(name) not in ("", output_scheme) for name in given["inputs"]):
+            input_storage = StorageConfig()
+    return {"storage": storage, "input_storage": input_storage}
+
+
 def _print_plan(inputs: Sequence[str], output: str, conversion: Mapping[str, Any]) -> None:
     from streammega.convert.dry_run import plan_conversion
 
@@ -170,7 +200,7 @@ def _convert_all(
     from streammega.convert import convert as run
     from streammega.convert import merge_tasks
 
-    total = _total_bytes(inputs, conversion["storage"], conversion["options"])
+    total = _total_bytes(inputs, conversion["input_storage"], conversion["options"])
     with progress_bar("converting", total) as advance:
         if is_merge:
             return merge_tasks(inputs, output, progress=advance, **conversion)

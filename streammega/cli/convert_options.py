@@ -80,6 +80,23 @@ OnError = Annotated[
         INPUTS, help="What a broken record does: stop the conversion, or skip it: it is reported."
     ),
 ]
+InputStorage = Annotated[
+    list[str] | None,
+    _option(
+        INPUTS,
+        metavar="KEY=VALUE",
+        help="A storage option of the inputs alone, where --storage is the output's; repeat for "
+        "more.",
+    ),
+]
+InputStorageFile = Annotated[
+    str | None,
+    _option(
+        INPUTS,
+        metavar="FILE",
+        help="A TOML file with settings of StorageConfig for the inputs, as --storage-file.",
+    ),
+]
 
 Tokenizer = Annotated[
     str | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from streammega.cli.options import StorageOption, storage_config
+from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.errors.redaction import redact_urls
 
 MOST_SHOWN = 20
@@ -27,6 +27,7 @@ def append(
         ),
     ] = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Make the next version of a dataset, with the shards of others after its own.
 
@@ -35,7 +36,7 @@ def append(
     """
     from streammega.dataset.growing.append import append as run
 
-    version = run(prefix, names, storage_config(storage), alone=alone)
+    version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
     how = "" if version.added else ", which had all of it already"
     typer.echo(f"{redact_urls(prefix)}@{version.number}: {version}{how}")
 
@@ -43,6 +44,7 @@ def append(
 def versions(
     prefix: Annotated[str, typer.Argument(help="A dataset: its prefix, path or URL.")],
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """List the versions of a dataset that grows, and what lies beside it and is in none of them.
 
@@ -51,7 +53,7 @@ def versions(
     from streammega.dataset.growing.versions import DamagedVersion, orphans
     from streammega.dataset.growing.versions import versions as run
 
-    settings = storage_config(storage, looks_only=True)
+    settings = storage_config(storage, storage_file, looks_only=True)
     found = run(prefix, settings, most=MOST_SHOWN)
     name = redact_urls(prefix)
     for version in found:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streammega.cli.options import AsJson, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -50,13 +50,19 @@ def describe(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Of a run: print JSON.")] = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Say what a dataset is, or what each phase of a run takes from which dataset.
 
     Of a dataset: counts, dtype, sizes, first tokens, document lengths.
     """
     if prefix.endswith(RUN):
-        for name, value in (("--tokenizer", tokenizer), ("--plot", plot), ("--storage", storage)):
+        for name, value in (
+            ("--tokenizer", tokenizer),
+            ("--plot", plot),
+            ("--storage", storage),
+            ("--storage-file", storage_file),
+        ):
             if value is not None:
                 raise ConfigError(f"{name}: is of a dataset, and {prefix} is a run's file")
         _describe_run(prefix, last_step, as_json=as_json)
@@ -64,7 +70,9 @@ def describe(
     if as_json or last_step is not None:
         name = "--json" if as_json else "--last-step"
         raise ConfigError(f"{name}: is of a run's file, and {prefix} is none (it ends in {RUN})")
-    _describe_dataset(prefix, tokenizer, plot, tokens, storage_config(storage, looks_only=True))
+    _describe_dataset(
+        prefix, tokenizer, plot, tokens, storage_config(storage, storage_file, looks_only=True)
+    )
 
 
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
@@ -133,6 +141,7 @@ def order_report(
     plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Measure an order before it is used: shuffle quality, blend drift, requests, bytes.
 
@@ -154,7 +163,7 @@ def order_report(
             lanes=lanes,
             block_bytes=block_kib * 1024,
             num_samples=(steps * global_batch_size, 0, 0),
-            storage=storage_config(storage, looks_only=True),
+            storage=storage_config(storage, storage_file, looks_only=True),
         )
         reports = [reporting.order_report(config, "train", global_batch_size, ranks, steps)]
     if as_json:
@@ -185,7 +194,7 @@ def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> 
 
 def _check_of_a_blend(context: typer.Context, path: str, plot: str | None) -> None:
     """Raise ConfigError for options that a run's file says otherwise."""
-    for name in (*OF_A_BLEND, "storage"):
+    for name in (*OF_A_BLEND, "storage", "storage_file"):
         given_by = context.get_parameter_source(name)
         if given_by is not None and given_by.name == "COMMANDLINE":
             option = name.replace("_", "-")

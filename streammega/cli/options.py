@@ -6,11 +6,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
-from streammega.config import StorageConfig
+from streammega.config import StorageConfig, load_storage
 from streammega.errors import ConfigError
 
 StorageOption = Annotated[
@@ -18,7 +19,15 @@ StorageOption = Annotated[
     typer.Option(
         "--storage",
         metavar="KEY=VALUE",
-        help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true; repeat for more.",
+        help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true; repeat for more. "
+        "Secrets belong into --storage-file: everybody on this machine can read a command line.",
+    ),
+]
+StorageFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A TOML file with settings of StorageConfig; --storage KEY=VALUE counts over it.",
     ),
 ]
 
@@ -40,30 +49,35 @@ longer.
 BYTES_OF_UNIT = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> StorageConfig:
-    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text.
+def storage_config(
+    pairs: Sequence[str] | None,
+    file: str | None = None,
+    *,
+    looks_only: bool = False,
+    option: str = "--storage",
+) -> StorageConfig:
+    """A StorageConfig from a file and `key=value` words; values true/false are booleans, the rest
+    text.
 
     looks_only: for a command whose answer somebody waits for, which does not wait for minutes for
-    an endpoint that fails.
+    an endpoint that fails. option: the name of the option, for errors.
     """
-    options: dict[str, Any] = {}
+    config = load_storage(file) if file else StorageConfig()
+    if looks_only:
+        config = replace(config, give_up_after=min(config.give_up_after, GIVE_UP_LOOKING))
+    options = dict(config.storage_options)
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            # what follows the first word may be a secret
-            word = re.split(r"[^\w.-]", pair, maxsplit=1)[0]
+            # The word is not repeated: it may be a secret.
             raise ConfigError(
-                f"--storage {word!r}: write it as key=value, for instance "
+                f"{option}: a value has no '='; write it as KEY=VALUE, for instance "
                 f"endpoint_url=http://127.0.0.1:9000"
             )
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     # a setting of StorageConfig itself, not of its transport
-    transport = options.pop("transport", "auto")
-    if looks_only:
-        return StorageConfig(
-            storage_options=options, transport=transport, give_up_after=GIVE_UP_LOOKING
-        )
-    return StorageConfig(storage_options=options, transport=transport)
+    transport = options.pop("transport", config.transport)
+    return replace(config, storage_options=options, transport=transport)
 
 
 def parse_size(text: str, option: str) -> int:

@@ -7,7 +7,7 @@ from streammega.config.follow import FollowConfig
 from streammega.config.phases import PhaseConfig
 from streammega.config.setting_checks import local_folder
 from streammega.config.skips import SkippedList, SkippedNames
-from streammega.config.storage import MiB, StorageConfig, Transport
+from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 
 __all__ = [
     "MOST_DATASETS",
@@ -23,6 +23,7 @@ __all__ = [
     "SkippedNames",
     "StorageConfig",
     "Transport",
+    "load_storage",
     "local_folder",
     "parse_blend",
 ]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from streammega.config.setting_checks import check_number, checked_folder
 from streammega.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Transport = Literal["auto", "obstore", "fsspec"]
 
@@ -115,3 +122,39 @@ class StorageConfig:
         if self.cache_dir:
             # the way to set a field of what is frozen
             object.__setattr__(self, "cache_dir", checked_folder("cache_dir", self.cache_dir))
+
+
+def load_storage(path: str) -> StorageConfig:
+    """The StorageConfig that a TOML file describes, by the names of its fields.
+
+    Raises ConfigError, which repeats no value of the file: it may hold secrets.
+    """
+    import dacite
+
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; give a TOML file with settings of StorageConfig"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no valid TOML ({error})") from None
+    known = [item.name for item in fields(StorageConfig)]
+    for name in table:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
+            raise ConfigError(
+                f"{path}: unknown setting {name!r}; {hint} (key, secret, endpoint_url and the like "
+                f"stand under [storage_options])"
+            )
+    # 60 means 60.0
+    hooks = {float: lambda value: float(value) if type(value) is int else value}
+    try:
+        return dacite.from_dict(StorageConfig, table, dacite.Config(type_hooks=hooks))
+    except dacite.WrongTypeError as error:
+        raise ConfigError(
+            f"{path}: {error.field_path} must be of type {error.field_type}"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

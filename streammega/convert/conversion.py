@@ -92,6 +92,7 @@ class Conversion:
     options: ConvertOptions
     runner: Runner
     storage: StorageConfig
+    input_storage: StorageConfig
     work: str
     inputs: list[Input]
     tokenizer: TextTokenizer | None
@@ -103,14 +104,14 @@ class Conversion:
         if self.runner.restart:
             resume.forget(self.work, self.storage)
         if not self.options.origins:
-            tell_of_origins(self.inputs, self.storage)
+            tell_of_origins(self.inputs, self.input_storage)
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
         if self._passes_as_it_is:
             if self.runner.merges_tasks:
                 raise ConfigError(NO_UNITS)
-            parts = parts_of_datasets(self.inputs, self.storage)
+            parts = parts_of_datasets(self.inputs, self.input_storage)
             sources = [f"{item.path} {item.etag}" for item in self.inputs]
             source_bytes = sum(item.size for item in self.inputs)
         else:
@@ -193,11 +194,12 @@ class Conversion:
         """
         units = []
         if all_units or not self._passes_as_it_is:
-            units = plan_units(self.inputs, self.options, self.storage)
+            units = plan_units(self.inputs, self.options, self.input_storage)
         units_at_once = self.runner.workers or num_threads()
         return Job(
             options=self.options,
             storage=self.storage,
+            input_storage=self.input_storage,
             work=self.work,
             units=units,
             tokenizer_digest=self._tokenizer_digest,

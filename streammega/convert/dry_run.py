@@ -123,6 +123,7 @@ def plan_conversion(
     runner: Runner | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
+    input_storage: StorageConfig | None = None,
     **settings: Any,
 ) -> Plan:
     """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is
@@ -132,13 +133,16 @@ def plan_conversion(
     sample.
     """
     storage = storage or StorageConfig()
+    input_storage = input_storage or storage
     for name in inputs:
         if is_pipe(name):
             raise ConfigError(
                 f"{name}: can be read only once, so a dry run would take it away; give files"
             )
     options, runner = sorted_settings(options, runner, settings)
-    conversion, labels, passed_over = prepare(inputs, output, options, runner, storage)
+    conversion, labels, passed_over = prepare(
+        inputs, output, options, runner, storage, input_storage
+    )
     conversion.names.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
     options = conversion.options
@@ -146,7 +150,7 @@ def plan_conversion(
     sample = _take_sample(job, conversion.tokenizer)
     scale = 1.0
     if not sample.is_all_of_it:
-        expected_bytes = _expected_bytes(conversion.inputs, storage)
+        expected_bytes = _expected_bytes(conversion.inputs, input_storage)
         scale = max(1.0, expected_bytes / max(1, sample.bytes))
     dtype = np.dtype(options.dtype or sample.dtype)
     tokens = round(sample.tokens * scale)

@@ -32,7 +32,8 @@ def parts_of_datasets(inputs: Sequence[Input], storage: StorageConfig) -> list[D
     for item in inputs:
         name = dataset_name(item.path)
         indexed = IndexedDataset(name, storage)
-        parts.append(DocumentSet(dataset=name, documents=len(indexed.document_indices) - 1))
+        documents = len(indexed.document_indices) - 1
+        parts.append(DocumentSet(dataset=name, documents=documents, is_input=True))
     return parts
 
 
@@ -58,7 +59,7 @@ def lay_out(job: Job, parts: list[DocumentSet], output: Output, memory_bytes: in
     parts: with a document each. Raises ConvertError where modes are there and not there.
     """
     options = job.options
-    kinds = count_parts(parts, job.storage)
+    kinds = count_parts(parts, job)
     if len(kinds.multimodal) > 1:
         raise ConvertError("some inputs have modes and others have none; convert them apart")
     dtype = np.dtype(options.dtype or np.result_type(*kinds.dtypes))

@@ -33,6 +33,7 @@ def prepare(
     options: ConvertOptions,
     runner: Runner,
     storage: StorageConfig,
+    input_storage: StorageConfig,
     progress: Progress | None = None,
 ) -> tuple[Conversion, Labels, PassedOver]:
     """A conversion that has not begun, and what its manifest will say; raises what can be known
@@ -53,15 +54,16 @@ def prepare(
         options = replace(options, chat_template=as_option(template))
     passed_over = PassedOver()
     patterns = FilePatterns(include=options.include, exclude=options.exclude)
-    found = find_inputs(inputs, storage, patterns, passed_over)
-    options, labels = _labelled(found, options, tokenizer, storage)
-    check_encoder(found, tokenizer, options, storage)
+    found = find_inputs(inputs, input_storage, patterns, passed_over)
+    options, labels = _labelled(found, options, tokenizer, input_storage)
+    check_encoder(found, tokenizer, options, input_storage)
     _check_ray(prefix, runner)
     conversion = Conversion(
         prefix=prefix,
         options=options,
         runner=runner,
         storage=storage,
+        input_storage=input_storage,
         work=work_folder(prefix, runner.work),
         inputs=found,
         tokenizer=tokenizer,

@@ -11,7 +11,7 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert.write.final_order import DocumentSet, document_tokens
-from streammega.convert.write.job import HISTOGRAM_BINS, UnitRecord, length_histogram
+from streammega.convert.write.job import HISTOGRAM_BINS, Job, UnitRecord, length_histogram
 from streammega.convert.write.packing import PackCounts
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest
@@ -137,13 +137,13 @@ class Kinds:
     tokens: int
 
 
-def count_parts(parts: Sequence[DocumentSet], storage: StorageConfig) -> Kinds:
+def count_parts(parts: Sequence[DocumentSet], job: Job) -> Kinds:
     """dtypes, modes and tokens of parts, by a look at each index."""
     dtypes = []
     multimodal = set()
     tokens = 0
     for part in parts:
-        indexed = IndexedDataset(part.dataset, storage)
+        indexed = part.open(job)
         dtypes.append(indexed.dtype)
         multimodal.add(indexed.sequence_modes is not None)
         tokens += int(indexed.sequence_lengths.sum(dtype=np.int64))

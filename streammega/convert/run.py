@@ -43,6 +43,7 @@ def convert(
     runner: Runner | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
+    input_storage: StorageConfig | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> ConvertReport:
@@ -60,16 +61,23 @@ def convert(
             ConvertOptions.
         runner: or its fields by name (`workers=4`, `engine="ray"`, ...): see Runner.
         overwrite: replace an existing dataset.
+        storage: of the output and the work folder.
+        input_storage: of the inputs; by default `storage`.
         progress: called with the bytes and tokens of what was just done.
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
     storage = storage or StorageConfig()
+    input_storage = input_storage or storage
     options, runner = sorted_settings(options, runner, settings)
     check_output(output)
     if any(is_pipe(name) for name in inputs):
-        return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
-    return _convert_files(inputs, output, options, runner, overwrite, storage, progress)
+        return _convert_pipes(
+            inputs, output, options, runner, overwrite, storage, input_storage, progress
+        )
+    return _convert_files(
+        inputs, output, options, runner, overwrite, storage, input_storage, progress
+    )
 
 
 def _convert_files(
@@ -79,13 +87,16 @@ def _convert_files(
     runner: Runner,
     overwrite: bool,
     storage: StorageConfig,
+    input_storage: StorageConfig,
     progress: Progress | None,
     *,
     is_held: bool = False,
 ) -> ConvertReport:
     """Convert inputs that can be read again. is_held: the output and the work folder are locked."""
     began = time.monotonic()
-    conversion, labels, passed_over = prepare(inputs, output, options, runner, storage, progress)
+    conversion, labels, passed_over = prepare(
+        inputs, output, options, runner, storage, input_storage, progress
+    )
     lock = nullcontext() if is_held else held_output(conversion.prefix, conversion.work)
     with lock:
         written, manifest = _run(conversion, labels, overwrite=overwrite)
@@ -133,6 +144,7 @@ def _convert_pipes(
     runner: Runner,
     overwrite: bool,
     storage: StorageConfig,
+    input_storage: StorageConfig,
     progress: Progress | None,
 ) -> ConvertReport:
     """Convert inputs some of which can be read once: they are read into the work folder first."""
@@ -150,7 +162,15 @@ def _convert_pipes(
         try:
             with tell_of_pipes(kept):
                 report = _convert_files(
-                    files, output, options, runner, overwrite, storage, progress, is_held=True
+                    files,
+                    output,
+                    options,
+                    runner,
+                    overwrite,
+                    storage,
+                    input_storage,
+                    progress,
+                    is_held=True,
                 )
         except BaseException:
             forget_pipes(work)

@@ -96,6 +96,7 @@ def convert_task(
     runner: Runner | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
+    input_storage: StorageConfig | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> TaskReport:
@@ -110,7 +111,9 @@ def convert_task(
     options, runner = sorted_settings(options, runner, settings)
     check_output(output)
     _check_tasks(inputs, runner)
-    conversion, _, _ = prepare(inputs, output, options, runner, storage, progress)
+    conversion, _, _ = prepare(
+        inputs, output, options, runner, storage, input_storage or storage, progress
+    )
     _check_work_folder(conversion.prefix, runner)
     look_whether_free(conversion.work)
     conversion.names.check(conversion.inputs, overwrite=overwrite)

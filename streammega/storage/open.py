@@ -16,7 +16,7 @@ import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends.fsspec_store import FsspecStore, driver_options
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.obstore_store import ObstoreStore
 from streammega.storage.backends.oss_native import OssNativeStore
@@ -79,6 +79,14 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith(("file://", "local://"))
 
 
+def scheme_of(url: str) -> str:
+    """The scheme of a URL, under its usual name; "" for a local path."""
+    if not is_remote(url):
+        return ""
+    scheme = url.partition("://")[0].lower()
+    return _OTHER_NAMES.get(scheme, scheme)
+
+
 def local_path(url: str) -> str:
     """The path that a local name or file:// URL stands for; `~` is a home."""
     path = unquote(urlsplit(url).path) if "://" in url else url
@@ -105,8 +113,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         importlib.import_module(_BUILT_IN[scheme])
     if scheme in _registered:
         return _registered[scheme](), rest
-    scheme = scheme.lower()
-    scheme = _OTHER_NAMES.get(scheme, scheme)
+    scheme = scheme_of(url)
     root, _, key = rest.partition("/")
     # nor does the name of a bucket or host begin with a point: an ending was put behind "s3://"
     if (not root or root.startswith(".")) and scheme != "memory":
@@ -161,7 +168,7 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         bucket, _, _ = path.partition("/")
         root = "" if key == path else f"{bucket}/"
         return StoreFiles(store, root), path
-    options = dict(config.storage_options) if is_remote(url) else {}
+    options = driver_options(scheme, config) if is_remote(url) else {}
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
     if "::" in url and _is_no_chain(url):

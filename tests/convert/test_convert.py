@@ -316,7 +316,7 @@ def test_convert_and_describe_as_a_user_runs_them(
             "endpoint",
         ),
         (["describe", "/no/such/prefix"], "/no/such/prefix.bin: no such file"),
-        (["describe", "x", "--storage", "endpoint"], "key=value"),
+        (["describe", "x", "--storage", "endpoint"], "KEY=VALUE"),
         (
             ["convert", "/no/such.txt", "/tmp/never", "--tokenizer", "/no/tokenizer.json"],
             "no such tokenizer file",

@@ -15,14 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streammega import StorageConfig
+from streammega import IndexedDataset, StorageConfig
+from streammega.cli.main import main
+from streammega.config import load_storage
 from streammega.convert import convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.readers import read_slice
 from streammega.convert.read.slices import Skipped, Slice
-from streammega.errors import AccessDeniedError, ObjectChangedError
+from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
+from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running
 
 TEXTS = [f"document {number} " + "of some words " * 40 for number in range(4000)]
@@ -93,3 +96,153 @@ def test_denied_access_is_told_of_and_passed_over_by_nobody(
     server.behave(status=403)
     with pytest.raises(AccessDeniedError, match=r"s3://data/a\.jsonl"):
         list(read_slice(Slice(input=found), options, storage, Skipped()))
+
+
+@pytest.fixture(scope="module")
+def other_s3() -> Iterator[S3]:
+    """A second server, with buckets of its own."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture
+def two_places(moto: S3, other_s3: S3, tmp_path: Path) -> tuple[str, str, list[str]]:
+    """The bucket of some inputs, that of the output, and the options for both: the bucket of the
+    output is there on one server alone.
+    """
+    source = moto.new_bucket()
+    target = f"target-{source}"
+    other_s3.client().create_bucket(Bucket=target)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:50])
+    moto.client().put_object(Bucket=source, Key="in/a.jsonl", Body=lines.encode())
+    rows = io.BytesIO()
+    pq.write_table(pa.table({"text": TEXTS[:50]}), rows)
+    moto.client().put_object(Bucket=source, Key="in/b.parquet", Body=rows.getvalue())
+    storage = StorageConfig(storage_options=moto.options)
+    convert([f"s3://{source}/in"], f"s3://{source}/set/web", tokenizer="bytes", storage=storage)
+    (tmp_path / "list").write_text(f"s3://{source}/in/a.jsonl\ns3://{source}/in/b.parquet\n")
+    options = words_of("--storage", other_s3) + words_of("--input-storage", moto)
+    return source, target, options
+
+
+def words_of(option: str, server: S3) -> list[str]:
+    """The options of a command that lead to a server."""
+    return [word for name, value in server.options.items() for word in (option, f"{name}={value}")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "s3://{source}/in --tokenizer bytes",
+        "@{tmp_path}/list --tokenizer bytes --shuffle --dedup --origins",
+        "s3://{source}/set/web",
+        "s3://{source}/set/web --origins --max-tokens 1000000",
+        "s3://{source}/in --tokenizer bytes --work s3://{target}/work",
+        "s3://{source}/in --tokenizer bytes --append-to s3://{target}/all",
+    ],
+)
+def test_inputs_and_output_may_be_of_two_servers(
+    words: str,
+    two_places: tuple[str, str, list[str]],
+    other_s3: S3,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, target, options = two_places
+    named = words.format(source=source, target=target, tmp_path=tmp_path).split()
+    output = f"s3://{target}/web"
+    assert main(["convert", named[0], output, *named[1:], *options, "--dry-run"]) == 0
+    assert "100 documents" in capsys.readouterr().out
+    status = main(["convert", named[0], output, *named[1:], *options])
+    assert status == 0, capsys.readouterr().err
+    written = IndexedDataset(output, StorageConfig(storage_options=other_s3.options))
+    assert len(written.document_indices) - 1 == (50 if "--dedup" in words else 100)
+
+
+def test_tasks_and_their_merge_read_and_write_in_two_places(
+    two_places: tuple[str, str, list[str]], other_s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, options = two_places
+    words = [f"s3://{source}/in", f"s3://{target}/web", "--tokenizer", "bytes"]
+    words += ["--work", f"s3://{target}/work", *options]
+    for task in ("0/2", "1/2", "merge"):
+        assert main(["convert", *words, "--task", task]) == 0, capsys.readouterr().err
+    storage = StorageConfig(storage_options=other_s3.options)
+    assert len(IndexedDataset(f"s3://{target}/web", storage).document_indices) - 1 == 100
+
+
+def test_a_public_corpus_goes_into_a_bucket_of_ones_own(
+    two_places: tuple[str, str, list[str]],
+    other_s3: S3,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The account stands in a file, which `ps` does not show; the public one needs none."""
+    _, target, _ = two_places
+    folder = tmp_path / "served" / "public"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("a public document")
+    account = tmp_path / "account.toml"
+    lines = [f'{name} = "{value}"' for name, value in other_s3.options.items()]
+    account.write_text("\n".join(["max_requests = 16", "[storage_options]", *lines]))
+    with running(tmp_path / "served") as server:
+        public = tmp_path / "public.toml"
+        public.write_text(f'storage_options = {{anon = true, endpoint_url = "{server.endpoint}"}}')
+        words = ["--storage-file", str(account), "--input-storage-file", str(public)]
+        status = main(
+            ["convert", "s3://public/a.txt", f"s3://{target}/p", "--tokenizer", "bytes", *words]
+        )
+    assert status == 0, capsys.readouterr().err
+    assert main(["describe", f"s3://{target}/p", "--storage-file", str(account)]) == 0
+    assert "a public document" not in capsys.readouterr().err
+
+
+def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
+    two_places: tuple[str, str, list[str]], other_s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, target, _ = two_places
+    with http_server({"/a.txt": b"a document of the web"}) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        for number, also in enumerate(
+            [[], ["--input-storage", "key=K", "--input-storage", "secret=S"]]
+        ):
+            words = [f"{url}/a.txt", f"s3://{target}/web{number}", "--tokenizer", "bytes", *also]
+            status = main(["convert", *words, *words_of("--storage", other_s3)])
+            assert status == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_request = 3", "did you mean max_requests"),
+        ('key = "hidden-value"', "storage_options"),
+        ('storage_options = "hidden-value"', "storage_options must be of type"),
+        ("max_requests = 0", "at least 1"),
+        ("max_requests = [hidden-value", "no valid TOML"),
+        ('timeout = "hidden-value"', "timeout"),
+    ],
+)
+def test_mistakes_in_a_storage_file_are_named_and_its_values_are_not(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "storage.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_storage(str(path))
+    assert str(path) in str(refused.value)
+    assert "hidden-value" not in str(refused.value)
+
+
+def test_a_storage_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        load_storage(str(tmp_path / "none.toml"))
+
+
+def test_a_secret_in_place_of_an_option_is_not_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["describe", "s3://bucket/x", "--storage", "MySecretKey"]) == 1
+    error = capsys.readouterr().err
+    assert "--storage" in error
+    assert "KEY=VALUE" in error
+    assert "MySecretKey" not in error

@@ -67,4 +67,4 @@ def _load_encoder(job: Job, name: str) -> BatchEncoder:
             f"started, or was changed meanwhile; put the same one on all machines, and run the same "
             f"command again"
         )
-    return BatchEncoder(tokenizer, job.options, job.storage)
+    return BatchEncoder(tokenizer, job.options, job.input_storage)

@@ -32,6 +32,12 @@ class DocumentSet:
     side: str = ""
     keep: str = ""
     unit: int = 0
+    is_input: bool = False
+    """Whether it is an input, and no segment in the work folder."""
+
+    def open(self, job: Job) -> IndexedDataset:
+        """The dataset, from where it is stored."""
+        return IndexedDataset(self.dataset, job.input_storage if self.is_input else job.storage)
 
 
 class OrderedDocuments:
@@ -65,7 +71,7 @@ class OrderedDocuments:
         while len(self._opened) >= OPENED_PARTS and not self._buckets:
             first_opened = next(iter(self._opened))
             del self._opened[first_opened]
-        opened = IndexedDataset(self._parts[part].dataset, self._job.storage)
+        opened = self._parts[part].open(self._job)
         self._opened[part] = opened
         return opened
 

@@ -28,8 +28,11 @@ class Job:
 
     options: ConvertOptions
     storage: StorageConfig
+    """Of the output and the work folder."""
     work: str
     units: list[list[Slice]]
+    input_storage: StorageConfig = field(default_factory=StorageConfig)
+    """Of the inputs."""
     tokenizer_digest: str = ""
     segment_bytes: int = SEGMENT_BYTES
     """Token bytes after which a segment is written; what comes out in the end does not depend on

@@ -81,7 +81,7 @@ def batches_of(
 
 def _documents_of(job: Job, number: int, skipped: Skipped) -> Iterator[Item]:
     for piece in job.units[number]:
-        for item in read_slice(piece, job.options, job.storage, skipped):
+        for item in read_slice(piece, job.options, job.input_storage, skipped):
             if isinstance(item, LongText) and job.options.split_sentences:
                 # The splitter looks at all of a text at once.
                 yield RawDocument(data=b"".join(item.pieces), path=item.path)
@@ -139,5 +139,5 @@ def _with_line(item: LongText | LongRecord, message: str, job: Job) -> str:
     place = item.document.where
     if not message.startswith(place):
         return message
-    document = with_line(item.document, job.storage)
+    document = with_line(item.document, job.input_storage)
     return document.where + message.removeprefix(place)

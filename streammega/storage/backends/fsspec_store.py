@@ -23,6 +23,8 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact
 from streammega.storage.backends.fsspec_writers import FsspecWriter, RenamingWriter
+from streammega.storage.backends.options import S3_OPTIONS
+from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.ranges import read_side_by_side
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
@@ -69,6 +71,15 @@ _BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)
 """In what drivers say where the server asks for fewer requests; they tell no status then."""
 _FAILED_SIGNS = ("InternalError", "(500)")
 _PAST_END_SIGNS = ("InvalidRange", "416, message", "not satisfiable")
+_OPTIONS_OF_BUCKETS = (S3_OPTIONS | OSS_OPTIONS) - {"client_kwargs"}
+
+
+def driver_options(scheme: str, config: StorageConfig) -> dict[str, Any]:
+    """`storage_options` for fsspec's driver of a scheme: a web server gets no bucket's account."""
+    options = dict(config.storage_options)
+    if scheme.lower() in ("http", "https"):
+        return {name: options[name] for name in options if name not in _OPTIONS_OF_BUCKETS}
+    return options
 
 
 class FsspecStore:
@@ -287,7 +298,7 @@ class FsspecStore:
 
         What fails is tried again by storage.retry.
         """
-        options = dict(self._config.storage_options)
+        options = driver_options(self.scheme, self._config)
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
         if self.scheme == "s3":
