@@ -26,7 +26,7 @@ from streammega.errors.redaction import redact_urls
 if TYPE_CHECKING:
     from streammega.convert import ConvertOptions, ConvertReport, Runner
 
-READ_AS_THEY_ARE = ("text", "jsonl", "megatron", "raw", "npy")
+READ_AS_THEY_ARE = ("text", "lines", "jsonl", "megatron", "raw", "npy")
 """Formats of which as many bytes are read as there are."""
 
 
@@ -37,6 +37,7 @@ def convert(
     key: option.Keys = None,
     include: option.Include = None,
     exclude: option.Exclude = None,
+    read_as: option.ReadAs = None,
     member: option.Member = None,
     chat: option.Chat = False,
     chat_template: option.ChatTemplate = None,
@@ -278,7 +279,7 @@ def _total_bytes(
         return None
     patterns = FilePatterns(include=options.include, exclude=options.exclude)
     total = 0
-    for item in find_inputs(inputs, storage, patterns):
+    for item in find_inputs(inputs, storage, patterns, read_as=options.read_as):
         if item.format not in READ_AS_THEY_ARE or is_compressed(item.path):
             return None
         total += item.size

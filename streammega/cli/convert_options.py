@@ -20,7 +20,7 @@ def _option(group: str, *names: str, **settings: Any) -> Any:
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        help="Text, .jsonl, .json, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files "
+        help="Text, .jsonl, .json, .csv, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files "
         "([.gz|.bz2|.zst]); folders, also of MDS or litdata shards; .bin/.idx prefixes and "
         "manifests; globs, URLs, @lists of files; - for stdin."
     ),
@@ -31,8 +31,8 @@ Keys = Annotated[
     list[str] | None,
     _option(
         INPUTS,
-        help="Key or column of the text, also nested (meta.text); repeat for more; KEY:MODE "
-        "gives its tokens a mode.",
+        help="Key or column of the text, also nested (meta.text); the first that is there of "
+        "text,content; repeat for more sequences; KEY:MODE gives its tokens a mode.",
     ),
 ]
 Include = Annotated[
@@ -49,6 +49,16 @@ Exclude = Annotated[
         INPUTS,
         metavar="PATTERN",
         help="Leave such files of folders and globs out; repeat for more.",
+    ),
+]
+ReadAs = Annotated[
+    str | None,
+    _option(
+        INPUTS,
+        "--as",
+        metavar="text|lines|json",
+        help="How plain text and files of unknown suffix are read: a file is one text, each line is "
+        "one, or JSON records.",
     ),
 ]
 Member = Annotated[

@@ -26,7 +26,7 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.read.long_records import TextFile, short, with_fields
 from streammega.convert.read.pipes import is_pipe
 from streammega.convert.read.slices import Skipped, fault, read_head
-from streammega.convert.read.suffixes import is_compressed, suffix_of
+from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed, suffix_of
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.job import Job, UnitRecord
@@ -48,7 +48,7 @@ HEAD_BYTES = 1 << 20
 """Of a compressed file, to see by how much it grows."""
 GZIP_WINDOW = 16 + zlib.MAX_WBITS
 """Tells zlib that there is a gzip header."""
-EVEN_FORMATS = ("text", "jsonl", "megatron", "raw", "npy")
+EVEN_FORMATS = (*TEXT_FORMATS, "megatron", "raw", "npy")
 """Formats whose documents take as many bytes at their end as in their beginning."""
 
 

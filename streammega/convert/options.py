@@ -35,7 +35,12 @@ class ConvertOptions:
     """Of folders and globs, patterns of the files that are not read."""
     keys: tuple[str, ...] = ("text",)
     """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the
-    document; `key:1` gives its tokens mode 1.
+    document; `text,content` is the first of them that a record has, and `key:1` gives its tokens
+    mode 1.
+    """
+    read_as: Literal["text", "lines", "json"] | None = None
+    """How plain text and files of unknown suffix are read: each file is one text, each line is one,
+    or JSON records. None: plain text is one text a file, and unknown suffixes are refused.
     """
     member: str | None = None
     """Of WebDataset samples with several members, the one that is the document (`txt`); a pattern
@@ -151,6 +156,10 @@ class ConvertOptions:
     def _check_choices(self) -> None:
         if self.kind not in SUFFIXES:
             raise ConfigError(f"kind (--format) {self.kind!r} is not one of {', '.join(SUFFIXES)}")
+        if self.read_as not in (None, "text", "lines", "json"):
+            raise ConfigError(
+                f"read_as (--as) is {self.read_as!r}; it must be 'text', 'lines' or 'json'"
+            )
         if self.long not in ("cut", "drop"):
             raise ConfigError(f"long (--long) is {self.long!r}; it must be 'cut' or 'drop'")
         if self.on_error not in ("stop", "skip"):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import PROBE, Input
+from streammega.convert.read.suffixes import TEXT_FORMATS
 from streammega.convert.tokenize.encode import BatchEncoder
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError, StorageError
@@ -20,9 +21,6 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import written_whole
 
 log = logging.getLogger(__name__)
-
-TEXT = ("text", "jsonl")
-"""Formats that hold text and nothing else."""
 
 
 def check_encoder(
@@ -34,7 +32,7 @@ def check_encoder(
     """Raise what encoding would raise at the first text: no tokenizer, a dtype that is too narrow,
     a package that is missing.
     """
-    if not any(item.format in TEXT for item in inputs):
+    if not any(item.format in TEXT_FORMATS for item in inputs):
         return
     if tokenizer is None:
         raise ConvertError(

@@ -54,7 +54,7 @@ def prepare(
         options = replace(options, chat_template=as_option(template))
     passed_over = PassedOver()
     patterns = FilePatterns(include=options.include, exclude=options.exclude)
-    found = find_inputs(inputs, input_storage, patterns, passed_over)
+    found = find_inputs(inputs, input_storage, patterns, passed_over, options.read_as)
     options, labels = _labelled(found, options, tokenizer, input_storage)
     check_encoder(found, tokenizer, options, input_storage)
     _check_ray(prefix, runner)

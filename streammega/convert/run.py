@@ -157,7 +157,7 @@ def _convert_pipes(
             place = Output(prefix, options.kind, storage)
             OutputNames(place, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
-        kept = keep_pipes(inputs, work)
+        kept = keep_pipes(inputs, work, options.read_as)
         files = [kept.get(name, name) for name in inputs]
         try:
             with tell_of_pipes(kept):

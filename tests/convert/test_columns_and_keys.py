@@ -64,7 +64,7 @@ def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
         f"{part} {n}" for n in range(8) for part in ("text", "answer")
     ]
     assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8
-    with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: id, meta\.(answer|lang)"):
+    with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: 'id', 'meta\.(answer|lang)"):
         convert([path], str(tmp_path / "no"), tokenizer="bytes", key="meta.txt", workers=1)
 
 
@@ -184,3 +184,34 @@ def test_a_list_that_no_index_can_tell_is_refused() -> None:
     column = pa.LargeListArray.from_arrays(pa.array([0, 2**31 + 5], pa.int64()), ids)
     with pytest.raises(ConvertError, match=r"2,147,483,653 tokens.*2,147,483,647"):
         _token_lists(column, 0, "a.parquet", 0)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
+def test_of_several_names_of_a_key_the_first_that_is_there_is_taken(
+    name: str, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "one", "content": "no", "meta": {"body": "x"}},
+        {"text": None, "content": "two", "meta": {"body": "x"}},
+        {"text": None, "content": None, "meta": {"body": "three"}},
+        {"text": "", "content": "four is hidden by an empty text", "meta": {"body": "x"}},
+    ]
+    path = written(tmp_path / name, rows)
+    key = "text,content,meta.body"
+    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", key=key, workers=1)
+    assert texts(tmp_path / "out") == ["one", "two", "three"]
+    assert report.dropped == {"empty": 1}
+    keys = (f"nothing,{key}:1", "content,text")
+    convert([path], str(tmp_path / "two"), tokenizer="bytes", keys=keys, workers=1)
+    assert texts(tmp_path / "two")[:4] == ["one", "no", "two", "two"]
+    with pytest.raises(ConvertError, match=r"has no (key|column) 'body' or 'txt' \(it has: '"):
+        convert([path], str(tmp_path / "no"), tokenizer="bytes", key="body,txt", workers=1)
+
+
+def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"content": "two"}, {"a,b": "three"}, {"a": "four", "b": "no"}]
+    path = written(tmp_path / "in.jsonl", rows)
+    for key, wanted in (("text,content,a,b", ["one", "two", "four"]), ("a,b", ["three", "four"])):
+        out = tmp_path / key.replace(",", "")
+        convert([path], str(out), tokenizer="bytes", key=key, workers=1, on_error="skip")
+        assert texts(out) == wanted

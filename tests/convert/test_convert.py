@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "broken JSON": (b'{"text": "a"}\n{"text": \n', r"in\.jsonl:2: broken JSON"),
     "no such key": (
         b'{"text": "a"}\n{"body": "b", "id": 1}\n',
-        r"in\.jsonl:2: has no key 'text' \(it has: body, id\)",
+        r"in\.jsonl:2: has no key 'text' \(it has: 'body', 'id'\)",
     ),
     "not an object": (b'["text"]\n', r"in\.jsonl:1: has no key 'text' \(it has: list\)"),
     "not text": (b'{"text": 5}\n', r"in\.jsonl:1: key 'text' holds int"),
@@ -178,7 +178,7 @@ def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"body": "a"}\n{\n')
     with pytest.raises(
         ConvertError,
-        match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: body\)",
+        match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
     ):
         convert(
             [str(tmp_path / "in.jsonl")],

@@ -633,7 +633,7 @@ def test_lines_of_later_units_have_their_true_numbers(
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
-    with pytest.raises(ConvertError, match=r"has no column text \(it has: body\)"):
+    with pytest.raises(ConvertError, match=r"has no column 'text' \(it has: 'body'\)"):
         convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report_of(tmp_path / "a.parquet", tmp_path, keys=("body",)).documents == len(TEXTS)
 

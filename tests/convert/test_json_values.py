@@ -230,7 +230,7 @@ def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
     assert report.dropped == {"broken record": 5}
     places = [message.partition(": ")[0].rpartition(":")[2] for message in report.messages]
     assert places == ["3", "4", "5", "6", "7"]
-    with pytest.raises(ConvertError, match=r"in\.json:3: has no key 'text' \(it has: body\)"):
+    with pytest.raises(ConvertError, match=r"in\.json:3: has no key 'text' \(it has: 'body'\)"):
         convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
 
 

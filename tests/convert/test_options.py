@@ -19,6 +19,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--key a --key b:1": {"keys": ("a", "b:1")},
     "--include *.txt --include b": {"include": ("*.txt", "b")},
     "--exclude c": {"exclude": ("c",)},
+    "--as lines": {"read_as": "lines"},
     "--member txt": {"member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
     "--eod <e>": {"eod": "<e>"},

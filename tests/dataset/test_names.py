@@ -203,12 +203,12 @@ def test_the_command_takes_patterns_and_says_what_was_left_out(
 ) -> None:
     from streammega.cli.main import main
 
-    root = tree(tmp_path / "in", {**FOLDER, "data/picture.png": b"\x89PNG\xff"})
+    root = tree(tmp_path / "in", {**FOLDER, "data/picture.txt": b"\x89PNG\xff"})
     words = ["convert", root, str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main(words) == 1
     told = capsys.readouterr().err
-    assert "picture.png: is not UTF-8" in told
-    assert "--exclude '*.png'" in told
+    assert "picture.txt: is not UTF-8" in told
+    assert "--exclude '*.txt'" in told
     assert main([*words, "--include", "*.jsonl", "--exclude", "old/*"]) == 0
     assert "1 excluded" in capsys.readouterr().out
     assert texts(tmp_path / "out") == ["a", "b"]

@@ -1,8 +1,9 @@
-"""Parquet and Arrow files, by pyarrow."""
+"""Files of rows with named columns: Parquet and Arrow by pyarrow, CSV and TSV by the csv module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,17 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import LongRecord, LongString, RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.keys import splits
+from streammega.convert.read.json_values import BYTE_ORDER_MARK
+from streammega.convert.read.keys import listed, names_of, splits
+from streammega.convert.read.lines import read_lines
 from streammega.convert.read.long_records import LONG_RECORD, may_be_long
 from streammega.convert.read.origins import id_fields, of_rows
-from streammega.convert.read.slices import Item, Skipped, Slice, open_plain
+from streammega.convert.read.slices import Item, Skipped, Slice, fault, open_plain, open_stream
+from streammega.convert.read.suffixes import bare_name, suffix_of
 from streammega.convert.tokenize.long_texts import decoded
 from streammega.dataset.conversations import not_utf8
 from streammega.errors import ConvertError
+from streammega.errors.words import pluralize
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
@@ -27,6 +32,8 @@ BATCH_BYTES = 16 << 20
 """Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
 MOST_ROWS = 1024
 """Of them, however short."""
+MAX_CELL = 1 << 30
+"""Characters of a cell of CSV."""
 
 
 def _rows_at_once(metadata: Any, groups: list[int]) -> int:
@@ -95,25 +102,118 @@ def read_arrow(
 
 def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
     """Where what is wanted lies. Raises ConvertError for a column that is not there."""
-    wanted = [key for key, _ in options.key_modes]
-    if options.chat:
-        wanted = ["messages", "conversations"]
-    places = [_place(schema, key) for key in wanted]
-    there = [place for place in places if place]
-    # of a chat one of both names is enough
-    if not there or (not options.chat and len(there) < len(wanted)):
-        names: list[str] = []
-        for field in schema:
-            names += _names(field)
-        raise ConvertError(
-            f"{path}: has no column {' or '.join(wanted)} (it has: {', '.join(names)}); name it "
-            f"with --key"
-        )
+    there: list[Path] = []
+    for names in _wanted_columns(options):
+        places = [place for name in names if (place := _place(schema, name))]
+        if not places:
+            raise _no_column(path, names, (name for field in schema for name in _names(field)))
+        there += places
     if options.chat_template is not None:
         tools = _place(schema, "tools")
         if tools:
             there.append(tools)
     return there
+
+
+def read_csv(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
+    """Rows of a .csv or .tsv file behind the first one, which names the columns.
+
+    A row is named by the line in which it begins. An empty cell is null.
+    """
+    path = piece.input.path
+    is_tsv = suffix_of(bare_name(path)) == ".tsv"
+    # the module's own limit is 128 KiB
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL))
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+        rows = csv.reader(_decoded_lines(file), delimiter="\t" if is_tsv else ",", strict=True)
+        header = _next_row(rows, path)
+        if not header:
+            raise ConvertError(f"{path}: has no first row, which names the columns; add one")
+        _check_header(header, options, path)
+        while True:
+            line = rows.line_num + 1
+            row = _next_row(rows, path)
+            if row is None:
+                return
+            if len(row) == len(header):
+                cells = map(_cell, row)
+                size = sum(map(len, row))
+                yield RawDocument(
+                    data=b"",
+                    path=path,
+                    line=line,
+                    record=True,
+                    size=size,
+                    fields=dict(zip(header, cells, strict=True)),
+                )
+            elif row:  # a blank line is no row
+                message = (
+                    f"{path}:{line}: has {pluralize(len(row), 'cell')}, where the header names "
+                    f"{pluralize(len(header), 'column')}; mend the row, or leave it out"
+                )
+                fault(options, skipped, "broken record", message)
+
+
+def _decoded_lines(file: Any) -> Iterator[str]:
+    """The lines of a file; bytes that are no UTF-8 become what `_cell` knows again."""
+    mark = BYTE_ORDER_MARK
+    for line in read_lines(b"", file, None):
+        assert isinstance(line, bytes)
+        yield line.removeprefix(mark).decode("utf-8", "surrogateescape")
+        mark = b""
+
+
+def _next_row(rows: Any, path: str) -> list[str] | None:
+    """None at the end. Raises ConvertError where quotes are broken."""
+    line = rows.line_num + 1
+    try:
+        row: list[str] | None = next(rows, None)
+    except csv.Error as error:
+        raise ConvertError(
+            f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what comes "
+            f"behind cannot be read"
+        ) from None
+    return row
+
+
+def _check_header(header: list[str], options: ConvertOptions, path: str) -> None:
+    """Raise ConvertError unless the first row names all columns that are wanted, each once."""
+    for name in header:
+        if header.count(name) > 1:
+            raise ConvertError(f"{path}: has two columns {name!r}; rename one of them")
+    for names in _wanted_columns(options):
+        if not set(names) & set(header):
+            raise _no_column(path, names, header)
+    if options.origins and options.id_field is not None and options.id_field not in header:
+        raise _no_id_column(path, options)
+
+
+def _cell(text: str) -> str | bytes | None:
+    """The text of a cell; its bytes where they are no UTF-8, which whoever reads it refuses."""
+    if text.isascii():
+        return text or None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
+    return text
+
+
+def _wanted_columns(options: ConvertOptions) -> list[list[str]]:
+    """The columns that are wanted; of each list one is enough."""
+    if options.chat:
+        return [["messages", "conversations"]]
+    # a name may have a comma itself
+    return [[key] if "," not in key else [key, *names_of(key)] for key, _ in options.key_modes]
+
+
+def _no_column(path: str, wanted: Sequence[str], names: Iterable[str]) -> ConvertError:
+    shown = " or ".join(repr(name) for name in wanted if len(wanted) == 1 or "," not in name)
+    return ConvertError(
+        f"{path}: has no column {shown} (it has: {listed(names)}); name it with --key"
+    )
 
 
 def _id_paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
@@ -127,11 +227,15 @@ def _id_paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
         if place:
             return [place]
     if options.id_field is not None:
-        raise ConvertError(
-            f"{path}: has no column {options.id_field}, which --id-field names; leave it out where "
-            "there are no ids"
-        )
+        raise _no_id_column(path, options)
     return []
+
+
+def _no_id_column(path: str, options: ConvertOptions) -> ConvertError:
+    return ConvertError(
+        f"{path}: has no column {options.id_field!r}, which --id-field names; leave it out where "
+        "there are no ids"
+    )
 
 
 def _place(fields: Any, key: str) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.keys import MISSING, value_at
+from streammega.convert.read.keys import MISSING, first_value
 from streammega.convert.read.slices import Item, Skipped, Slice
 from streammega.convert.read.zstd import ZstdReader
 from streammega.errors import ConvertError
@@ -70,7 +70,7 @@ def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
     than one of which none was named.
     """
     wanted = [key for key, _ in options.key_modes]
-    there = [value_at(sample, key) for key in wanted]
+    there = [first_value(sample, key) for key in wanted]
     if all(value is MISSING for value in there) and not options.chat:
         arrays = [value for value in sample.values() if isinstance(value, (np.ndarray, bytes))]
         if len(arrays) == 1:

@@ -8,16 +8,23 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.read.folders import FilePatterns, PassedOver
-from streammega.convert.read.suffixes import Format, format_of, split_query, without_queries
+from streammega.convert.read.suffixes import (
+    FORMAT_READ_AS,
+    Format,
+    format_of,
+    split_query,
+    without_queries,
+)
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.shards import SUFFIXES
 from streammega.errors import (
     AccessDeniedError,
+    ConfigError,
     ConvertError,
     EndpointError,
     ObjectNotFoundError,
@@ -59,13 +66,17 @@ def find_inputs(
     storage: StorageConfig | None = None,
     choice: FilePatterns | None = None,
     passed: PassedOver | None = None,
+    read_as: str | None = None,
 ) -> list[Input]:
     """Input files in a fixed order: files as given, globs and folders expanded in name order,
     `@list` files line by line.
 
     What is there by the very name is taken before that is read as a glob. choice: of the files in
-    folders and of globs; what is left out there is counted in `passed`. Raises ObjectNotFoundError
-    for an input that is not there, ConvertError for a folder without files.
+    folders and of globs; what is left out there is counted in `passed`. read_as: how plain text and
+    files of unknown suffix are read (`FORMAT_READ_AS`).
+
+    Raises ObjectNotFoundError for an input that is not there, ConvertError for a folder without
+    files, and for a file whose suffix names no format, ConfigError for a `read_as` without a file.
     """
     storage = storage or StorageConfig()
     choice = choice or FilePatterns()
@@ -79,8 +90,44 @@ def find_inputs(
             told = passed.as_text()
             others = f" but {told} ones" if told else ""
             raise ConvertError(f"{shown}: the folder holds no files{others}")
-        found += files
-    return found
+        found += _of_known_format(files, item, passed) if read_as is None else files
+    if read_as is None:
+        return found
+    return _read_as(found, read_as)
+
+
+def _of_known_format(files: list[Input], item: str, passed: PassedOver) -> list[Input]:
+    """The files whose suffix names a format.
+
+    Of a folder, the others are counted. Raises ConvertError if there are none but others, or if a
+    file was named.
+    """
+    known = [file for file in files if file.format != "unknown"]
+    for file in files:
+        is_in_folder = file.path.startswith(item.rstrip("/") + "/")
+        if file.format == "unknown" and not (known and is_in_folder):
+            raise ConvertError(
+                f"{file.path!r}: its suffix names no format that is known; say how it is read: --as "
+                f"text (the file is one text), lines (a text a line) or json (a JSON record a line), "
+                f"or leave it out of a folder or glob by --exclude"
+            )
+    passed.add("of unknown suffix", len(files) - len(known))
+    return known
+
+
+def _read_as(files: list[Input], read_as: str) -> list[Input]:
+    """The files, of which plain text and unknown ones have the format that was named."""
+    file_format = FORMAT_READ_AS[read_as]
+    changed = [
+        replace(file, format=file_format) if file.format in ("text", "unknown") else file
+        for file in files
+    ]
+    if changed and all(file.format not in ("text", "unknown") for file in files):
+        raise ConfigError(
+            f"read_as (--as) is {read_as!r}, but the suffixes of all inputs name another format "
+            f"({files[0].path!r}); leave it out"
+        )
+    return changed
 
 
 def _listed(inputs: Sequence[str]) -> Iterator[str]:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from streammega.convert.documents import LongString
@@ -13,6 +14,8 @@ from streammega.errors import ConvertError
 
 MISSING: Any = object()
 """Where there is no such key."""
+MAX_NAMES = 40
+"""Names of a record in a message."""
 
 
 def value_at(record: Any, key: str) -> Any:
@@ -32,6 +35,25 @@ def value_at(record: Any, key: str) -> Any:
     return MISSING
 
 
+def names_of(key: str) -> list[str]:
+    """The keys that a `--key` names, the first of which that is there holds the text."""
+    return key.split(",")
+
+
+def first_value(record: Any, key: str) -> Any:
+    """The value under the first name of a `--key` that is there and not null; else null or MISSING.
+
+    A name may have a comma itself: all of the key comes first.
+    """
+    value = value_at(record, key)
+    for name in names_of(key):
+        if value is not MISSING and value is not None:
+            break
+        found = value_at(record, name)
+        value = value if found is MISSING else found
+    return value
+
+
 def splits(key: str) -> Iterator[tuple[str, str]]:
     """(key, rest of the path) of each dot, the longest key first."""
     dot = key.rfind(".")
@@ -46,19 +68,28 @@ def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
 
     Raises ConvertError, FormatError that name `where`.
     """
-    value = value_at(record, key)
+    value = first_value(record, key)
     if value is MISSING:
         has = type(record).__name__
         if isinstance(record, dict):
-            has = ", ".join(sorted(_names(record)))
+            has = listed(sorted(_names(record)))
+        wanted = " or ".join(map(repr, names_of(key)))
         raise ConvertError(
-            f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key"
+            f"{where}: has no key {wanted} (it has: {has}); name the text's key with --key"
         )
     if not isinstance(value, list):
         return [_text(value, key, where)]
     if not value:  # a document without sentences is an empty one
         return [""]
     return [_text(part, key, where, "a list with ") for part in value]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names that come from an input, for a message: as `repr` shows them, and not all of very many."""
+    first = [repr(name) for name in islice(names, MAX_NAMES + 1)]
+    if len(first) > MAX_NAMES:
+        first[MAX_NAMES:] = ["..."]
+    return ", ".join(first) or "nothing"
 
 
 def _text(value: Any, key: str, where: str, within: str = "") -> str | LongString:

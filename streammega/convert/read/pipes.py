@@ -66,12 +66,13 @@ def check_output(output: str) -> None:
         )
 
 
-def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
+def keep_pipes(inputs: Sequence[str], work: str, read_as: str | None = None) -> dict[str, str]:
     """For each input that is a pipe, which is read to its end, the file of the work folder that
     holds its bytes.
 
-    Raises ConfigError for a terminal, a pipe that is named twice and a work folder that is not on
-    this machine, ConvertError for a stream whose format cannot be told.
+    read_as: what they hold, if that is not told by how they begin. Raises ConfigError for a
+    terminal, a pipe that is named twice and a work folder that is not on this machine, ConvertError
+    for a stream whose format cannot be told.
     """
     pipes = [item for item in inputs if is_pipe(item)]
     if is_remote(work):
@@ -84,7 +85,7 @@ def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
     kept = {}
     try:
         for number, item in enumerate(pipes):
-            kept[item] = _keep(item, number, work)
+            kept[item] = _keep(item, number, work, read_as)
     except BaseException:  # Ctrl-C, too: a pipe may be endless
         forget_pipes(work)
         raise
@@ -140,7 +141,7 @@ def _remove(work: str, but: set[str]) -> None:
             os.unlink(path)
 
 
-def _keep(item: str, number: int, work: str) -> str:
+def _keep(item: str, number: int, work: str, read_as: str | None) -> str:
     """Read a pipe to its end into a file, whose name tells its content and format."""
     part = os.path.join(work, f"{KEPT}{number}.part")
     log.info("%s is read to its end, into %s", _shown(item), work)
@@ -164,7 +165,9 @@ def _keep(item: str, number: int, work: str) -> str:
     # readers tell by its suffix how it is compressed: so what it holds can be looked at
     named = f"{part}{packed}"
     os.replace(part, named)
-    name = f"{KEPT}{number}-{digest.hexdigest()}{_suffix(named, item)}{packed}"
+    # a file without a suffix is read as `--as` says
+    suffix = _suffix(named, item) if read_as is None else ""
+    name = f"{KEPT}{number}-{digest.hexdigest()}{suffix}{packed}"
     path = os.path.join(work, name)
     if os.path.exists(path):
         os.unlink(named)  # the former one has its time, which units of an earlier run know
@@ -196,5 +199,6 @@ def _suffix(path: str, item: str) -> str:
         return ".tar"
     raise ConvertError(
         f"{_shown(item)}: begins with {head[:SIGN_BYTES]!r}, which is neither JSON nor Parquet, "
-        f"Arrow or tar; save it to a file, whose suffix tells what it is"
+        f"Arrow or tar; say how it is read: --as text (one text), lines (a text a line) or json, or "
+        f"save it to a file whose suffix says it"
     )

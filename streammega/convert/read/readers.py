@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import LongRecord, LongText, RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.archives import read_tar
 from streammega.convert.read.arrays import read_npy, read_raw
-from streammega.convert.read.columns import read_arrow, read_parquet
+from streammega.convert.read.columns import read_arrow, read_csv, read_parquet
 from streammega.convert.read.foreign import read_litdata, read_mds
-from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
+from streammega.convert.read.json_values import (
+    BYTE_ORDER_MARK,
+    HEAD_BYTES,
+    holds_lines,
+    read_values,
+)
 from streammega.convert.read.lines import LongLine, read_lines, read_over_line
 from streammega.convert.read.long_records import LONG_RECORD, may_be_long
 from streammega.convert.read.pairs import read_pair
@@ -72,6 +78,13 @@ def _text(
         yield from read_text(file, path, text_bytes)
 
 
+def _lines(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+        yield from _documents_of_lines(file, b"", piece, None, options)
+
+
 def _jsonl(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
@@ -85,31 +98,32 @@ def _jsonl(
                 passed_over = skipped if options.on_error == "skip" else None
                 yield from read_values(head, file, path, most=most, skipped=passed_over)
                 return
-        if piece.stop >= 0:  # another worker reads what is behind it
-            expect_end(file, piece.stop)
-        first_line = piece.start
-        if piece.start:  # a line belongs to the slice in which it starts
-            # the byte before the slice tells whether a line starts with it
-            before = piece.start - 1
-            file.seek(before)
-            left = piece.stop - before if piece.stop >= 0 else None
-            passed, behind = read_over_line(file, left)
-            if behind is None:
-                return
-            first_line = before + passed
-            head = behind
-        yield from _records(read_lines(head, file, most), piece, first_line, options)
+        yield from _documents_of_lines(file, head, piece, most, options)
 
 
-def _records(
-    lines: Iterator[bytes | LongLine], piece: Slice, position: int, options: ConvertOptions
+def _documents_of_lines(
+    file: Any, head: bytes, piece: Slice, most: int | None, options: ConvertOptions
 ) -> Iterator[Item]:
-    """The records of lines of which the first begins at a byte of the file."""
+    """The documents of the lines that begin within a slice. head: what was read of it already."""
+    if piece.stop >= 0:  # another worker reads what is behind it
+        expect_end(file, piece.stop)
+    position = piece.start
+    if piece.start:  # a line belongs to the slice in which it starts
+        # the byte before the slice tells whether a line starts with it
+        before = piece.start - 1
+        file.seek(before)
+        left = piece.stop - before if piece.stop >= 0 else None
+        passed, behind = read_over_line(file, left)
+        if behind is None:
+            return
+        position = before + passed
+        head = behind
     path = piece.input.path
+    is_json = piece.input.format == "jsonl"
     is_first_slice = piece.start == 0
     line = 0
     offset = -1
-    for data in lines:
+    for data in read_lines(head, file, most):
         if 0 <= piece.stop <= position:
             return
         # The number of a line in a later slice is counted when somebody asks for it: see
@@ -123,6 +137,13 @@ def _records(
             yield LongRecord(document=place, pieces=data.pieces)
             data.finish()
             position += data.size
+            continue
+        if not is_json:
+            text = data.removesuffix(b"\n").removesuffix(b"\r")
+            if position == 0:
+                text = text.removeprefix(BYTE_ORDER_MARK)
+            yield RawDocument(data=text, path=path, line=line, offset=offset, size=len(data))
+            position += len(data)
             continue
         if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
             raise ConvertError(
@@ -157,7 +178,9 @@ def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
 
 READERS: dict[str, Reader] = {
     "text": _text,
+    "lines": _lines,
     "jsonl": _jsonl,
+    "csv": read_csv,
     "parquet": read_parquet,
     "arrow": read_arrow,
     "tar": read_tar,

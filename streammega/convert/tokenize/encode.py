@@ -23,7 +23,7 @@ from streammega.convert.tokenize.chat_sources import find_template
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder, decoded, text_in_pieces
 from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
-from streammega.dataset.conversations import load_record, messages_of, turns_of
+from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.origins import origins_of
 from streammega.errors import ConfigError, ConvertError, FormatError
@@ -405,6 +405,8 @@ def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
+        if document.where != document.path:  # a line of a file, whose other lines may be text
+            raise not_utf8(document.where, error) from None
         raise no_text(document.where, error) from None
 
 

@@ -71,9 +71,11 @@ def _slices(item: Input, unit_bytes: int, storage: StorageConfig) -> Iterator[tu
 
 
 def _may_be_cut_at_lines(item: Input, storage: StorageConfig) -> bool:
-    """Whether an input is JSON with a record in each line, in which one can begin anywhere."""
-    if item.format != "jsonl" or is_compressed(item.path):
+    """Whether an input has a document in each line, so that one can begin anywhere."""
+    if item.format not in ("lines", "jsonl") or is_compressed(item.path):
         return False
+    if item.format == "lines":
+        return True
     # Only a look into the file tells `.json` with a record a line from one of values over lines.
     return not may_hold_values(item.path) or holds_lines(read_head(item.url, storage, HEAD_BYTES))
 

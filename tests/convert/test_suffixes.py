@@ -1,0 +1,247 @@
+"""What a file is read as: by its suffix, by `--as`, or not at all."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega.cli.main import main
+from streammega.convert import ConvertReport, convert
+from streammega.convert.read.suffixes import format_of
+from streammega.errors import ConfigError, ConvertError
+from tests.convert.test_columns_and_keys import texts
+
+RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
+    return convert(
+        [str(path) for path in inputs],
+        str(tmp_path / "made" / "out"),
+        tokenizer="bytes",
+        workers=1,
+        overwrite=True,
+        **options,
+    )
+
+
+def made(tmp_path: Path) -> list[str]:
+    return texts(tmp_path / "made" / "out")
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonlines", ".jl", ".ndjson", ".JSONL", ".jl.gz"])
+def test_lines_of_json_have_several_suffixes(suffix: str, tmp_path: Path) -> None:
+    pack: Callable[[bytes], bytes] = gzip.compress if suffix.endswith("gz") else bytes
+    convert_to(tmp_path, written(tmp_path / f"a{suffix}", pack(RECORDS)))
+    assert made(tmp_path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.md", "a.rst", "a.tex", "a.html", "a.xml", "a.py", "a.C", "README"]
+)
+def test_prose_markup_and_code_are_one_text_a_file(name: str, tmp_path: Path) -> None:
+    convert_to(tmp_path, written(tmp_path / name, RECORDS))
+    assert made(tmp_path) == [RECORDS.decode()]
+
+
+UNKNOWN = ["a.jsonl.bak", "a.jsonl.1", "corpus", "a.dat", "a.jsonl.1.gz", "a.jpg"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_suffix_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name, RECORDS)
+    assert format_of(name) == "unknown"
+    for named in (path, tmp_path / "*"):
+        with pytest.raises(ConvertError, match=rf"{name}'.*--as text .*, lines .* or json"):
+            convert_to(tmp_path, named)
+
+
+def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
+    tmp_path: Path,
+) -> None:
+    for name in UNKNOWN:
+        written(tmp_path / "in" / "below" / name, RECORDS)
+    with pytest.raises(ConvertError, match=r"--as text"):
+        convert_to(tmp_path, tmp_path / "in")
+    written(tmp_path / "in" / "b.jsonl", RECORDS)
+    report = convert_to(tmp_path, tmp_path / "in")
+    assert made(tmp_path) == ["one", "two"]
+    assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
+    assert "6 of unknown suffix" in report.as_text()
+
+
+@pytest.mark.parametrize(
+    ("read_as", "documents"),
+    [
+        ("text", [RECORDS.decode()]),
+        ("lines", RECORDS.decode().splitlines()),
+        ("json", ["one", "two"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl.1", "corpus", "a.dat.gz", "a.txt"])
+def test_files_are_read_as_they_are_said_to_be(
+    name: str, read_as: str, documents: list[str], tmp_path: Path
+) -> None:
+    pack: Callable[[bytes], bytes] = gzip.compress if name.endswith("gz") else bytes
+    convert_to(tmp_path, written(tmp_path / "in" / name, pack(RECORDS)), read_as=read_as)
+    assert made(tmp_path) == documents
+    written(tmp_path / "in" / "z.jsonl", b'{"text": "known"}\n')
+    convert_to(tmp_path, tmp_path / "in", read_as=read_as)
+    assert made(tmp_path) == [*documents, "known"], "its own suffix says what it is"
+
+
+def test_saying_how_to_read_nothing_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(ConfigError, match=r"--as\) is 'text', but .*a\.jsonl"):
+        convert_to(tmp_path, path, read_as="text")
+    with pytest.raises(ConfigError, match="must be 'text', 'lines' or 'json'"):
+        convert_to(tmp_path, path, read_as="csv")
+
+
+def test_json_of_unknown_suffix_may_be_an_array(tmp_path: Path) -> None:
+    path = written(tmp_path / "corpus", b'[{"text": "one"},\n {"text": "two"}]')
+    convert_to(tmp_path, path, read_as="json")
+    assert made(tmp_path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("unit", [3, 7, 1 << 20])
+def test_each_line_is_a_text_however_the_file_is_cut(
+    unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
+    data = "\ufeffeins\r\nzwei é\n\n  drei\nvier".encode()
+    report = convert_to(tmp_path, written(tmp_path / "a.txt", data), read_as="lines")
+    assert made(tmp_path) == ["eins", "zwei é", "  drei", "vier"]
+    assert report.dropped == {"empty": 1}
+
+
+def test_a_line_that_is_no_text_is_named_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 10)
+    path = written(tmp_path / "a.txt", b"good\n" * 40 + b"\xff\n" + b"good\n")
+    with pytest.raises(ConvertError, match=r"a\.txt:41: is not UTF-8 text \(byte 0\)"):
+        convert_to(tmp_path, path, read_as="lines")
+    report = convert_to(tmp_path, path, read_as="lines", on_error="skip")
+    assert (report.documents, report.dropped) == (41, {"broken record": 1})
+
+
+@pytest.mark.parametrize("read_as", ["lines", "text", "json"])
+def test_stdin_is_read_as_it_is_said_to_be(
+    read_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "given", RECORDS)
+    with open(path, "rb") as file:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
+        convert_to(tmp_path, Path("-"), read_as=read_as)
+    assert len(made(tmp_path)) == (1 if read_as == "text" else 2)
+
+
+def test_stdin_that_begins_like_nothing_known_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(written(tmp_path / "given", b"a line\n"), "rb") as file:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
+        with pytest.raises(ConvertError, match=r"stdin: begins with .*--as text"):
+            convert_to(tmp_path, Path("-"))
+
+
+def test_the_command_line_says_how_files_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(written(tmp_path / "corpus", RECORDS))
+    command = ["convert", path, str(tmp_path / "made" / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 1
+    assert "--as text" in capsys.readouterr().err
+    assert main([*command, "--as", "lines"]) == 0
+    assert made(tmp_path) == RECORDS.decode().splitlines()
+
+
+# --- CSV ------------------------------------------------------------------------------------------
+
+
+def table(path: Path, rows: list[list[str]], delimiter: str = ",") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+cells = st.text(st.sampled_from('ab",\t\n\r é'), max_size=12)
+
+
+@given(rows=st.lists(st.tuples(cells, cells), max_size=12), is_tsv=st.booleans())
+def test_tables_give_the_cells_that_were_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], is_tsv: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    name, delimiter = ("a.tsv", "\t") if is_tsv else ("a.csv", ",")
+    # one row more, so that there is a document
+    given_rows = [["id", "text"], *map(list, rows), ["x", "last"]]
+    convert_to(folder, table(folder / name, given_rows, delimiter))
+    assert made(folder) == [text for _, text in given_rows[1:] if text]
+
+
+def test_columns_are_chosen_as_keys_are(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.csv", [["q", "meta.a", "id"], ["Q1", "A1", "7"], ["Q2", "A2", "8"]])
+    convert_to(tmp_path, path, keys=("q", "meta.a:1"), origins=True)
+    assert made(tmp_path) == ["Q1", "A1", "Q2", "A2"]
+    with pytest.raises(ConvertError, match=r"no column 'text' \(it has: 'q', 'meta.a', 'id'\)"):
+        convert_to(tmp_path, path)
+    with pytest.raises(ConvertError, match=r"no column 'no', which --id-field"):
+        convert_to(tmp_path, path, key="q", origins=True, id_field="no")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "has no first row"),
+        (b"text,id,text\n", "two columns 'text'"),
+        (b'text\n"a\nb\n', r"a\.csv:2: broken CSV"),
+        (b'text,id\n"a"b,1\n', r"a\.csv:2: broken CSV"),
+        (b"text,id\nx,1\n\n\ny\n", r"a\.csv:5: has 1 cell, where the header names 2 columns"),
+        (b'text,id\n"x\n\n",1\n\xff,2\n', r"a\.csv:5: is not UTF-8"),
+    ],
+)
+def test_broken_tables_are_named_by_their_lines(data: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=message):
+        convert_to(tmp_path, written(tmp_path / "a.csv", data))
+
+
+def test_rows_before_and_behind_broken_ones_are_kept(tmp_path: Path) -> None:
+    rows = b'text,id\none,1\ntwo\n\xff,3\n"f\no,ur",4\nfive,5,5\nsix,6\n'
+    path = written(tmp_path / "a.csv", rows)
+    report = convert_to(tmp_path, path, on_error="skip")
+    assert made(tmp_path) == ["one", "f\no,ur", "six"]
+    assert report.dropped == {"broken record": 3}
+    written(path, rows + b'"seven,7\n')
+    report = convert_to(tmp_path, path, on_error="skip")
+    assert made(tmp_path) == ["one", "f\no,ur", "six"], "what follows an open quote is unknown"
+    assert report.dropped == {"broken record": 3, "unreadable file": 1}
+
+
+def test_a_cell_may_be_longer_than_a_block(tmp_path: Path) -> None:
+    long = "x, y\n" * 700_000
+    convert_to(tmp_path, table(tmp_path / "a.csv", [["text"], [long], ["short"]]))
+    assert made(tmp_path) == [long, "short"]
+
+
+def test_records_of_json_lines_may_be_of_any_suffix_but_not_their_list(tmp_path: Path) -> None:
+    written(tmp_path / "list", str(written(tmp_path / "corpus", RECORDS)).encode())
+    convert_to(tmp_path, Path(f"@{tmp_path}/list"), read_as="json")
+    assert made(tmp_path) == [json.loads(line)["text"] for line in RECORDS.splitlines()]
