@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streammega.config import DataConfig as DataConfig
     from streammega.config import FieldsConfig as FieldsConfig
+    from streammega.config import FollowConfig as FollowConfig
     from streammega.config import PhaseConfig as PhaseConfig
     from streammega.config import StorageConfig as StorageConfig
     from streammega.dataset import IndexedDataset as IndexedDataset

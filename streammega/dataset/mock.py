@@ -14,7 +14,17 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.idx import encode_index, index_bytes
+from streammega.dataset.idx import (
+    DOCUMENT_BOUND,
+    HEADER,
+    HEADER_BYTES,
+    LENGTH,
+    MAGIC,
+    OFFSET,
+    VERSION,
+    dtype_code,
+    index_bytes,
+)
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.kernels.mix import GOLDEN, mix
 from streammega.storage import Buffer, ObjectInfo, ObjectWriter
@@ -23,6 +33,10 @@ from streammega.storage.store import Bytes, Span, fill
 
 DTYPE = np.dtype("<i4")
 """Of all mock tokens: any vocabulary fits."""
+MOST = 2**31 - 1
+"""Documents, tokens of one, ids: what the index and int32 tokens can tell."""
+MOST_TOKENS = 2**60
+"""Their offsets in bytes fit into int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +81,9 @@ class MockStore:
         """Bytes computed on the spot."""
         settings = self._settings(key)
         bodies: list[Buffer] = []
-        if key.endswith(".idx"):
-            whole = memoryview(_index(settings))
-            for start, stop in zip(starts, stops, strict=True):
-                bodies.append(whole[start:stop])
-        else:
-            for start, stop in zip(starts, stops, strict=True):
-                bodies.append(_tokens(settings, int(start), int(stop)))
+        compute = _index if key.endswith(".idx") else _tokens
+        for start, stop in zip(starts, stops, strict=True):
+            bodies.append(compute(settings, int(start), int(stop)))
         return bodies
 
     def read_into(
@@ -107,24 +117,50 @@ class MockStore:
             if not pair:
                 continue
             setting, _, value = pair.partition("=")
-            if setting not in SETTINGS or not value.isdigit():
+            if setting not in SETTINGS or not value.isdecimal():
                 raise ConfigError(
                     f"{self.url(name)}: {pair!r} is not one of {', '.join(SETTINGS)}, followed by "
                     "= and a number"
                 )
+            most = MOST_TOKENS if setting == "tokens" else MOST
+            if len(value) > 20 or int(value) > most:
+                raise ConfigError(f"{self.url(name)}: {setting} must be at most {most:,}")
             named[setting] = int(value)
         settings = MockSettings(**named)
         if not 0 < settings.length <= settings.tokens or settings.vocab < 2:
             raise ConfigError(
                 f"{self.url(name)}: needs 0 < length <= tokens, and a vocab of at least 2"
             )
+        if settings.documents > MOST:
+            raise ConfigError(
+                f"{self.url(name)}: {settings.documents:,} documents are more than {MOST:,}; "
+                f"set a larger length"
+            )
         return settings
 
 
-def _index(settings: MockSettings) -> bytes:
-    lengths = np.full(settings.documents, settings.length, np.int32)
-    bounds = np.arange(settings.documents + 1)
-    return b"".join(encode_index(DTYPE, lengths, bounds, None))
+def _index(settings: MockSettings, start: int, stop: int) -> Buffer:
+    """The bytes [start, stop) of the `.idx`: after the header come three arithmetic sequences."""
+    documents = settings.documents
+    header = HEADER.pack(MAGIC, VERSION, dtype_code(DTYPE), documents, documents + 1)
+    parts = [header[start:stop]]
+    sequence_bytes = settings.length * DTYPE.itemsize
+    array_start = HEADER_BYTES
+    for dtype, count, first_value, step in (
+        (LENGTH, documents, settings.length, 0),
+        (OFFSET, documents, 0, sequence_bytes),
+        (DOCUMENT_BOUND, documents + 1, 0, 1),
+    ):
+        begin = max(start - array_start, 0)
+        end = min(stop - array_start, count * dtype.itemsize)
+        if begin < end:
+            first = begin // dtype.itemsize
+            last = -(-end // dtype.itemsize)
+            values = first_value + step * np.arange(first, last)
+            first_byte = first * dtype.itemsize
+            parts.append(values.astype(dtype).tobytes()[begin - first_byte : end - first_byte])
+        array_start += count * dtype.itemsize
+    return memoryview(b"".join(parts))
 
 
 def _tokens(settings: MockSettings, start: int, stop: int) -> Buffer:

@@ -35,6 +35,7 @@ from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch
 from streammega.samples.token_file import TokenFile
+from streammega.storage.backends.local import LocalStore
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.latencies import JOB_READS
 from streammega.storage.views import is_local
@@ -182,6 +183,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading; what was never handed out is forgotten."""
+        if self._closed:
+            return  # an iteration left open is closed as the program ends, and when it is dropped
         self._closed = True
         if self.stats.at_hand == self._is_ready:
             self.stats.at_hand = None
@@ -192,6 +195,16 @@ class Engine:
         self._end_thread()
         self._ready.queue.clear()
         self._slots.forget()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Let go of local files. No kernel follows their addresses any more."""
+        if self._thread is threading.current_thread():
+            return  # the collector called: a kernel may run below on this stack
+        self._mapped = []
+        for file in self._reading.files:
+            if isinstance(file.store, LocalStore):
+                file.store.unmap()
 
     def _end_thread(self) -> None:
         """Wait until the thread has ended, making room for what it still hands over."""

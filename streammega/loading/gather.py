@@ -57,7 +57,7 @@ class Gatherer:
         self._config = steps.config
         self._reading = reading
         self._allocate = allocate
-        self._gather = self._gather_ids if ids_only else self._gather_fields
+        self._ids_only = ids_only
         self._has_modes = has_modes(reading.files)
         self._skipped = steps.samples.skipped
         self._packed = are_packed(reading.files)
@@ -66,7 +66,7 @@ class Gatherer:
 
     def gather(self, slab: PlannedSlab) -> Slab:
         """A slab whose bytes are all there."""
-        return self._gather(slab)
+        return self._gather_ids(slab) if self._ids_only else self._gather_fields(slab)
 
     def _gather_ids(self, slab: PlannedSlab) -> Slab:
         """Ids in their stored width, and how many of each row are not padding."""

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 from streammega.errors import StateError
 from streammega.samples.fields import Batch
+from streammega.storage.locks import process_lock
 
 
 class Iteration(Iterator[Batch]):
@@ -15,14 +16,21 @@ class Iteration(Iterator[Batch]):
     A bare generator that was closed, or that an error went through, answers with StopIteration too,
     which a training loop takes for the end of the data. This one raises StateError with the reason
     instead.
+
+    Several threads may take batches: each gets batches of its own, one thread after the other.
     """
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
         self._batches = batches
+        self._lock = process_lock()
         self._ended = False
         self._reason: str | None = None
 
     def __next__(self) -> Batch:
+        with self._lock:  # a generator refuses a second thread
+            return self._next()
+
+    def _next(self) -> Batch:
         if self._reason is not None:
             raise StateError(
                 f"this iteration cannot go on: {self._reason}; begin another with iter()"

@@ -24,8 +24,14 @@ from streammega.loading.stats import Stats
 from streammega.samples.fields import Batch
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
+from streammega.storage.locks import process_lock
 
 log = logging.getLogger(__name__)
+
+_beginning = process_lock()
+"""Of two threads that take the first batch at once one begins the iteration. Not of the loader,
+which can be pickled.
+"""
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -167,11 +173,15 @@ class StreamLoader:
         return self.take()
 
     def take(self) -> Batch:
-        """The next micro-batch from the cursor on. Raises StopIteration after the last."""
-        running = self._running
-        # one that ended by an error is over: the batch that failed is asked for again
-        if running is None or not running.goes_on:
-            running = self._begin()
+        """The next micro-batch from the cursor on. Raises StopIteration after the last.
+
+        Several threads may call it: each batch goes to one of them.
+        """
+        with _beginning:
+            running = self._running
+            # one that ended by an error is over: the batch that failed is asked for again
+            if running is None or not running.goes_on:
+                running = self._begin()
         return next(running)
 
     def prefetch_to(self, device: torch.device | str | None) -> StreamLoader:

@@ -636,6 +636,27 @@ def test_a_program_may_end_with_an_iteration_open(
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
 
 
+KEPT_PAST_MODULES = (
+    LEFT_OPEN
+    + """
+import os
+os.kept = [batches, [module for name, module in sys.modules.items() if name.startswith("streammega")]]
+"""
+)
+
+
+def test_an_iteration_that_outlives_the_modules_ends_without_a_word(tmp_path: Path) -> None:
+    """As where dill keeps the globals of the program: Python has emptied our modules by then."""
+    command = [
+        sys.executable, "-c", KEPT_PAST_MODULES, "mock://tokens=1000000,vocab=1000", str(tmp_path),
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "[]\n", "")
+
+
 FORK = """
 import gc, os, sys, time
 from streammega import StorageConfig

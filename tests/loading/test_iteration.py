@@ -677,3 +677,33 @@ def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
     iteration.stop("its loader was closed")
     with pytest.raises(StateError, match="its loader was closed"):
         next(iteration)
+
+
+@pytest.mark.parametrize("shared", ["loader", "iterator"])
+def test_threads_that_share_a_loader_get_each_batch_once(config: DataConfig, shared: str) -> None:
+    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=2)
+    expected = [batch["tokens"].tolist() for batch in loader]
+    loader.seek(0)
+    batches = loader if shared == "loader" else iter(loader)
+    taken: list[list[list[int]]] = []
+    failed: list[BaseException] = []
+    ready = threading.Barrier(4)
+
+    def take() -> None:
+        ready.wait()
+        try:
+            while True:
+                taken.append(next(batches)["tokens"].tolist())
+        except StopIteration:
+            pass
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert sorted(taken) == sorted(expected)
+    assert loader.consumed_samples == 2 * len(expected)

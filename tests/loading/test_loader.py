@@ -8,7 +8,7 @@ import gc
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from streammega import (
     DataConfig,
     IndexedDatasetWriter,
+    PhaseConfig,
     StorageConfig,
     StreamingDataset,
     StreamLoader,
@@ -466,6 +467,95 @@ def test_no_threads_are_left(config: DataConfig) -> None:
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
         next(iter(loader))
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def mapped_below(tmp_path: Path) -> Iterator[Callable[[], int]]:
+    """How many files below the test's folder are mapped, without any collection of garbage."""
+
+    def count() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    gc.collect()
+    gc.disable()
+    yield count
+    gc.enable()
+
+
+KINDS_OF_LOADERS: dict[str, dict[str, Any]] = {
+    "megatron": {},
+    "sequential": {"order": "sequential"},
+    "stream": {"order": "stream"},
+    "phases": {
+        "order": "stream",
+        "phases": [PhaseConfig(first_sample=48, sequence_length=8)],
+    },
+    "documents apart": {"eod_id": 7, "reset_attention_mask": True, "reset_position_ids": True},
+    "skipped documents": {"order": "stream", "eod_id": 7, "skip_documents": ["#5"]},
+    "sequences": {"inter_document_masking": True, "eod_id": 7},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOADERS)
+@pytest.mark.parametrize("ids_only", [False, True])
+def test_a_dropped_loader_unmaps_its_files_without_a_collection_of_garbage(
+    config: DataConfig, mapped_below: Callable[[], int], kind: str, ids_only: bool
+) -> None:
+    settings = dict(KINDS_OF_LOADERS[kind])
+    if ids_only and "inter_document_masking" in settings:
+        pytest.skip("ids tell nothing of sequences")
+    if "skip_documents" in settings:
+        settings["skip_documents"] = [f"{first_prefix(config)}#5"]
+    before = mapped_below()
+    for close in (False, True):
+        loader = StreamLoader(
+            replace(config, **settings),
+            micro_batch_size=2,
+            global_batch_size=GLOBAL,
+            ids_only=ids_only,
+        )
+        batches = [next(loader) for _ in range(40)]
+        assert mapped_below() > before
+        if close:
+            loader.close()
+        del loader, batches
+        assert mapped_below() == before
+
+
+def test_a_closed_loader_lets_its_tokens_go_and_goes_on_where_it_was(
+    config: DataConfig, mapped_below: Callable[[], int]
+) -> None:
+    loader = StreamLoader(
+        replace(config, order="stream"), micro_batch_size=2, global_batch_size=GLOBAL
+    )
+    next(loader)
+    loader.close()
+    assert mapped_below() == 0
+    position = loader.consumed_samples
+    assert next(loader)["tokens"].equal(loader.dataset.batch(position)["tokens"])
+    loader.close()
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_dropped_loader_of_a_bucket_unmaps_what_its_caches_hold(
+    config: DataConfig,
+    s3_storage: StorageConfig,
+    bucket: str,
+    tmp_path: Path,
+    mapped_below: Callable[[], int],
+    order: Any,
+) -> None:
+    with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16, storage=s3_storage) as writer:
+        writer.add_index(first_prefix(config))
+    cached = replace(s3_storage, cache_dir=str(tmp_path / "pages"))
+    remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=cached, order=order)
+    for _ in range(2):
+        loader = StreamLoader(remote, micro_batch_size=2, global_batch_size=GLOBAL)
+        next(loader)
+        assert mapped_below()
+        loader.close()
+        del loader
+        assert mapped_below() == 0
 
 
 def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -176,6 +177,17 @@ def test_all_public_names_are_importable() -> None:
         assert getattr(streammega, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = streammega.nothing
+
+
+def test_type_checkers_find_all_public_names_where_they_are_loaded_from() -> None:
+    found: dict[str, str] = {}
+    for node in ast.walk(tree_of(ROOT / "__init__.py")):
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
+            found |= {alias.asname or alias.name: str(node.module) for alias in node.names}
+    assert {"__version__", *found} - {"annotations"} == set(streammega.__all__)
+    for name, module in found.items():
+        if name != "annotations":
+            assert getattr(importlib.import_module(module), name) is getattr(streammega, name)
 
 
 def test_errors_are_one_documented_tree() -> None:

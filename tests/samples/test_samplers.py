@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streammega import (
     DataConfig,
     IndexedDataset,
     MegatronBatchSampler,
+    StorageConfig,
     StreamLoader,
     build_datasets,
 )
+from streammega.dataset.idx import encode_index
 from streammega.errors import ConfigError, StateError
+from streammega.storage.open import open_store
 
 
 def test_batches_of_two_ranks_are_those_counted_by_hand() -> None:
@@ -116,8 +122,51 @@ def test_mock_datasets_serve_every_order_without_any_data(tmp_path: Path) -> Non
         assert first[0].equal(first[1])
 
 
+@given(length=st.integers(1, 9), documents=st.integers(1, 40), data=st.data())
+def test_every_part_of_a_mock_index_is_that_of_the_whole(
+    length: int, documents: int, data: st.DataObject
+) -> None:
+    lengths = np.full(documents, length, np.int32)
+    whole = b"".join(encode_index(np.dtype("<i4"), lengths, np.arange(documents + 1), None))
+    store, key = open_store(
+        f"mock://tokens={length * documents},length={length}.idx", StorageConfig()
+    )
+    assert store.info(key).size == len(whole)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert bytes(store.read_ranges(key, [start], [stop])[0]) == whole[start:stop]
+
+
+def test_a_mock_dataset_of_any_size_is_opened_in_little_memory() -> None:
+    config = DataConfig(
+        blend="mock://tokens=1000000000000",
+        sequence_length=64,
+        order="stream",
+        num_samples=(8, 0, 0),
+    )
+    tracemalloc.start()
+    try:
+        with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+            assert next(loader)["tokens"].shape == (4, 64)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 << 20
+
+
 @pytest.mark.parametrize(
-    "name", ["mock://tokns=5", "mock://tokens=x", "mock://tokens=5,length=10", "mock://vocab=1"]
+    "name",
+    [
+        "mock://tokns=5",
+        "mock://tokens=x",
+        "mock://tokens=²",
+        "mock://tokens=5,length=10",
+        "mock://vocab=1",
+        "mock://vocab=4294967296",
+        "mock://tokens=100,length=1,seed=99999999999999999999",
+        "mock://tokens=9999999999999999999999999",
+        "mock://tokens=1000000000000,length=1",
+    ],
 )
 def test_mock_names_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="mock://"):

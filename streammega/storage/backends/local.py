@@ -96,6 +96,13 @@ class LocalStore:
                 self._maps[key] = mapped
             return mapped.view
 
+    def unmap(self) -> None:
+        """Let go of all files. One is unmapped when nobody uses a view of it any more, and mapped
+        again when it is read.
+        """
+        with self._lock:
+            self._maps.clear()
+
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Files whose path starts with `prefix`: at any depth, or only those with no slash after
         it.
