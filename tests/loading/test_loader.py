@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from streammega import (
     DataConfig,
@@ -260,6 +261,40 @@ def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> 
     with pytest.raises(StateError, match="num_batches"):
         dataset.state_dict()
     assert dataset.state_dict(num_batches=5)["consumed_samples"] == 15
+
+
+class WithBfloat16(torch.utils.data.IterableDataset[Any]):
+    """A dataset around ours that adds a field in a dtype that numpy does not have."""
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.dataset:
+            batch["weight"] = batch["loss_mask"].to(torch.bfloat16)
+            yield batch
+
+
+@pytest.mark.xfail(
+    strict=True, reason="workers encode fields by numpy; such a field ends the thread that sends"
+)
+def test_workers_send_fields_of_every_dtype(config: DataConfig) -> None:
+    dataset = WithBfloat16(StreamingDataset(config, micro_batch_size=6, global_batch_size=12))
+    workers = DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
+    assert next(iter(workers))["weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.xfail(strict=True, reason="workers yield an object that is not a dict")
+def test_batches_in_workers_are_dicts_and_can_be_collated(config: DataConfig) -> None:
+    def types(batches: list[Any]) -> list[bool]:
+        return [isinstance(batch, dict) for batch in batches]
+
+    dataset = StreamingDataset(config, micro_batch_size=6, global_batch_size=12)
+    workers = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=types)
+    assert all(itertools.chain.from_iterable(workers))
+    expected = [batch["tokens"] for batch in DataLoader(dataset, batch_size=2)]
+    got = [batch["tokens"] for batch in DataLoader(dataset, batch_size=2, num_workers=1)]
+    assert torch.equal(torch.cat(got), torch.cat(expected))
 
 
 def test_the_iterable_dataset_counts_what_it_yields(config: DataConfig) -> None:
