@@ -44,6 +44,7 @@ def convert(
     eod_id: option.EodId = None,
     input_dtype: option.InputDtype = None,
     on_error: option.OnError = "stop",
+    max_errors: option.MaxErrors = None,
     input_storage: option.InputStorage = None,
     input_storage_file: option.InputStorageFile = None,
     tokenizer: option.Tokenizer = None,

@@ -107,6 +107,14 @@ InputStorageFile = Annotated[
         help="A TOML file with settings of StorageConfig for the inputs, as --storage-file.",
     ),
 ]
+MaxErrors = Annotated[
+    str | None,
+    _option(
+        INPUTS,
+        metavar="N|N%",
+        help="With --on-error skip: end with an error when more records than this are skipped.",
+    ),
+]
 
 Tokenizer = Annotated[
     str | None,

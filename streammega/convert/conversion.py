@@ -18,7 +18,13 @@ from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.progress import Progress, no_progress
 from streammega.convert.read.inputs import Input
 from streammega.convert.tokenize.tokenizers import TextTokenizer
-from streammega.convert.told import check_all_done, reasons_of, tell_of_ids, tell_of_origins
+from streammega.convert.told import (
+    check_all_done,
+    check_errors,
+    reasons_of,
+    tell_of_ids,
+    tell_of_origins,
+)
 from streammega.convert.write.duplicates import remove_duplicates
 from streammega.convert.write.final_order import DocumentSet
 from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
@@ -239,7 +245,9 @@ class Conversion:
         if self.runner.merges_tasks:
             check_all_done(numbers, done)
         done = self._do_units(job, numbers, done)
-        return [done[number] for number in numbers]
+        records = [done[number] for number in numbers]
+        check_errors(records, self.options, all_done=True)
+        return records
 
     def _do_units(
         self, job: Job, numbers: Sequence[int], done: dict[int, UnitRecord]
@@ -264,8 +272,11 @@ class Conversion:
             files=self.files,
         )
         records = dict(done)
+        check_errors(records.values(), self.options)
         for number, record in run_tasks(work, self.runner, self.progress):
             records[number] = record
+            if record.errors:
+                check_errors(records.values(), self.options)
         return records
 
     def _shards(self, job: Job, layout: ShardLayout) -> list[Shard]:

@@ -4,13 +4,12 @@ an estimate by a sample.
 
 from __future__ import annotations
 
-import bz2
 import io
 import json
 import lzma
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from streammega.convert.documents import LongRecord, LongText, RawDocument, Toke
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
+from streammega.convert.read.decompressed import DECOMPRESSORS
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.long_records import TextFile, short, with_fields
 from streammega.convert.read.pipes import is_pipe
@@ -46,8 +46,6 @@ SHOWN_TOKENS = 24
 """How much of a document and of a sequence is shown."""
 HEAD_BYTES = 1 << 20
 """Of a compressed file, to see by how much it grows."""
-GZIP_WINDOW = 16 + zlib.MAX_WBITS
-"""Tells zlib that there is a gzip header."""
 EVEN_FORMATS = (*TEXT_FORMATS, "megatron", "raw", "npy")
 """Formats whose documents take as many bytes at their end as in their beginning."""
 
@@ -326,21 +324,6 @@ def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
     return len(decompressed) / max(1, len(head) - rest)
 
 
-def _gzip_decompressor() -> Any:
-    return zlib.decompressobj(GZIP_WINDOW)
-
-
-def _zstd_decompressor() -> Any:
-    return zstandard.ZstdDecompressor().decompressobj()
-
-
-DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    ".zst": _zstd_decompressor,
-    ".gz": _gzip_decompressor,
-    ".tgz": _gzip_decompressor,
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-}
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 """What they raise for bytes that are none of theirs."""
 

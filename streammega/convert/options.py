@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -134,6 +135,10 @@ class ConvertOptions:
     """Token bytes of a shard, at most unless one document has more; None: one shard."""
     on_error: Literal["stop", "skip"] = "stop"
     """What a broken record does: it stops the conversion, or is left out, counted and told of."""
+    max_errors: str | int | None = None
+    """With `on_error` skip: the conversion ends with an error where more records than so many
+    (`100`), or than a part of all (`1%`), were skipped.
+    """
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -144,6 +149,13 @@ class ConvertOptions:
         if self.input_dtype not in (None, "uint32"):
             token_dtype_named(str(self.input_dtype))
         self._check_chat()
+        if self.max_errors is not None:
+            self.most_errors(0)
+            if self.on_error != "skip":
+                raise ConfigError(
+                    "max_errors (--max-errors) bounds what is skipped; set on_error (--on-error) "
+                    "to 'skip' too"
+                )
         if self.id_field is not None and not self.origins:
             raise ConfigError(
                 "id_field (--id-field) says which id origins keep; ask for them too (--origins)"
@@ -235,6 +247,21 @@ class ConvertOptions:
                 "add_special_tokens"
             )
 
+    def most_errors(self, records: int) -> int | None:
+        """The most of so many records that may be skipped; None: as many as there are.
+
+        Raises ConfigError for a limit that is none.
+        """
+        if self.max_errors is None:
+            return None
+        parsed = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)%", str(self.max_errors))
+        if not parsed or float(parsed[2] or 0) > 100:
+            raise ConfigError(
+                f"max_errors (--max-errors) is {self.max_errors!r}; give a number of records, or a "
+                f"part of all of them, 1% for instance"
+            )
+        return int(parsed[1]) if parsed[1] else int(records * float(parsed[2]) / 100)
+
     @property
     def key_modes(self) -> list[tuple[str, int]]:
         """(key, mode) of each key."""
@@ -282,7 +309,8 @@ class ConvertOptions:
         chosen tell.
         """
         settings = asdict(self)
-        del settings["include"], settings["exclude"]
+        # An end by too many errors is gone on from by the same command with a higher limit.
+        del settings["include"], settings["exclude"], settings["max_errors"]
         if not self.origins:
             # What was begun before there were origins goes on.
             del settings["origins"], settings["id_field"]

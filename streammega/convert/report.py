@@ -75,7 +75,7 @@ class ConvertReport:
             files = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
             lines.append(f"files not read: {files}")
         shown = self.messages[:SHOWN_MESSAGES]
-        lines += [f"  passed over: {message}" for message in shown]
+        lines += [f"  left out: {message}" for message in shown]
         more = len(self.messages) - len(shown)
         if more:
             lines.append(f"  and {more} more; --report FILE.json has them")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 from streammega.config import StorageConfig
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pairs import dataset_name
 from streammega.convert.write.job import UnitRecord
@@ -15,9 +17,12 @@ from streammega.dataset.origins import ENDING, has_origins
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 
 log = logging.getLogger(__name__)
 
+SHOWN_ERRORS = 5
+"""Skipped records that are shown, where there are too many."""
 TOLD = 20
 """Units that are named, where some are not done."""
 
@@ -32,6 +37,29 @@ def check_all_done(numbers: Sequence[int], done: Collection[int]) -> None:
             f"{named}; start the tasks again that have not ended (task i of N does the units i, "
             f"i + N, ...), with the same inputs and options as here"
         )
+
+
+def check_errors(
+    records: Collection[UnitRecord], options: ConvertOptions, *, all_done: bool = False
+) -> None:
+    """Raise ConvertError if more records were skipped than `max_errors` allows.
+
+    A part of all records is known when all units are done, a number at once.
+    """
+    if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
+        return
+    read = sum(record.read for record in records)
+    most = options.most_errors(read)
+    errors = sum(record.errors for record in records)
+    if most is None or errors <= most:
+        return
+    first = list(chain.from_iterable(record.messages for record in records))[:SHOWN_ERRORS]
+    raise ConvertError(
+        f"{pluralize(errors, 'record')} of {read:,} that were read "
+        f"{'was' if errors == 1 else 'were'} skipped, more than max_errors (--max-errors) "
+        f"{options.max_errors}; mend them, or raise the limit: what is done is kept. The first are:"
+        + "".join(f"\n  {message}" for message in first)
+    )
 
 
 def reasons_of(records: Sequence[UnitRecord]) -> str:

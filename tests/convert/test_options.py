@@ -51,6 +51,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--format zst --level 9": {"kind": "zst", "level": 9},
     "--shard-size 1G": {"shard_bytes": 1 << 30},
     "--on-error skip": {"on_error": "skip"},
+    "--on-error skip --max-errors 1%": {"on_error": "skip", "max_errors": "1%"},
 }
 WITHOUT_OPTION = {"frame_bytes"}
 RUNNERS: dict[str, dict[str, Any]] = {

@@ -5,10 +5,7 @@ Nothing is extracted to disk.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +16,12 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.arrays import load_npy
+from streammega.convert.read.decompressed import DECOMPRESSORS, decompressed
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
 from streammega.convert.read.members import MemberChoice, document_suffix
 from streammega.convert.read.slices import Item, Skipped, Slice, fault, open_stream
 from streammega.convert.read.suffixes import JSON_SUFFIXES, suffix_of
 from streammega.convert.read.tar_end import GOES_ON, TarEnd
-from streammega.convert.read.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 
@@ -132,12 +129,6 @@ def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
 
 def _decompressed(name: str, data: bytes) -> bytes:
     suffix = suffix_of(name)
-    if suffix == ".zst":
-        return io.BufferedReader(ZstdReader(io.BytesIO(data))).read()
-    if suffix == ".gz":
-        return gzip.decompress(data)
-    if suffix == ".bz2":
-        return bz2.decompress(data)
-    if suffix in (".xz", ".lzma"):
-        return lzma.decompress(data)
-    return data
+    if suffix not in DECOMPRESSORS:
+        return data
+    return b"".join(decompressed(io.BytesIO(data), suffix))

@@ -133,10 +133,11 @@ def read_npy(
             count = min(rows_at_once, rows - first)
             size = count * row_tokens * dtype.itemsize
             data = file.read(size)
-            if len(data) != size:
+            whole_rows = len(data) * count // max(1, size)
+            ids = np.frombuffer(data, dtype, whole_rows * row_tokens)
+            yield one_each(ids, np.full(whole_rows, row_tokens, np.int32), ids.nbytes, path)
+            if whole_rows < count:
                 raise ConvertError(f"{path}: the array ends early; copy it again")
-            lengths = np.full(count, row_tokens, np.int32)
-            yield one_each(np.frombuffer(data, dtype), lengths, len(data), path)
 
 
 def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -19,10 +19,12 @@ from streammega.convert.read.long_records import LONG_RECORD, may_be_long
 from streammega.convert.read.origins import id_fields, of_rows
 from streammega.convert.read.slices import Item, Skipped, Slice, fault, open_plain, open_stream
 from streammega.convert.read.suffixes import bare_name, suffix_of
+from streammega.convert.read.whole_files import unreadable
 from streammega.convert.tokenize.long_texts import decoded
 from streammega.dataset.conversations import not_utf8
-from streammega.errors import ConvertError
+from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
+from streammega.storage.open import is_remote
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
@@ -55,7 +57,7 @@ def read_parquet(
     import pyarrow.parquet as pq
 
     with open_plain(piece.input.url, storage, piece.input.etag) as file:
-        table = pq.ParquetFile(file)
+        table = pq.ParquetFile(file, page_checksum_verification=True)
         metadata = table.metadata
         stop = piece.stop
         if stop < 0:
@@ -72,9 +74,20 @@ def read_parquet(
         row = 0
         for group in range(piece.start):
             row += metadata.row_group(group).num_rows
-        for batch in table.iter_batches(rows_at_once, row_groups=groups, columns=columns):
-            yield from _rows(batch, paths, ids, options, piece.input.path, row)
-            row += batch.num_rows
+        for group in groups:
+            first = row
+            row += metadata.row_group(group).num_rows
+            try:
+                for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=columns):
+                    yield from _rows(batch, paths, ids, options, piece.input.path, first)
+                    first += batch.num_rows
+            except Exception as error:  # of pyarrow, of codecs
+                if isinstance(error, StreammegaError) and not isinstance(error, ConvertError):
+                    raise
+                where = f" from row {first + 1:,} to {row:,}, in row group {group:,}"
+                secrets = dict(storage.storage_options) if is_remote(piece.input.path) else {}
+                message = unreadable(piece.input.path, error, secrets, where)
+                fault(options, skipped, "unreadable row", message, row - first)
 
 
 def read_arrow(

@@ -16,9 +16,9 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.decompressed import decompressed
 from streammega.convert.read.keys import MISSING, first_value
 from streammega.convert.read.slices import Item, Skipped, Slice
-from streammega.convert.read.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.storage.open import open_file
 
@@ -29,6 +29,8 @@ LITDATA_TORCH = (
     *("int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16"),
 )
 LITDATA_NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SUFFIX_OF_MDS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
+"""How MDS calls compressions, and the suffixes of such files."""
 WORD_BYTES = 4
 """Of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
@@ -91,10 +93,6 @@ def _text_bytes(record: Any) -> int:
 def _read(path: str, storage: StorageConfig) -> bytes:
     with open_file(path, storage) as file:
         return bytes(file.read())
-
-
-def _unzstd(data: bytes) -> bytes:
-    return io.BufferedReader(ZstdReader(io.BytesIO(data))).read()
 
 
 def _cut(data: bytes, path: str) -> Iterator[bytes]:
@@ -210,20 +208,15 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
 
 
 def _decompress(data: bytes, compression: str, path: str) -> bytes:
-    import bz2
-    import gzip
-
     if compression in ("", "none"):
         return data
-    if compression == "zstd":
-        return _unzstd(data)
-    if compression == "gz":
-        return gzip.decompress(data)
-    if compression == "bz2":
-        return bz2.decompress(data)
-    raise ConvertError(
-        f"{path}: is compressed by {compression}, which is not read; decompress the shards first"
-    )
+    suffix = SUFFIX_OF_MDS.get(compression)
+    if suffix is None:
+        raise ConvertError(
+            f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
+            f"first"
+        )
+    return b"".join(decompressed(io.BytesIO(data), suffix))
 
 
 def litdata_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, Any]]:
@@ -245,7 +238,7 @@ def litdata_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, An
         path = f"{folder}/{_safe(chunk['filename'], folder)}"
         data = _read(path, storage)
         if compression:
-            data = _unzstd(data)
+            data = b"".join(decompressed(io.BytesIO(data), ".zst"))
         for number, item in enumerate(_cut(data, path)):
             where = f"{path}#{number}"
             if flat:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongText, RawDocument
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.archives import read_tar
 from streammega.convert.read.arrays import read_npy, read_raw
@@ -26,6 +26,7 @@ from streammega.convert.read.slices import Item, Reader, Skipped, Slice, open_st
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
 from streammega.convert.read.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
+from streammega.errors.words import pluralize
 from streammega.storage.file_view import expect_end
 from streammega.storage.open import is_remote
 
@@ -41,14 +42,18 @@ def read_slice(
     """The documents of a slice, in order.
 
     Raises ConvertError that names the file; with `on_error="skip"` what cannot be read is noted
-    instead, and what comes before it is kept.
+    instead, with the number of documents that were read before it: these are kept.
     """
     path = piece.input.path
     # whose secrets are in no message
     storage_options = dict(storage.storage_options) if is_remote(path) else {}
     read = READERS[piece.input.format]
+    last: Item | None = None
+    documents = 0
     try:
         for item in read(piece, options, storage, skipped):
+            last = item
+            documents += len(item.documents) if isinstance(item, Tokens) else 1
             if isinstance(item, LongText | LongRecord):
                 yield guarded(item, storage_options)
             else:
@@ -59,12 +64,25 @@ def read_slice(
         # storage that fails makes no file unreadable: it would be left out for good
         if options.on_error == "stop" or not isinstance(error, ConvertError):
             raise
-        skipped.add("unreadable file", str(error))
+        skipped.add("unreadable file", f"{error}{_read_before(documents)}")
     except Exception as error:  # the libraries under it raise whatever they like
-        message = unreadable(path, error, storage_options)
+        message = unreadable(path, error, storage_options, _end_of(last))
         if options.on_error == "stop":
             raise ConvertError(message) from None
-        skipped.add("unreadable file", message)
+        skipped.add("unreadable file", f"{message}{_read_before(documents)}")
+
+
+def _read_before(documents: int) -> str:
+    return f"; {pluralize(documents, 'document')} of it, read before that, kept"
+
+
+def _end_of(last: Item | None) -> str:
+    """Where the last document ends that could be read, for a message."""
+    if not isinstance(last, RawDocument):
+        return ""
+    if last.offset >= 0:
+        return f" behind the line that begins at byte {last.offset:,}"
+    return f" behind line {last.line:,}" if last.line else f" behind {last.path!r}"
 
 
 def _text(

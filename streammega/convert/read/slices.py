@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +13,16 @@ from fsspec.utils import infer_compression
 from streammega.config import StorageConfig
 from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.decompressed import DECOMPRESSORS, PieceReader, decompressed
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.suffixes import COMPRESSIONS, split_query, suffix_of, without_queries
-from streammega.convert.read.zstd import ZstdReader
+from streammega.convert.read.suffixes import split_query, suffix_of, without_queries
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
 from streammega.storage.open import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
+READ_BY_FSSPEC = {".lz4": "lz4", ".snappy": "python-snappy"}
+"""Suffixes, and the packages that they need."""
 MOST_MESSAGES = 1000
 """Of what was passed over, in a report: a corpus may have millions of broken lines."""
 Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
@@ -46,10 +47,13 @@ class Skipped:
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    errors: int = 0
+    """How many faults; other documents may be left out without being one."""
 
-    def add(self, kind: str, message: str) -> None:
-        """Count one."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
+    def add(self, kind: str, message: str, count: int = 1) -> None:
+        """Count a fault, of so many documents."""
+        self.counts[kind] = self.counts.get(kind, 0) + count
+        self.errors += count
         if len(self.messages) < MOST_MESSAGES:
             self.messages.append(redact_urls(message))
 
@@ -63,31 +67,31 @@ def open_stream(path: str, storage: StorageConfig, etag: str = "") -> Iterator[A
     """
     name, _ = split_query(path)
     suffix = suffix_of(name)
-    own_reader = OWN_READERS.get(suffix)
-    if own_reader is not None:
-        with open_file(path, storage, etag=etag) as file:
-            yield own_reader(file, name)
-        return
     with open_file(path, storage, _compression(name, suffix), etag) as file:
-        yield file
+        if suffix in DECOMPRESSORS:
+            yield PieceReader(decompressed(file, suffix))
+        elif suffix == ".zip":
+            member = _zip(file, name)
+            yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
+        else:
+            yield file
 
 
 def _compression(name: str, suffix: str) -> str | None:
-    """As fsspec calls it; None: the file is plain. Raises ConvertError where a package is missing."""
-    if suffix == ".tgz":
-        return "gzip"
+    """As fsspec calls that of a few kinds; None: fsspec is to read the stored bytes.
+
+    Raises ConvertError where a package is missing.
+    """
+    if suffix not in READ_BY_FSSPEC:
+        return None
     compression: str | None = infer_compression(name)
-    # of what fsspec could read it knows only what is installed
-    if compression is None and suffix in COMPRESSIONS:
+    # fsspec knows only what is installed
+    if compression is None:
         raise ConvertError(
-            f"{name}: {suffix} is read with a package that is not installed; decompress it, or "
-            f"install it"
+            f"{name}: {suffix} needs the package {READ_BY_FSSPEC[suffix]}: pip install "
+            f"{READ_BY_FSSPEC[suffix]}, or decompress it"
         )
     return compression
-
-
-def _zstd(file: Any, name: str) -> Any:
-    return io.BufferedReader(ZstdReader(file), BUFFER_BYTES)
 
 
 def _zip(file: Any, name: str) -> Any:
@@ -99,10 +103,6 @@ def _zip(file: Any, name: str) -> Any:
             f"--exclude"
         )
     return archive.open(names[0])
-
-
-OWN_READERS: dict[str, Callable[[Any, str], Any]] = {".zst": _zstd, ".zip": _zip}
-"""Where fsspec's would take the first frame, or the first file, for all."""
 
 
 @contextmanager
@@ -129,11 +129,13 @@ def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
         raise ConvertError(f"{shown}: cannot be read ({reason})") from None
 
 
-def fault(options: ConvertOptions, skipped: Skipped, kind: str, message: str) -> None:
+def fault(
+    options: ConvertOptions, skipped: Skipped, kind: str, message: str, count: int = 1
+) -> None:
     """Raise ConvertError, or note it where faults are passed over."""
     if options.on_error == "stop":
         raise ConvertError(message)
-    skipped.add(kind, message)
+    skipped.add(kind, message, count)
 
 
 Reader = Callable[[Slice, ConvertOptions, StorageConfig, Skipped], Iterator[Item]]

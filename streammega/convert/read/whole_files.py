@@ -73,8 +73,10 @@ def no_text(path: str, error: UnicodeDecodeError) -> FormatError:
     return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{ending}')")
 
 
-def unreadable(path: str, error: Exception, storage_options: dict[str, Any]) -> str:
-    """The message for a file that a library could not read."""
+def unreadable(
+    path: str, error: Exception, storage_options: dict[str, Any], where: str = ""
+) -> str:
+    """The message for a file that a library could not read. where: in it, behind a blank."""
     told = without_queries(f"{type(error).__name__}: {error}")
     reason = redact(told, storage_options)
-    return f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?"
+    return f"{path}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"

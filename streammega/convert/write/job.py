@@ -70,6 +70,10 @@ class UnitRecord:
     segments: list[Segment] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    errors: int = 0
+    """Records that were skipped because something was wrong with them."""
+    read: int = 0
+    """All records, with those that were left out."""
     source_bytes: int = 0
     documents: int = 0
     tokens: int = 0

@@ -83,10 +83,15 @@ def _may_be_cut_at_lines(item: Input, storage: StorageConfig) -> bool:
 def _row_groups(
     item: Input, unit_bytes: int, storage: StorageConfig
 ) -> Iterator[tuple[Slice, int]]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with open_plain(item.url, storage, item.etag) as file:
-        metadata = pq.ParquetFile(file).metadata
+        try:
+            metadata = pq.ParquetFile(file).metadata
+        except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
+            yield Slice(input=item), unit_bytes
+            return
         last_group = metadata.num_row_groups - 1
         first = 0
         size = 0

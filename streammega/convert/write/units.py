@@ -41,11 +41,13 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
 
     for batch in batches_of(job, number, skipped):
         if isinstance(batch, LongText | LongRecord):
+            record.read += 1
             if isinstance(batch, LongRecord):
                 note_read(batch.document.size)
             _add_long(job, counted(batch, note_read), writer, skipped, progress)
             continue
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
+        record.read += len(batch.documents if isinstance(batch, Tokens) else batch)
         record.source_bytes += tokens.source_bytes
         writer.add(tokens)
         progress(tokens.source_bytes, len(tokens.tokens))
@@ -53,6 +55,7 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     for reason, count in skipped.counts.items():
         record.count(reason, count)
     record.messages = skipped.messages
+    record.errors = skipped.errors
     save_record(job, number, record)
     return record
 

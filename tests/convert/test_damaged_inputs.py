@@ -1,0 +1,273 @@
+"""With `--on-error skip` every document before the damage is kept, and counted; too many faults are an
+error all the same.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega.cli.main import main
+from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
+from streammega.convert.read.decompressed import PieceReader, decompressed
+from streammega.errors import ConfigError, ConvertError
+from tests.convert.test_columns_and_keys import texts
+
+LINES = [b'{"text": "%d %x"}\n' % (n, n * 7919 % 65521) for n in range(3000)]
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": lambda data: gzip.compress(data, 6),
+    ".bz2": lambda data: bz2.compress(data, 1),
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+UNPACKERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(31),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+
+
+def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "workers": 1,
+        "overwrite": True,
+        "on_error": "skip",
+    }
+    output = str(tmp_path / "made" / "out")
+    return convert([str(path) for path in inputs], output, **(settings | options))
+
+
+def made(tmp_path: Path) -> list[str]:
+    return texts(tmp_path / "made" / "out")
+
+
+def of_lines(count: int) -> list[str]:
+    return [json.loads(line)["text"] for line in LINES[:count]]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_whole_lines_before_a_cut_are_kept(suffix: str, tmp_path: Path) -> None:
+    packed = PACKERS[suffix](b"".join(LINES))
+    cut = packed[: len(packed) // 2]
+    lines = UNPACKERS[suffix]().decompress(cut).count(b"\n")
+    other = tmp_path / "b.jsonl"
+    other.write_bytes(b'{"text": "other"}\n')
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(cut)
+    report = convert_to(tmp_path, path, other)
+    assert made(tmp_path) == [*of_lines(lines), "other"]
+    assert report.dropped == {"unreadable file": 1}
+    (message,) = report.messages
+    behind = f" behind line {lines:,}" if lines else ""
+    assert f"{path}: cannot be read{behind} (EOFError: it is cut short)" in message
+    assert f"; {lines:,} documents of it, read before that, kept" in message
+    assert f"left out: {path}" in report.as_text()
+    with pytest.raises(ConvertError, match=f"cannot be read{behind} "):
+        convert_to(tmp_path, path, on_error="stop")
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("lost", [1, 4])
+def test_a_file_that_lacks_its_last_bytes_keeps_all_its_lines(
+    suffix: str, lost: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACKERS[suffix](b"".join(LINES))[:-lost])
+    report = convert_to(tmp_path, path)
+    assert made(tmp_path) == of_lines(len(LINES))
+    assert report.dropped == {"unreadable file": 1}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_members_before_junk_are_kept_and_the_junk_is_an_error(suffix: str, tmp_path: Path) -> None:
+    pack = PACKERS[suffix]
+    members = pack(b"".join(LINES[:1000])) + pack(b"".join(LINES[1000:]))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(members + bytes(700))
+    convert_to(tmp_path, path, on_error="stop")
+    assert made(tmp_path) == of_lines(3000), "zeros pad a file"
+    path.write_bytes(members + b"junk, or a member whose first bytes are damaged")
+    report = convert_to(tmp_path, path)
+    assert made(tmp_path) == of_lines(3000)
+    assert report.dropped == {"unreadable file": 1}
+    assert "cannot be read behind line 3,000 (OSError" in report.messages[0]
+    with pytest.raises(ConvertError, match="cannot be read behind line 3,000"):
+        convert_to(tmp_path, path, on_error="stop")
+
+
+@given(
+    data=st.binary(max_size=3000),
+    members=st.lists(st.integers(0, 3000), max_size=3),
+    cut=st.integers(0, 4000),
+    reads=st.integers(1, 2000),
+    suffix=st.sampled_from(sorted(PACKERS)),
+)
+def test_reading_gives_what_decodes_and_then_the_error(
+    data: bytes, members: list[int], cut: int, reads: int, suffix: str
+) -> None:
+    bounds = [0, *sorted(min(place, len(data)) for place in members), len(data)]
+    packed = b"".join(
+        PACKERS[suffix](data[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)
+    )
+    whole = PieceReader(decompressed(io.BytesIO(packed), suffix))
+    assert b"".join(iter(lambda: whole.read(reads), b"")) == data
+    file = PieceReader(decompressed(io.BytesIO(packed[:cut]), suffix))
+    found = b""
+    try:
+        while piece := file.read(reads):
+            found += piece
+    except EOFError:
+        assert cut < len(packed)
+        with pytest.raises(EOFError):
+            file.read(1)
+    assert data.startswith(found)
+    if cut >= len(packed):
+        assert found == data
+
+
+def test_a_table_and_texts_that_are_cut_keep_their_rows(tmp_path: Path) -> None:
+    rows = "id,text\n" + "".join(f'{n},"row\n{n}"\n' for n in range(2000))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(rows.encode())[:-4])
+    report = convert_to(tmp_path, tmp_path / "a.csv.gz")
+    assert made(tmp_path) == [f"row\n{n}" for n in range(2000)]
+    assert "behind line 4,000 (" in report.messages[0]
+    ids = np.arange(12_000, dtype=np.int32).reshape(400, 30)
+    with io.BytesIO() as file:
+        np.save(file, ids)
+        (tmp_path / "a.npy.gz").write_bytes(gzip.compress(file.getvalue()[:-61]))
+    report = convert_to(tmp_path, tmp_path / "a.npy.gz", tokenizer=None)
+    assert report.documents == 399
+    assert "; 399 documents of it, read before that, kept" in report.messages[0]
+
+
+def parquet(path: Path, **options: Any) -> list[tuple[int, int]]:
+    """Ten row groups of 100 rows; where the pages of each group's column lie."""
+    rows = {"id": range(1000), "text": [f"text {n} {n * 7919 % 65521:x}" for n in range(1000)]}
+    pq.write_table(pa.table(rows), path, row_group_size=100, use_dictionary=False, **options)
+    metadata = pq.ParquetFile(path).metadata
+    columns = [metadata.row_group(group).column(1) for group in range(10)]
+    return [(item.data_page_offset, item.total_compressed_size) for item in columns]
+
+
+@pytest.mark.parametrize("codec", ["zstd", "none"])
+@pytest.mark.parametrize("unit", [64 << 20, 1000])
+def test_a_damaged_page_costs_its_row_group_alone(
+    codec: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
+    path = tmp_path / "a.parquet"
+    pages = parquet(path, compression=codec, write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    for group in (3, 7):
+        start, size = pages[group]
+        data[start + size // 2] ^= 0x55
+    path.write_bytes(data)
+    report = convert_to(tmp_path, path)
+    numbers = [int(text.split()[1]) for text in made(tmp_path)]
+    assert numbers == [n for n in range(1000) if n // 100 not in (3, 7)]
+    assert report.dropped == {"unreadable row": 200}
+    assert [
+        f"cannot be read from row {first} to {first + 99}, in row group {group} (" in message
+        for message, first, group in zip(report.messages, (301, 701), (3, 7), strict=True)
+    ] == [True, True]
+    with pytest.raises(ConvertError, match="from row 301 to 400, in row group 3"):
+        convert_to(tmp_path, path, on_error="stop")
+
+
+def test_a_large_file_that_is_no_parquet_is_named_by_whoever_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 10)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing more of it PAR1")
+    (tmp_path / "b.jsonl").write_bytes(LINES[0])
+    report = convert_to(tmp_path, tmp_path / "a.parquet", tmp_path / "b.jsonl")
+    assert (report.documents, report.dropped) == (1, {"unreadable file": 1})
+    with pytest.raises(ConvertError, match=r"a\.parquet: cannot be read"):
+        convert_to(tmp_path, tmp_path / "a.parquet", on_error="stop")
+
+
+# --- too many faults ------------------------------------------------------------------------------
+
+
+def broken_lines(folder: Path) -> list[Path]:
+    """Four files of 100 lines, with 0, 1, 2 and 3 broken ones."""
+    folder.mkdir(exist_ok=True)
+    for number in range(4):
+        lines = [line if n >= number else b"{broken\n" for n, line in enumerate(LINES[:100])]
+        (folder / f"{number}.jsonl").write_bytes(b"".join(lines))
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("limit", [6, "6", "1.5%", "100%", "7"])
+def test_faults_within_the_limit_are_skipped(limit: Any, tmp_path: Path) -> None:
+    report = convert_to(tmp_path, *broken_lines(tmp_path / "in"), max_errors=limit)
+    assert (report.documents, report.dropped) == (394, {"broken record": 6})
+
+
+@pytest.mark.parametrize("limit", [5, 0, "1.49%", "0%"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_faults_beyond_the_limit_end_the_conversion(
+    limit: Any, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 10)
+    inputs = broken_lines(tmp_path / "in")
+    with pytest.raises(
+        ConvertError, match=r"more than max_errors.*\n.*jsonl.* broken JSON"
+    ) as told:
+        convert_to(tmp_path, *inputs, max_errors=limit, workers=workers)
+    assert str(told.value).count("broken JSON") <= 5
+    assert not list((tmp_path / "made").glob("out*"))
+    report = convert_to(tmp_path, *inputs, max_errors=6, workers=workers)
+    assert report.documents == 394, "a higher limit goes on"
+
+
+def test_faults_of_all_tasks_are_counted_together(tmp_path: Path) -> None:
+    inputs = [str(path) for path in broken_lines(tmp_path / "in")]
+    output = str(tmp_path / "made" / "out")
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes", "on_error": "skip", "workers": 1, "work": str(tmp_path / "work"),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streammega.convert.write.plan.UNIT_BYTES", 10)
+        with pytest.raises(ConvertError, match="more than max_errors"):
+            convert_task(inputs, output, Task(number=0, of=1), max_errors=5, **settings)
+        for number in range(2):
+            task = Task(number=number, of=2)
+            convert_task(inputs, output, task, max_errors="1%", **settings)
+        with pytest.raises(ConvertError, match="6 records of 400 that were read were skipped"):
+            merge_tasks(inputs, output, max_errors="1%", **settings)
+        assert merge_tasks(inputs, output, max_errors="2%", **settings).documents == 394
+
+
+@pytest.mark.parametrize("limit", ["-1", "many", "101%", "", "1 %"])
+def test_a_limit_that_is_none_is_refused(limit: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_errors"):
+        convert_to(tmp_path, tmp_path / "in.jsonl", max_errors=limit)
+
+
+def test_a_limit_needs_faults_to_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="--on-error"):
+        convert_to(tmp_path, tmp_path / "in.jsonl", max_errors=3, on_error="stop")
+    inputs = map(str, broken_lines(tmp_path / "in"))
+    command = ["convert", *inputs, str(tmp_path / "o"), "--tokenizer", "bytes"]
+    assert main([*command, "--on-error", "skip", "--max-errors", "5"]) == 1
+    assert "more than max_errors (--max-errors) 5" in capsys.readouterr().err
