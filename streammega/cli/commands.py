@@ -157,7 +157,7 @@ def plot(
         f"{len(steps)} steps{_begun_again(restarts(records))}, "
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
     )
-    write_run(records, title, target)
+    write_run(records, f"{title}: {len(steps)} steps", target)
     typer.echo(f"plot written to {target}")
 
 

@@ -40,7 +40,10 @@ def diff_orders(
     one = open_run(load_run(config), split, None)
     two = open_run(load_run(other), split, None)
     report = {"runs": [config, other], **differences_report(one, two, samples)}
-    show_report(report, as_text(report), as_json=as_json, html=html)
+    text = as_text(report)
+    title = f"orders of {config} and {other}"
+    summary, _, _ = text.partition("\n")
+    show_report(report, text, as_json=as_json, html=html, title=title, summary=summary)
     if report["first_sample"] is not None:
         raise typer.Exit(1)
 
@@ -69,8 +72,8 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
         "samples": found.samples,
         "first_sample": found.first,
         "first_steps": steps,
-        "looked_at": found.looked_at,
-        "same_of_these": found.shared,
+        "looked_at": None if found.first is None else found.looked_at,
+        "same_of_these": None if found.first is None else found.shared,
         "settings": settings,
         "tokens": _tokens_of(one, two, found.samples) if found.first is not None else {},
         "steps": _step_words(one, two),

@@ -84,7 +84,7 @@ def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
     run = open_run(load_run(path), "train", None)
     check_step(run, "--last-step", last_step)
     report = {"run": path, **phases_report(run, last_step or run.last_step)}
-    show_report(report, phases_as_text(report), as_json=as_json, html=None)
+    show_report(report, phases_as_text(report), as_json=as_json)
 
 
 def _describe_dataset(

@@ -235,7 +235,7 @@ def write_plot(report: OrderReport, path: str) -> None:
         right.plot(report.blend_prefixes, report.blend_drift)
         right.set_title("Distance of the blend from its target")
         right.set_xlabel("samples so far")
-        right.set_ylabel("samples, of the dataset that is furthest")
+        right.set_ylabel("samples too many or too few (largest of all datasets)")
     figure.suptitle(_title(report))
     figure.savefig(path, dpi=120)
 
@@ -255,11 +255,10 @@ def _draw_quality(axes: Any, report: OrderReport) -> None:
         words = f" {_figure(ours[name])} of {_figure(full[name])}"
         axes.text(length, row, words, va="center", fontsize="small")
     axes.axvline(1.0, color="gray", linestyle="--")
-    axes.margins(x=0.25)  # room for the words beside the longest bar
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.5 * max(1.0, *lengths))  # with room for the words after the longest bar
     axes.invert_yaxis()  # the first figure on top, as in the table
     axes.set_title("Shuffling")
-    axes.set_xlabel("this order / full shuffle")
+    axes.set_xlabel("this order / full shuffle (1 is as good)")
 
 
 def _fully_shuffled(total: int, count: int) -> Any:

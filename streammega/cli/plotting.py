@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from streammega.errors import ConfigError
@@ -58,21 +58,26 @@ def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class PlotField:
-    """One of the four fields of a run's plot."""
+    """One of the fields of a run's plot."""
 
     title: str
     """What its axis says."""
     curves: tuple[str, ...]
     """Names in the records."""
+    is_noisy: bool = True
+    """Whether the mean over a fiftieth of the run says more than its steps."""
 
 
 FIELDS = (
     PlotField("loss (nats a token)", ("loss", "valid_loss", "valid_loss_of", "source_loss")),
     PlotField("gradient norm", ("grad_norm",)),
-    PlotField("learning rate", ("lr",)),
-    PlotField("tokens a second", ("tokens_per_s",)),
+    PlotField("learning rate", ("lr",), is_noisy=False),
+    PlotField("tokens per second", ("tokens_per_s",)),
+    PlotField("seconds waited for data", ("data_wait_s",)),
 )
-"""From left to right, and down; waiting is drawn over the last."""
+"""From left to right, and down."""
+SMOOTHED = 50
+"""A noisy curve of more points than this is drawn faint, with its mean over a fiftieth of the run on top."""
 
 
 def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> None:
@@ -84,37 +89,54 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     """
     steps = latest(records)
     restart_steps = restarts(records)
-    figure, grid = pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
-    for axes, field in zip(grid.flat, FIELDS, strict=True):
-        _draw_field(axes, _curves(steps, field.curves), restart_steps)
+    figure, grid = pyplot().subplots(3, 2, figsize=(12, 11), layout="constrained")
+    for axes, field in zip(grid.flat, FIELDS, strict=False):
+        _draw_field(axes, field, _curves(steps, field.curves), restart_steps)
         axes.set_ylabel(field.title)
-    speed = grid[1][1]
-    waiting = speed.twinx()
-    waits = _curves(steps, ["data_wait_s"])
-    if waits:
-        waiting.plot(*zip(*waits["data_wait_s"], strict=True), color="tab:red", linewidth=0.7)
-        waiting.set_ylabel("seconds waited for data", color="tab:red")
+    for axes in grid.flat[len(FIELDS) :]:
+        axes.set_axis_off()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
 
 def _draw_field(
-    axes: Any, curves: Mapping[str, list[tuple[int, float]]], restart_steps: Sequence[int]
+    axes: Any,
+    field: PlotField,
+    curves: Mapping[str, list[tuple[int, float]]],
+    restart_steps: Sequence[int],
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for name, points in curves.items():
         # validation is seldom: its points lie apart
         marker = "o" if name.startswith("valid") else None
-        axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3)
-    label: str | None = "restart"
-    for step in restart_steps:
+        numbers, values = zip(*points, strict=True)
+        is_smoothed = field.is_noisy and len(points) > SMOOTHED
+        label = None if is_smoothed else name
+        alpha = 0.3 if is_smoothed else 1.0
+        (line,) = axes.plot(numbers, values, label=label, marker=marker, markersize=3, alpha=alpha)
+        if is_smoothed:
+            axes.plot(numbers, smoothed(values), label=name, color=line.get_color())
+    for place, step in enumerate(restart_steps):
+        # once in the legend, however many there were
+        label = None if place else "restart"
         axes.axvline(step, color="gray", linestyle=":", linewidth=1, label=label)
-        label = None  # once in the legend, however many there were
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a step
     if len(curves) > 1 or restart_steps:
         axes.legend(loc="best", fontsize="small")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of the values around each, over a fiftieth of all; fewer at both ends."""
+    reach = max(1, len(values) // SMOOTHED) // 2 + 1
+    sums = [0.0, *accumulate(values)]
+    means = []
+    for place in range(len(values)):
+        start = max(0, place - reach)
+        stop = min(len(values), place + reach + 1)
+        means.append((sums[stop] - sums[start]) / (stop - start))
+    return means
 
 
 def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

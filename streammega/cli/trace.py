@@ -73,7 +73,10 @@ def trace(
             report, text = _of_samples(run, samples, _range(tokens), model)
     except IndexError as error:  # a number that no sample or document has, as it was given
         raise ConfigError(str(error)) from None
-    show_report({"run": config, **report}, text, as_json=as_json, html=html)
+    chosen = {"step": step, "sample": sample, "find": find, "skipped": skipped or None}
+    what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+    title = f"trace of {config}: {'skipped documents' if skipped else what}"
+    show_report({"run": config, **report}, text, as_json=as_json, html=html, title=title)
 
 
 def _of_skipped(run: TracedRunFile, last: int) -> tuple[Report, str]:
@@ -140,13 +143,22 @@ def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
     )
 
 
-def show_report(report: Report, text: str, *, as_json: bool, html: str | None) -> None:
-    """Print a report, and write its page where one is asked for."""
+def show_report(
+    report: Report,
+    text: str,
+    *,
+    as_json: bool,
+    html: str | None = None,
+    title: str = "streammega",
+    summary: str = "",
+) -> None:
+    """Print a report, and write its page if one is wanted. title, summary: of the page."""
     if html is not None:
         from streammega.cli.pages import page_of
 
         # names of files may hold bytes that are no text
-        Path(html).write_text(page_of(report), encoding="utf-8", errors="backslashreplace")
+        page = page_of(report, title, summary)
+        Path(html).write_text(page, encoding="utf-8", errors="backslashreplace")
     if as_json:
         text = json.dumps(report, indent=1, ensure_ascii=False)
     typer.echo(text.encode("utf-8", "backslashreplace").decode())

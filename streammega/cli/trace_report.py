@@ -230,6 +230,7 @@ def _run_entry(part: TracedRun) -> Report:
         "tokens": [part.start, part.stop],
         "document_tokens": part.document_tokens,
         **_origin_entry(part.origin),
+        **({"ends_document": True} if part.stop == part.document_tokens else {}),
         **({"skipped": True} if part.skipped else {}),
     }
 

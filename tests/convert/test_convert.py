@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
-from streammega.cli.plotting import latest, restarts, sparkline
+from streammega.cli.plotting import latest, restarts, smoothed, sparkline
 from streammega.convert import convert
 from streammega.convert.read.slices import open_stream
 from streammega.convert.tokenize import tokenizers
@@ -449,6 +449,14 @@ def test_steps_that_a_restart_gave_up_are_not_drawn(
     assert main(["plot", str(tmp_path)]) == 0
     assert "3 steps (begun again with step 1), loss 2 to 2" in capsys.readouterr().out
     assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_smoothed_curves_have_the_mean_of_what_is_around_each_step() -> None:
+    values = [float(n % 2) for n in range(200)]
+    means = smoothed(values)
+    assert len(means) == 200
+    assert all(abs(mean - 0.5) < 0.2 for mean in means)
+    assert smoothed([3.0] * 60) == [3.0] * 60
 
 
 def test_sparklines_follow_the_values() -> None:

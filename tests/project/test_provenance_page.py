@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import streammega
 from streammega.cli.main import main
 from streammega.cli.trace import show_report
 from tests.project.test_pages import blocks
@@ -81,6 +82,34 @@ def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[
     assert "say nine lives.&lt;|endoftext|&gt;" in page
     assert "<script" not in page
     assert "http" not in page
+    assert "<title>trace of run.toml: sample 6</title>" in page
+    assert f"streammega {streammega.__version__}, 20" in page
+    assert "[29, 45)" in page
+    assert "ends document" in page
+    assert depth_of_tables(page) == 1
+    assert [entry.get("ends_document", False) for entry in sample["runs"]] == [True, False]
+
+
+def depth_of_tables(page: str) -> int:
+    """How deep tables lie within tables."""
+    depth = 0
+    deepest = 0
+    for tag in re.findall(r"<(/?)table", page):
+        depth += -1 if tag else 1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize("arguments", ["--step 2", "--find a-3", "--skipped data.eod_id=256"])
+def test_every_page_has_a_title_and_no_table_within_a_table(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"streammega trace run.toml {arguments} --html page.html", capsys)
+    page = Path("page.html").read_text()
+    assert depth_of_tables(page) == 1
+    assert "<title>trace of run.toml: " in page
+    assert "white-space: pre-wrap" in page
 
 
 @pytest.mark.usefixtures("corpus")

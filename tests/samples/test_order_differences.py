@@ -107,7 +107,10 @@ def test_the_command_says_it_in_words_json_and_by_its_exit_status(
     assert "seed" in Path("page.html").read_text()
     assert main(["diff-orders", "a.toml", "b.toml", "--samples", "0"]) == 1
     assert "--samples 0: nothing is compared" in capsys.readouterr().err
-    assert main(["diff-orders", "a.toml", "c.toml", "--json"]) == 0
+    assert main(["diff-orders", "a.toml", "c.toml", "--json", "--html", "same.html"]) == 0
+    page = Path("same.html").read_text()
+    assert "<p>the first 40 samples of train are the same</p>" in page
+    assert "same of these" not in page
     report = json.loads(capsys.readouterr().out)
     assert report["first_sample"] is None
     assert report["samples"] == 40

@@ -149,6 +149,7 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
     init_num_microbatches_calculator(
         rank, None, args.global_batch_size, args.micro_batch_size, world_size
     )
+    destroy_rerun_state_machine()  # another test of this process may have left one
     initialize_rerun_state_machine()
     try:
         model = gpt_model(args.seq_length)
