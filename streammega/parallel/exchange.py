@@ -6,6 +6,7 @@ its parts, its stage's fields
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,8 +107,7 @@ class Exchange:
         self._form_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # a stream of its own, so that the next micro-batch is made while this one is computed
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = side_stream(device)
         # The shape of cu_seqlens depends on the ids. A host that is not told how many documents
         # there are would have to wait for the device to count them.
         self._tells_documents = (
@@ -151,9 +151,9 @@ class Exchange:
             batch = self._derive(started, raw["ids"], raw["valid"], raw.get("learned"))
             return replace(started, batch=batch)
         documents = self._tell_documents(started, raw) if self._tells_documents else None
-        message = self._message(started.form, raw)
         if self._stream is not None:
-            return self._start_on_device(started, message, documents)
+            return self._start_on_device(started, raw, documents)
+        message = self._message(started.form, raw)
         return replace(started, message=message, work=self._broadcast(message))
 
     def finish(self, started: StartedBatch) -> RankBatch:
@@ -217,11 +217,15 @@ class Exchange:
         return DocumentCounts(*numbers.tolist())
 
     def _start_on_device(
-        self, started: StartedBatch, message: Tensor, documents: DocumentCounts | None
+        self, started: StartedBatch, raw: Batch | None, documents: DocumentCounts | None
     ) -> StartedBatch:
-        """Copy, broadcast and derive on the side stream."""
+        """Copy, broadcast and derive on the side stream.
+
+        The message has memory of this stream too: what the computing stream's host code has let go
+        may still be read by what that stream has to do.
+        """
         with torch.cuda.stream(self._stream):
-            message = message.to(self._device, non_blocking=True)
+            message = self._message(started.form, raw).to(self._device, non_blocking=True)
             work = self._broadcast(message)
             if work is not None:
                 work.wait()  # of NCCL: the stream waits, not this thread
@@ -280,6 +284,14 @@ class Exchange:
         if documents is not None:
             batch.longest = documents.longest
         return batch
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which the next micro-batch is made while this one is computed: one for a device, since the
+    allocator keeps what was freed on a stream for that stream.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Sequence[tuple[int, int]]:

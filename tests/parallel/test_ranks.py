@@ -37,6 +37,7 @@ from streammega.parallel.derive import device_fields, documents_of, rank_fields
 from streammega.parallel.exchange import rank_device
 from streammega.samples.fields import Batch, batch_fields, fields_of_ids
 from streammega.samples.seams import Seams
+from tests.support.cuda_support import FakeCuda
 from tests.support.gang import Gang
 from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
 
@@ -538,13 +539,38 @@ def test_what_a_rank_reads_for_its_messages_is_not_pinned(
         next(RankBatches(loader, Ranks(ParallelLayout()), "cpu"))
 
 
-def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(
-    config: DataConfig,
-) -> None:
-    """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
-    with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
-        exchange: Any = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
-        on_host = exchange._message(exchange._form_of(LENGTH), None)
-        exchange._stream, exchange._device = SimpleNamespace(), torch.device("meta")
-        message = exchange._message(exchange._form_of(LENGTH), None)
-        assert (message.device.type, message.shape) == ("meta", on_host.shape)
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_message_has_memory_of_the_stream_that_uses_it(config: DataConfig, tp_rank: int) -> None:
+    """Memory of the computing stream may still be read by what that stream has to do. The rank that
+    receives copies nothing: what the broadcast overwrites was never initialised.
+    """
+    cuda = FakeCuda()
+    ranks = one_of_two_by_tensors(tp_rank)
+    with cuda.used(), open_loader(config, ranks, **SIZES) as loader:
+        batches = RankBatches(loader, ranks, "cuda", ahead=0)
+        for _ in range(2):
+            next(batches)
+    first = "memory on side 0" if tp_rank else "copy on side 0"
+    assert cuda.log == [first, "broadcast on side 0", "main waits for side 0"] * 2
+
+
+def test_batches_that_are_asked_for_one_by_one_use_one_stream(config: DataConfig) -> None:
+    """The allocator keeps the memory of each stream for that stream."""
+    cuda = FakeCuda()
+    ranks = one_of_two_by_tensors(1)
+    with cuda.used(), open_loader(config, ranks, **SIZES) as loader:
+        for _ in range(3):
+            get_batch(loader, ranks, "cuda")
+    assert len(cuda.streams) == 1
+
+
+def one_of_two_by_tensors(tp_rank: int) -> Any:
+    """Stands for one of two tensor-parallel ranks."""
+    return SimpleNamespace(
+        layout=ParallelLayout(tp=2),
+        at={"tp": tp_rank, "cp": 0, "dp": 0, "pp": 0},
+        group=lambda _: SimpleNamespace(_get_backend=lambda _: None),
+        members=lambda _: [0, 1],
+        is_first_stage=True,
+        is_last_stage=True,
+    )
