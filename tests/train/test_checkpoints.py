@@ -912,6 +912,9 @@ class FakeDevice:
     def event(self) -> Any:
         return FakeEvent(self.log)
 
+    def choose(self, stream: Any) -> None:
+        self.log.append(f"device of {stream.name}")
+
 
 class FakeStream:
     def __init__(self, name: str, log: list[str]) -> None:
@@ -958,6 +961,9 @@ def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_th
     for value in (*values.values(), step):
         value.add_(1)
     copies.wait()
+    assert device.log[4:] == ["device of side", "host waits"], (
+        "a thread's own device is the first, of which a wait would make a context"
+    )
     assert torch.equal(taken["a"].boxes[0][1], torch.arange(6.0).view(2, 3))
     assert torch.equal(taken["b"].boxes[0][1], torch.arange(5).to(torch.bfloat16))
     assert float(taken["step"].boxes[0][1]) == 3.0

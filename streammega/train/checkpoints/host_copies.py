@@ -65,6 +65,9 @@ class Device(Protocol):
     def event(self) -> Any:
         """Something that can be waited for, by streams and by the host."""
 
+    def choose(self, stream: Any) -> None:
+        """Let this thread use the device of a stream."""
+
 
 class HostCopies:
     """Made by `take`, one set at a time: the former one must have been written.
@@ -127,8 +130,10 @@ class HostCopies:
             self._unordered = False
 
     def wait(self) -> None:
-        """Until the copies are there."""
+        """Until the copies are there. A thread of its own may wait for them."""
         if self._event is not None:
+            # A new thread has the first device, on which CUDA would make a context for it.
+            self._device.choose(self._stream)
             self._event.synchronize()
 
     def _places(self, state: Mapping[str, Boxes]) -> dict[str, list[Tensor]]:
@@ -200,6 +205,10 @@ class _Cuda:
     def event(self) -> Any:
         """Without timing, which would cost."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def choose(self, stream: Any) -> None:
+        """Not by a context: its end would go back to the first device."""
+        torch.cuda.set_device(stream.device)
 
 
 def _unpin(cudart: Any, address: int) -> None:
