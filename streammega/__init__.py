@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from streammega.dataset import IndexedDatasetWriter as IndexedDatasetWriter
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.gradients.data_parallel import BucketedDataParallel as BucketedDataParallel
+    from streammega.gradients.data_parallel import finish_grad_sync as finish_grad_sync
     from streammega.gradients.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from streammega.gradients.sync import finish_grad_sync as finish_grad_sync
     from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
@@ -76,7 +76,7 @@ _HOMES = {
     "StreamLoader": "streammega.loading",
     "SourceLosses": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
-    "finish_grad_sync": "streammega.gradients.sync",
+    "finish_grad_sync": "streammega.gradients.data_parallel",
     "ShardedOptimizer": "streammega.gradients.sharded_optimizer",
 }
 

@@ -98,6 +98,8 @@ class BucketStarts:
             bucket.forget()
 
     def _look_and_start(self, bucket: GradBucket) -> None:
+        # parts of a model may run on streams of their own, as their hooks then do
+        bucket.wait_for_streams()
         # before the sum, in which a bad gradient would be that of every rank
         self._look(bucket)
         self._start(bucket)

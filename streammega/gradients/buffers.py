@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -86,10 +86,20 @@ class GradBucket:
     """Parameters whose gradients of this step are not complete: at 0 the bucket is full."""
     work: Work | None = None
     """The collective that is under way, where the model has a group."""
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    """On which gradients were added to it in this step, on CUDA."""
+
+    def wait_for_streams(self) -> None:
+        """Let the current stream wait for those that have added gradients."""
+        for stream in self.streams:
+            current = torch.cuda.current_stream(stream.device)
+            if stream != current:
+                current.wait_stream(stream)
 
     def forget(self) -> None:
         """Begin a step: nothing has been added, nothing is under way."""
         self.work = None
+        self.streams.clear()
         self.unready = len(self.slots)
         for slot in self.slots:
             slot.count = 0
@@ -117,13 +127,14 @@ class GradBuffer:
 def make_buffers(
     module: nn.Module,
     bucket_size: int,
-    grad_dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
     *,
     tied: Collection[str],
     shards: int,
 ) -> list[GradBuffer]:
     """One buffer for each dtype of the parameters that are trained, in order of their first one.
 
+    grad_dtype: of the buffers; None: that of their parameters, but float32 at least.
     tied: names of parameters whose buckets start last. shards: ranks that each step a part of every
     bucket, whose parameters then move into the buffer; 0: parameters stay where they are.
     """
@@ -134,10 +145,11 @@ def make_buffers(
     if not by_dtype:
         raise ConfigError("the module has no parameters that require gradients")
     _check_kinds(list(itertools.chain.from_iterable(by_dtype.values())))
-    return [
-        _make_buffer(named, bucket_size, grad_dtype, tied=tied, shards=shards)
-        for named in by_dtype.values()
-    ]
+    buffers = []
+    for dtype, named in by_dtype.items():
+        of_buffer = grad_dtype or torch.promote_types(dtype, torch.float32)
+        buffers.append(_make_buffer(named, bucket_size, of_buffer, tied=tied, shards=shards))
+    return buffers
 
 
 @torch.no_grad()

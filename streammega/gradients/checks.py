@@ -45,10 +45,14 @@ class GradientChecks:
 
         `grads`: all of it; `note`: what to say of it besides its parameter.
         """
+        # a largest element of none is an error in torch
+        filled = [slot for slot in slots if slot.main_grad.numel()]
+        if not filled:
+            return
         if not self._at_once:
-            self._take_norms(grads, slots, note)
+            self._take_norms(grads, filled, note)
         elif not self._first_fault and not self._is_sound(grads):
-            self._first_fault = self._fault_of_first(slots, note)
+            self._first_fault = self._fault_of_first(filled, note)
 
     def count_bad(self) -> Tensor | float:
         """1 where this rank saw something bad, else 0; on the device, where the norms are."""
@@ -71,14 +75,12 @@ class GradientChecks:
 
     def _take_norms(self, grads: Tensor, slots: Sequence[GradSlot], note: str) -> None:
         """Note a norm of each parameter, on the device: nothing waits for it."""
-        # a largest element of none is an error in torch
-        filled = [slot for slot in slots if slot.main_grad.numel()]
         # in float32 at least; of infinite order it is the largest element
         dtype = _wide(grads)
         order = 2 if self._largest is None else torch.inf
-        of_parameters = [slot.main_grad for slot in filled]
+        of_parameters = [slot.main_grad for slot in slots]
         self._norms += torch._foreach_norm(of_parameters, order, dtype=dtype)
-        self._names += [slot.name + note for slot in filled]
+        self._names += [slot.name + note for slot in slots]
 
     def _fault_by_norms(self) -> str:
         """What is wrong with the first parameter whose norm is bad; nothing where all are good."""
@@ -125,7 +127,7 @@ class GradientChecks:
                 f"the gradient of {slot.name}{note} is not finite in {int(bad.sum())} of "
                 f"{bad.numel()} elements; {MEND}"
             )
-        if self._largest is None or not bad.numel():
+        if self._largest is None:
             return ""
         largest = float(slot.main_grad.abs().max())
         if largest <= self._largest:
@@ -157,10 +159,9 @@ class Report:
         self._checks = checks
         used = [slot.is_used for slot in slots]
         self._must_read = checks is not None or not all(used)
-        if all(used):  # nothing has to be copied to the device
-            self._sums = torch.ones(2 + len(slots), device=device)
-        else:
-            self._sums = torch.tensor([0.0, 0.0, *used], device=device)
+        # from other memory than pinned the host would wait for all that the device has to do
+        sums = torch.tensor([0.0, 0.0, *used], pin_memory=device.type == "cuda")
+        self._sums = sums.to(device, non_blocking=True)
         bad = checks.count_bad() if checks is not None else 0.0
         place_in_group = group.rank() if group is not None else 0
         self._sums[0] = bad

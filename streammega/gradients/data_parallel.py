@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+import itertools
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +22,16 @@ from streammega.gradients.buffers import (
     make_buffers,
     tensor_parallel_group,
 )
-from streammega.gradients.checks import GradientChecks
+from streammega.gradients.checks import GradientChecks, raise_if_bad
 from streammega.gradients.collectives import clip, total_norm
 from streammega.gradients.reducer import GradReducer
-from streammega.gradients.sync import finish_grad_sync
+from streammega.gradients.start_order import start_order_of
 from streammega.parallel import Ranks
 
-__all__ = ["BucketedDataParallel", "finish_grad_sync"]
+log = logging.getLogger(__name__)
+
+STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules whose buffers change in every forward, apart on each rank."""
 
 
 class BucketedDataParallel(nn.Module):
@@ -42,11 +48,16 @@ class BucketedDataParallel(nn.Module):
         optimizer.step()
         model.zero_grad()
 
-    All ranks begin with the parameters of the first. Gradients are averaged over them as by torch's
-    DDP; where that adds up micro-batches in the parameters' dtype, this does in `grad_dtype`.
+    All ranks begin with the parameters and buffers of the first; ConfigError says where their
+    modules differ. Buffers are sent this once: what a forward changes in them (statistics of
+    BatchNorm) stays each rank's own, unlike with torch's DDP. Gradients are averaged over ranks as
+    by torch's DDP; where that adds up micro-batches in the parameters' dtype, this does in
+    `grad_dtype`.
+
     Buckets are laid out in reverse registration order (see `plan_buckets`), and their collectives
     start in that order on every rank, whichever gradient is ready first: over the parameters of all
-    dtypes, and over all models of a group, the last made first. Models of one group overlap their
+    dtypes, and over all models of a group, the last made first. They meet no collective of the
+    program's: a process group of the same ranks is made for them. Models of one group overlap their
     collectives with backward where `streammega.finish_grad_sync` is called with all of them; a
     model that is stepped apart from another overlaps in a group of its own.
 
@@ -64,7 +75,7 @@ class BucketedDataParallel(nn.Module):
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
             taken over all groups.
         bucket_size: elements; None: max(40M, 1M * ranks).
-        grad_dtype: of the buffer.
+        grad_dtype: of the buckets; None: that of their parameters, but float32 at least.
         average: divide by the number of ranks; else gradients are summed, to be normalised by
             `finish_grad_sync(num_tokens)`.
         sharded: lay out for ShardedOptimizer: each rank is given its part of every bucket only.
@@ -73,7 +84,7 @@ class BucketedDataParallel(nn.Module):
             embedding group.
         check_gradients: `finish_grad_sync` raises GradientError on every rank, before anything is
             stepped, where a gradient of some rank is not finite; that rank's error names the
-            parameter.
+            parameter. Not with torch.amp.GradScaler, which skips such steps by itself.
         largest_gradient: with check_gradients, also for an element that is larger.
         main_grad: every parameter has `main_grad`, its place in the buffer, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
@@ -87,7 +98,7 @@ class BucketedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         ranks: Ranks | None = None,
         bucket_size: int | None = None,
-        grad_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = None,
         average: bool = True,
         sharded: bool = False,
         overlap: bool = True,
@@ -103,12 +114,15 @@ class BucketedDataParallel(nn.Module):
             raise ConfigError(f"bucket_size is {bucket_size}; it counts elements, at least 1")
         self.module = module
         self.ranks = ranks
-        self.group = ranks.group("dp-cp") if ranks else _world(group)
+        order = start_order_of(ranks.group("dp-cp") if ranks else _world(group))
+        self.group = order.group
         self.size = self.group.size() if self.group is not None else 1
         self.index = self.group.rank() if self.group is not None else 0
         self.sharded = sharded
+        self.average = average
         self._split_over = None if ranks is not None else tensor_parallel_group(module)
         self._check_group()
+        self._check_modules()
         tied_group = ranks.group("embedding") if ranks and tied else None
         self._tied = set(tied) if tied_group is not None else set()
         self.buffers_of_grads = make_buffers(
@@ -129,7 +143,7 @@ class BucketedDataParallel(nn.Module):
         self.reducer = GradReducer(
             module,
             self.buffers_of_grads,
-            group=self.group,
+            order=order,
             tied_group=tied_group,
             checks=checks,
             scale=1.0 / self.size if average else 1.0,
@@ -170,7 +184,7 @@ class BucketedDataParallel(nn.Module):
         Args:
             num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
                 stage): gradients are divided by their number over all data- and context-parallel
-                ranks, at least 1. For losses that are summed over tokens.
+                ranks, at least 1. For losses that are summed over tokens, with average=False.
         """
         finish_grad_sync([self], num_tokens)
 
@@ -267,18 +281,25 @@ class BucketedDataParallel(nn.Module):
         tensors += [local_part(buffer) for buffer in self.module.buffers()]
         for tensor in tensors:
             dist.broadcast(tensor, source, group=self.group)
+        for name, submodule in self.module.named_modules():
+            if isinstance(submodule, STATISTICS) and submodule.track_running_stats:
+                log.warning(
+                    "each rank keeps its own %s.running_mean and running_var, which are sent to "
+                    "no other: torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them equal",
+                    name,
+                )
+                break
 
     def _check_group(self) -> None:
         """Raise ConfigError where the ranks that hold copies are said to be those among which
         parameters are split.
         """
-        if self.group is None or self._split_over is None:
+        if self._split_over is None:
             return
         if not any(is_split(parameter) for parameter in self.module.parameters()):
             return
-        ranks_of_copies = set(dist.get_process_group_ranks(self.group))
         ranks_of_parts = set(dist.get_process_group_ranks(self._split_over))
-        both = ranks_of_copies & ranks_of_parts
+        both = ranks_of_parts.intersection(self.ranks_of_copies)
         if len(both) > 1:
             raise ConfigError(
                 f"the module's DTensors are split over ranks {sorted(both)}, and gradients would "
@@ -286,11 +307,44 @@ class BucketedDataParallel(nn.Module):
                 f"or ranks=Ranks(layout)"
             )
 
+    def _check_modules(self) -> None:
+        """Raise ConfigError on every rank where their modules differ: collectives would else abort,
+        or add up gradients of different parameters.
+        """
+        if self.group is None:
+            return
+        parts = _describe(self.module)
+        digest = hashlib.sha256("\n".join(parts).encode()).digest()
+        first_parameter = next(self.module.parameters(), torch.empty(0))
+        own = torch.tensor(list(digest), dtype=torch.uint8, device=first_parameter.device)
+        digests = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(digests, own, group=self.group)
+        if bool((torch.stack(digests) == own).all()):
+            return
+        parts_of_ranks: list[list[str]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(parts_of_ranks, parts, group=self.group)
+        first, *others = self.ranks_of_copies
+        for rank, theirs in zip(others, parts_of_ranks[1:], strict=True):
+            for one, other in itertools.zip_longest(parts_of_ranks[0], theirs, fillvalue="nothing"):
+                if one != other:
+                    raise ConfigError(
+                        f"the ranks wrap different modules: rank {first} has {one}; "
+                        f"rank {rank} has {other}; make the same parameters and buffers, in the "
+                        f"same order, on every rank"
+                    )
+
+    @property
+    def ranks_of_copies(self) -> list[int]:
+        """Global ranks that hold copies."""
+        if self.group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0]
+        return dist.get_process_group_ranks(self.group)
+
     def inverse_of_tokens(self, num_tokens: Tensor) -> Tensor:
         """1 / the sum of num_tokens over data-parallel ranks and pipeline stages, which is taken as
-        at least 1; float32 [].
+        at least 1; float64 [], as the widest gradients.
         """
-        tokens = num_tokens.detach().to(self.device, torch.float32, copy=True)
+        tokens = num_tokens.detach().to(self.device, torch.float64, copy=True)
         if self.group is not None:
             dist.all_reduce(tokens, group=self.group)
         # only the last stage counts them: the others have zeros, and need the number too
@@ -299,6 +353,90 @@ class BucketedDataParallel(nn.Module):
             dist.all_reduce(tokens, group=stages)
         # a step without a token to learn from has no gradient, rather than NaN
         return 1.0 / tokens.clamp(min=1.0)
+
+
+@torch.no_grad()
+def finish_grad_sync(
+    models: Sequence[BucketedDataParallel], num_tokens: Tensor | None = None
+) -> None:
+    """`finish_grad_sync` of several models that this rank holds, such as virtual pipeline stages.
+
+    Together, since a stage that shares a parameter with another rank's may be the first here and
+    the last there, and since the collectives of one group have one order.
+
+    num_tokens: counted over the ranks of the largest group, which must have those of all others.
+    """
+    if num_tokens is not None:
+        _check_that_tokens_count(models)
+    reducers = _in_start_order([model.reducer for model in models])
+    for reducer in reducers:
+        reducer.complete()
+    for reducer in reducers:
+        reducer.starts.add_tied()
+    for reducer in reducers:
+        reducer.starts.start_rest()
+    # Last on all ranks of a group, whose collectives have one order.
+    for reducer in reducers:
+        reducer.starts.start_tied()
+    reports = [reducer.report() for reducer in reducers]
+    # After the buckets: how many of those started in backward differs from rank to rank.
+    factor = None if num_tokens is None else _largest(models).inverse_of_tokens(num_tokens)
+    for reducer in reducers:
+        reducer.wait()
+    raise_if_bad(reports)
+    for reducer in reducers:
+        reducer.hand_over(factor)
+
+
+def _check_that_tokens_count(models: Sequence[BucketedDataParallel]) -> None:
+    """Raise ConfigError where gradients cannot be divided by the tokens of one group of ranks."""
+    if any(model.average for model in models):
+        raise ConfigError(
+            "finish_grad_sync(num_tokens) divides sums of gradients by tokens, and these are "
+            "averages over ranks: make BucketedDataParallel with average=False"
+        )
+    most = _largest(models).ranks_of_copies
+    for model in models:
+        if not set(model.ranks_of_copies) <= set(most):
+            raise ConfigError(
+                f"finish_grad_sync(num_tokens) counts tokens in one group that has all ranks of "
+                f"the others. The groups of ranks {most} and {model.ranks_of_copies} overlap: "
+                f"finish each by itself, with the tokens of its own ranks"
+            )
+
+
+def _largest(models: Sequence[BucketedDataParallel]) -> BucketedDataParallel:
+    """The model that most ranks have; of equal ones that which knows its pipeline stages."""
+    return max(models, key=lambda model: (model.size, model.ranks is not None))
+
+
+def _in_start_order(reducers: Sequence[GradReducer]) -> list[GradReducer]:
+    """Those of one group after those of another, each group's in its order.
+
+    Raises GradientError where one is missing.
+    """
+    orders = {id(reducer.order): reducer.order for reducer in reducers}
+    ordered: list[GradReducer] = []
+    for order in orders.values():
+        of_group = [reducer for reducer in reducers if reducer.order is order]
+        order.finish(of_group)
+        ordered += order.sort(of_group)
+    return ordered
+
+
+def _describe(module: nn.Module) -> list[str]:
+    """What must be the same on all ranks of a module, a line for each parameter and buffer."""
+    parts: list[str] = []
+    for name, parameter in module.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        parts.append(f"{name}: {_form(parameter)}, {kind}")
+    for name, buffer in module.named_buffers():
+        parts.append(f"buffer {name}: {_form(buffer)}")
+    return parts
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(local_part(tensor).shape)}"
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from streammega.errors import ConfigError, GradientError
 from streammega.gradients.bucket_starts import BucketStarts
 from streammega.gradients.buffers import GradBucket, GradBuffer, GradSlot, own_grad
 from streammega.gradients.checks import GradientChecks, Report
 from streammega.gradients.collectives import Group
-from streammega.gradients.start_order import start_order_of
+from streammega.gradients.start_order import StartOrder
 
 
 class GradReducer:
@@ -30,7 +31,7 @@ class GradReducer:
     Args:
         module: whose parameters' gradients are taken.
         buffers: where they are kept.
-        group: the ranks over which they are summed; None: this one alone.
+        order: in which the buckets of all models of a group start, and that group.
         tied_group: the ranks that add to the buckets that wait.
         checks: what looks at them before; None: nothing does.
         scale: by which this rank's gradients are multiplied before they are summed.
@@ -42,7 +43,7 @@ class GradReducer:
         module: nn.Module,
         buffers: list[GradBuffer],
         *,
-        group: Group | None,
+        order: StartOrder,
         tied_group: Group | None,
         checks: GradientChecks | None,
         scale: float,
@@ -51,7 +52,8 @@ class GradReducer:
         main_grad: bool,
     ) -> None:
         self.buffers = buffers
-        self.group = group
+        self.order = order
+        self.group = order.group
         self.sharded = sharded
         self.main_grad = main_grad
         self.device = buffers[0].grads.device
@@ -62,29 +64,31 @@ class GradReducer:
         self.starts = BucketStarts(
             module,
             buffers,
-            group=group,
+            group=self.group,
             tied_group=tied_group,
             checks=checks,
             sharded=sharded,
             overlap=overlap,
         )
-        self.order = start_order_of(group)
-        self.order.add(self)
+        order.add(self)
         self._overlap = overlap
         self._scale = scale
-        self._averages = group is None or scale * group.size() == 1.0
+        self._averages = self.group is None or scale * self.group.size() == 1.0
         self._holds_last = False
         """With main_grad, whether the buffers hold the gradients of the step before."""
         self._left_out: list[tuple[str, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 self._left_out.append((name, parameter))
+        hooks: list[RemovableHandle] = []
         for buffer in buffers:
             for bucket in buffer.buckets:
                 for slot in bucket.slots:
-                    self._attach(bucket, slot)
+                    hooks.append(self._attach(bucket, slot))
+        # or the parameters would keep their places in these buffers
+        weakref.finalize(self, _remove, hooks).atexit = False
 
-    def _attach(self, bucket: GradBucket, slot: GradSlot) -> None:
+    def _attach(self, bucket: GradBucket, slot: GradSlot) -> RemovableHandle:
         """Take the parameter's gradients from now on."""
         if self.main_grad:
             slot.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
@@ -99,7 +103,8 @@ class GradReducer:
             if self is not None:
                 self._take(bucket, slot)
 
-        slot.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        hook: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        return hook
 
     def _take(self, bucket: GradBucket, slot: GradSlot) -> None:
         """Runs in backward, when the parameter's gradient of one micro-batch is complete."""
@@ -123,6 +128,8 @@ class GradReducer:
         slot.count += 1
         last = slot.count == self.expected if self.expected else self.sync
         self._add(slot, grad, last=last)
+        if self.device.type == "cuda":
+            bucket.streams.add(torch.cuda.current_stream(self.device))
         if last:
             self._scale_once(slot)
             slot.ready = True
@@ -285,3 +292,8 @@ class GradReducer:
         if not self.sharded:
             for slot in self.slots():
                 slot.hand_over()
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

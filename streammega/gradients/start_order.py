@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from streammega.errors import GradientError
@@ -38,9 +41,14 @@ class StartOrder:
     Buckets of several models start during backward only where the program finished all of these
     models together the step before. Which of them it will finish, and in which order, is otherwise
     not known before it does.
+
+    `group`: of the same ranks as the program's, for buckets alone. How many of these have started
+    when backward returns differs from rank to rank: a collective of the program's after it would
+    meet another rank's bucket. None: this rank is alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program_group: ProcessGroup | None) -> None:
+        self.group = None if program_group is None else _make_same(program_group)
         self._models: list[weakref.ref[Starter]] = []
         self._together: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -98,5 +106,27 @@ _orders: weakref.WeakKeyDictionary[ProcessGroup, StartOrder] = weakref.WeakKeyDi
 def start_order_of(group: ProcessGroup | None) -> StartOrder:
     """The order of a group; one of its own for a model without a group."""
     if group is None:
-        return StartOrder()
-    return _orders.setdefault(group, StartOrder())
+        return StartOrder(None)
+    if group not in _orders:
+        _orders[group] = StartOrder(group)
+    return _orders[group]
+
+
+def _make_same(group: ProcessGroup) -> ProcessGroup:
+    """Another process group of the same ranks, backends and timeout. Its ranks call this together;
+    ranks of other groups need not.
+    """
+    backend = group._get_backend(group._device_types[0])
+    timeout: timedelta | None = None
+    # a backend need not say its timeout
+    with contextlib.suppress(AttributeError, RuntimeError):
+        timeout = backend.options._timeout
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc="gradients",
+    )
+    assert isinstance(made, ProcessGroup)
+    return made

@@ -4,12 +4,17 @@ wrong number is used.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from streammega import BucketedDataParallel
 from tests.support import reduction_programs as programs
 from tests.support.gang import Gang
 
@@ -33,6 +38,65 @@ def test_models_of_two_groups_are_finished_in_one_call(gang: Gang) -> None:
         assert max(differences) < 1e-12
 
 
+@pytest.mark.parametrize("expert_first", [False, True])
+def test_tokens_of_models_of_two_groups_are_those_of_the_larger_one(
+    gang: Gang, expert_first: bool
+) -> None:
+    for number, grads in enumerate(gang.run(4, programs.tokens_of_two_groups, expert_first)):
+        assert grads == pytest.approx((1.0, 0.3 if number < 2 else 0.7))
+
+
+def test_tokens_of_groups_that_overlap_are_not_counted(gang: Gang) -> None:
+    for message in gang.run(4, programs.tokens_of_groups_that_overlap):
+        assert "in one group that has all ranks of the others" in message
+
+
+@pytest.mark.parametrize("bucket_size", [1, 10**6])
+def test_a_collective_of_the_programs_after_backward_meets_no_bucket(
+    gang: Gang, bucket_size: int
+) -> None:
+    for off in gang.run(2, programs.collective_before_the_reduction_ends, bucket_size):
+        assert max(off) < 1e-12
+
+
+def test_wide_gradients_keep_their_precision(gang: Gang) -> None:
+    for found in gang.run(3, programs.wide_gradients):
+        assert found == pytest.approx([3 + 3e-12, 1 + 1e-12, 1 + 1e-12], rel=1e-15)
+
+
+def test_statistics_that_each_rank_keeps_for_itself_are_named_when_wrapped(gang: Gang) -> None:
+    for said in gang.run(2, programs.said_of_buffers):
+        assert len(said) == 1
+        assert "1.running_mean" in said[0]
+        assert "SyncBatchNorm" in said[0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_without_elements_are_looked_at_too(gang: Gang, size: int) -> None:
+    assert gang.run(size, programs.without_elements) == [[1.0]] * size
+
+
+def test_a_module_that_is_wrapped_again_keeps_no_former_buffer() -> None:
+    module = nn.Linear(3, 3)
+    buffers = []
+    for _ in range(3):
+        model = BucketedDataParallel(module)
+        buffers += [weakref.ref(slot.main_grad) for slot in model.reducer.slots()]
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_grad_sync()
+        model.zero_grad()
+        del model
+        gc.collect()
+    assert [buffer() for buffer in buffers] == [None] * 6
+    module(torch.ones(1, 3)).sum().backward()
+    assert module.bias.grad is not None, "nothing takes it any more"
+
+
+def test_a_bucket_waits_for_all_streams_that_made_its_gradients(gang: Gang) -> None:
+    for log in gang.run(2, programs.gradients_of_two_streams):
+        assert log == ["branch 0 waits for branch 1", "reduced on branch 0"]
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharded: bool) -> None:
     assert gang.run(2, programs.abandoned, sharded) == [pytest.approx([2.0] * 3)] * 2
@@ -52,6 +116,30 @@ def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharde
         (programs.checkpointed_twice, "use_reentrant=False"),
         (programs.moved_away, "ConfigError: weight no longer lies in its bucket"),
         (programs.assigned, "ConfigError: load_state_dict(assign=True)"),
+        (programs.averaged_and_divided_by_tokens, "ConfigError: finish_grad_sync(num_tokens)"),
+        (
+            programs.another_shape,
+            "rank 0 has 1.weight: torch.float32 [3, 2], trained; "
+            "rank 1 has 1.weight: torch.float32 [4, 2], trained",
+        ),
+        (
+            programs.frozen_on_one_rank,
+            "rank 0 has bias: torch.float32 [2], trained; "
+            "rank 1 has bias: torch.float32 [2], frozen",
+        ),
+        (
+            programs.another_dtype,
+            "rank 0 has weight: torch.float32 [2, 2], trained; rank 1 has weight: torch.float64",
+        ),
+        (
+            programs.another_order,
+            "rank 0 has a.weight: torch.float32 [2, 2], trained; rank 1 has b.weight",
+        ),
+        (programs.a_parameter_more, "rank 0 has nothing; rank 1 has bias: torch.float32 [2]"),
+        (
+            programs.another_buffer,
+            "rank 0 has buffer mask: torch.float32 [2]; rank 1 has buffer mask: torch.float32 [3]",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from streammega import BucketedDataParallel, ShardedOptimizer, finish_grad_sync
 from streammega.errors import ConfigError, GradientError
+from tests.support.cuda_support import FakeCuda, FakeStream
 from tests.support.rank_programs import Expert
 
 
@@ -20,7 +23,9 @@ def _input(rank: int, step: int = 0) -> Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _pair(count: int, **options: Any) -> tuple[list[Expert], list[BucketedDataParallel]]:
+def _pair(
+    count: int, bucket_size: int = 1, **options: Any
+) -> tuple[list[Expert], list[BucketedDataParallel]]:
     """Models, and copies of them that are wrapped in buckets of one parameter each."""
     torch.manual_seed(4)
     plain = [Expert() for _ in range(count)]
@@ -28,7 +33,7 @@ def _pair(count: int, **options: Any) -> tuple[list[Expert], list[BucketedDataPa
     for one, other in zip(plain, copies, strict=True):
         other.load_state_dict(one.state_dict())
     return plain, [
-        BucketedDataParallel(model, bucket_size=1, grad_dtype=torch.float64, **options)
+        BucketedDataParallel(model, bucket_size=bucket_size, grad_dtype=torch.float64, **options)
         for model in copies
     ]
 
@@ -522,3 +527,154 @@ def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str
     except GradientError as error:
         return off, str(error)
     return off, ""
+
+
+def tokens_of_two_groups(rank: int, expert_first: bool) -> tuple[float, float]:
+    """Gradients of a layer that all four ranks have and of one that two of them have."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    dense, expert = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    models = [
+        BucketedDataParallel(dense, average=False),
+        BucketedDataParallel(expert, group=pair, average=False),
+    ]
+    tokens = rank + 1
+    sum(model(torch.full((1, 1), float(tokens))) for model in models).backward()
+    finish_grad_sync(models[::-1] if expert_first else models, torch.tensor(tokens))
+    assert dense.weight.grad is not None
+    assert expert.weight.grad is not None
+    return float(dense.weight.grad), float(expert.weight.grad)
+
+
+def tokens_of_groups_that_overlap(rank: int) -> str:
+    """The error of a count of tokens over two groups of which neither has all ranks of the other."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    models = [
+        BucketedDataParallel(nn.Linear(1, 1), group=group, average=False)
+        for group in (rows, columns)
+    ]
+    sum(model(torch.ones(1, 1)) for model in models).backward()
+    try:
+        finish_grad_sync(models, torch.tensor(1))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        finish_grad_sync(models)
+    return ""
+
+
+def collective_before_the_reduction_ends(rank: int, bucket_size: int) -> tuple[float, float]:
+    """How far gradients, and a loss that the program sums after backward, lie from the true ones.
+    Rank 1 leaves a parameter out.
+    """
+    (plain,), (ours,) = _pair(1, bucket_size=bucket_size)
+    losses = [model(_input(rank), use=rank == 0).square().mean() for model in (plain, ours)]
+    for loss in losses:
+        loss.backward()
+    summed = losses[1].detach().clone()
+    dist.all_reduce(summed)
+    ours.finish_grad_sync()
+    expected = losses[0].detach().clone()
+    dist.all_reduce(expected)
+    return _off(plain, ours, 2.0), float((summed - expected).abs())
+
+
+def wide_gradients(rank: int) -> list[float]:
+    """What three ranks make of float64 gradients of 1 + 1e-12: their sum, mean and sum by tokens."""
+    found = []
+    for average, tokens in ((False, None), (True, None), (False, torch.tensor(1))):
+        layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        model = BucketedDataParallel(layer, average=average)
+        model(torch.full((1, 1), 1 + 1e-12, dtype=torch.float64)).sum().backward()
+        model.finish_grad_sync(tokens)
+        assert layer.weight.grad is not None
+        found.append(float(layer.weight.grad))
+    return found
+
+
+def averaged_and_divided_by_tokens(rank: int) -> None:
+    model = BucketedDataParallel(nn.Linear(1, 1))
+    with model.no_sync():
+        model(torch.ones(1, 1)).sum().backward()
+    model.finish_grad_sync(torch.tensor(1))
+
+
+def another_shape(rank: int) -> None:
+    BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + rank)))
+
+
+def frozen_on_one_rank(rank: int) -> None:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(rank == 0)
+    BucketedDataParallel(module)
+
+
+def another_dtype(rank: int) -> None:
+    BucketedDataParallel(nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32))
+
+
+def another_order(rank: int) -> None:
+    layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    BucketedDataParallel(nn.ModuleDict(dict(sorted(layers.items(), reverse=rank == 1))))
+
+
+def a_parameter_more(rank: int) -> None:
+    BucketedDataParallel(nn.Linear(2, 2, bias=rank == 1))
+
+
+def another_buffer(rank: int) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.ones(2 + rank))
+    BucketedDataParallel(module)
+
+
+def said_of_buffers(rank: int) -> list[str]:
+    """What the log says when a module with buffers is wrapped."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("streammega").addHandler(handler)
+    try:
+        fixed = nn.Linear(3, 3)
+        fixed.register_buffer("mask", torch.ones(3))
+        BucketedDataParallel(nn.Sequential(fixed, nn.SyncBatchNorm(3)))
+        BucketedDataParallel(nn.Sequential(fixed, nn.BatchNorm1d(3)))
+    finally:
+        logging.getLogger("streammega").removeHandler(handler)
+    return said
+
+
+def without_elements(rank: int) -> list[float]:
+    """A gradient of a module with a bucket of parameters that have no elements."""
+    module = nn.ParameterDict({"empty": torch.zeros(0, 3), "one": torch.ones(1)})
+    model = BucketedDataParallel(module, bucket_size=1, largest_gradient=10.0)
+    (module["empty"].sum() + module["one"].sum()).backward()
+    model.finish_grad_sync()
+    return [float(module["one"].grad)]
+
+
+def gradients_of_two_streams(rank: int) -> list[str]:
+    """What is ordered where the gradients of one bucket are made on two streams of CUDA."""
+    cuda = FakeCuda()
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    model = BucketedDataParallel(nn.ModuleList(layers))
+    model.reducer.device = torch.device("cuda")
+    reduce = dist.all_reduce
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        cuda.log.append(f"reduced on {cuda.current.name}")
+        return reduce(*arguments, **options)
+
+    for number, layer in enumerate(layers):
+        stream = FakeStream(f"branch {number}", cuda.log)
+        layer.weight.register_hook(lambda _, stream=stream: setattr(cuda, "current", stream))
+    with cuda.used(), mock.patch("torch.distributed.all_reduce", noted):
+        x = torch.ones(1, 2)
+        layers[1](layers[0](x).expand(1, 2)).sum().backward()
+        model.reducer.device = torch.device("cpu")
+        model.finish_grad_sync()
+    return cuda.log[:2]
