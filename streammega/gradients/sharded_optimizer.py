@@ -37,7 +37,10 @@ class _Watched:
 
 
 class ShardedOptimizer:
-    """Any elementwise torch optimizer, its state and fp32 main parameters divided among the ranks
+    """Do not train a loop of your own with it: use torch.distributed.fsdp.fully_shard, which will
+    take its place (docs/training.md says what goes wrong, without an error).
+
+    Any elementwise torch optimizer, its state and fp32 main parameters divided among the ranks
     that hold copies::
 
         model = BucketedDataParallel(model, sharded=True)
@@ -51,8 +54,8 @@ class ShardedOptimizer:
     own before it runs, and so does the model's `state_dict`. Code that uses a parameter in another
     way, or ends the process group, calls `finish_param_sync` first.
 
-    What is written into the model's parameters (`load_state_dict`, in-place operations on them)
-    counts from the next step on.
+    What is loaded into the model's parameters counts from the next step on; so do in-place
+    operations on them, but not those on their `data`.
 
     `state_dict` and `load_state_dict` are for torch.distributed.checkpoint, and for any number of
     ranks::
@@ -67,8 +70,9 @@ class ShardedOptimizer:
             parameters of equal settings form a group.
         overlap: gather during the next forward; else before `step` returns.
 
-    `optimizer.inner` is the torch optimizer: learning-rate schedulers take it. Optimizers that look
-    at whole matrices (Muon, Shampoo, LAMB) would see pieces of them, and are not for this.
+    `optimizer.inner` is the torch optimizer: learning-rate schedulers take it. Optimizers that take
+    norms or look at whole matrices (Adafactor, Muon, Shampoo, LAMB) would see pieces of them, and
+    are not for this.
     """
 
     def __init__(
@@ -250,9 +254,10 @@ class ShardedOptimizer:
         gatherings: list[Gathering] = []
         for buffer in model.buffers_of_grads:
             if buffer.grads.dtype != torch.float32:
+                is_wider = buffer.grads.dtype.itemsize > torch.float32.itemsize
                 raise ConfigError(
-                    f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} "
-                    f"is too narrow"
+                    f"ShardedOptimizer steps in float32: gradients in {buffer.grads.dtype} are "
+                    f"too {'wide' if is_wider else 'narrow'}"
                 )
             for bucket in buffer.buckets:
                 gatherings.append(self._add_bucket(model, buffer, bucket))

@@ -51,8 +51,8 @@ class ParallelConfig:
     data_parallel: Literal["buckets", "torch"] = "buckets"
     """Gradients by BucketedDataParallel, or by torch's DistributedDataParallel (tp = pp = 1)."""
     optimizer: Literal["replicated", "sharded", "zero"] = "replicated"
-    """State on every rank; divided by ShardedOptimizer; or by torch's ZeroRedundancyOptimizer (with
-    data_parallel = "torch").
+    """State on every rank; divided by ShardedOptimizer, which is for this trainer alone; or by
+    torch's ZeroRedundancyOptimizer (with data_parallel = "torch").
     """
     bucket_size: int | None = None
     """Elements of a gradient bucket; default max(40M, 1M x ranks)."""
