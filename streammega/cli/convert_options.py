@@ -136,7 +136,10 @@ AppendEod = Annotated[
 ]
 KeepEmpty = Annotated[
     bool,
-    _option(TEXT, help="Keep texts without a single token, as an end-of-document token alone."),
+    _option(
+        TEXT,
+        help="Keep texts without a single token, empty ones too, as an end-of-document token alone.",
+    ),
 ]
 SpecialTokens = Annotated[
     str | None,

@@ -16,6 +16,7 @@ import typer
 
 import streammega
 from streammega.cli import commands, growing, looks
+from streammega.cli.cat import cat
 from streammega.cli.convert import convert
 from streammega.cli.diff_orders import diff_orders
 from streammega.cli.options import Overrides, RunFile
@@ -61,6 +62,7 @@ app.command(no_args_is_help=True)(growing.versions)
 
 
 app.command(no_args_is_help=True)(looks.describe)
+app.command(no_args_is_help=True)(cat)
 
 
 cache_app = typer.Typer(

@@ -69,8 +69,8 @@ class ConvertOptions:
     is an error.
     """
     keep_empty: bool = False
-    """Keep texts without a single token as documents of an end alone; Megatron drops them, and so
-    does this by default.
+    """Keep texts without a single token, empty ones and nulls too, as documents of an end alone;
+    Megatron's datasets hold no sequence of them, and so do these by default.
     """
     special_tokens: Literal["parse", "text"] | None = None
     """What a special token that is spelt in a text becomes: its id, or text like any other. None:

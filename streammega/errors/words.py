@@ -1,8 +1,19 @@
-"""Numbers in messages and reports."""
+"""Numbers and texts from outside in messages and reports."""
 
 from __future__ import annotations
+
+import re
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def pluralize(count: int, noun: str, plural: str = "") -> str:
     """`1 shard`, `2,000 shards`; `plural` for nouns that take more than an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def without_controls(text: str) -> str:
+    """Text whose control characters, which a terminal would obey, are spelt; newlines and tabs
+    stay.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -190,3 +190,62 @@ def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Pa
         )
         theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         assert read(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
+
+
+EMPTY = [{"text": ""}, {"text": None}, {"text": []}, {"text": [""]}, {"text": " "}]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.csv"])
+def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
+    words: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if name == "in.jsonl":
+        lines(path, *EMPTY)
+    elif name == "in.parquet":
+        pq.write_table(pa.table({"text": ["", None, "", "", " "]}), path)
+    else:
+        path.write_text("text,id\n" + ",1\n" * 4 + " ,1\n")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    inputs = [str(path), str(tmp_path / "empty.txt")]
+    settings: dict[str, Any] = {"tokenizer": words, "workers": 1}
+    report = convert(inputs, str(tmp_path / "kept"), keep_empty=True, **settings)
+    assert read(tmp_path / "kept") == [[2]] * 6
+    assert report.dropped == {}
+    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; 6 empty"):
+        convert(inputs, str(tmp_path / "dropped"), **settings)
+    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; 6 empty"):
+        convert(inputs, str(tmp_path / "no"), keep_empty=True, append_eod=False, **settings)
+
+
+def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) -> None:
+    source = lines(tmp_path / "in.jsonl", {"q": "", "a": None}, {"q": "", "a": "hello"})
+    for keys, modes in ((("q", "a"), None), (("q", "a:1"), [1, 1])):
+        out = tmp_path / keys[1]
+        convert([source], str(out), tokenizer=words, workers=1, keep_empty=True, keys=keys)
+        stored = IndexedDataset(str(out))
+        assert [stored.get(n).tolist() for n in range(len(stored))] == [[2], [3, 2]]
+        assert modes == (None if stored.sequence_modes is None else stored.sequence_modes.tolist())
+
+
+@pytest.mark.parametrize("template", [None, "chatml"])
+def test_conversations_without_an_answer_are_left_out_and_counted(
+    template: str | None, tmp_path: Path
+) -> None:
+    asked = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": "world"}
+    source = lines(
+        tmp_path / "in.jsonl",
+        {"messages": [asked]},
+        {"messages": [asked, answer]},
+        {"messages": [asked, asked]},
+        {"messages": []},
+        {"messages": [asked, {"role": "assistant", "content": ""}]},
+    )
+    report = convert(
+        [source], str(tmp_path / "out"), tokenizer="bytes", chat=True, chat_template=template,
+        workers=1,
+    )  # fmt: skip
+    assert report.documents == 2
+    assert report.dropped == {"without an answer": 2, "empty": 1}
+    assert "2 without an answer" in report.as_text()

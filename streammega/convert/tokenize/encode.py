@@ -30,6 +30,8 @@ from streammega.errors import ConfigError, ConvertError, FormatError
 
 Text: TypeAlias = "str | NDArray[np.int32]"
 """Of a sequence; if it is long, its ids."""
+WITHOUT_ANSWER = "without an answer"
+"""Why a conversation is left out that has nothing to be learned."""
 Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
 
@@ -178,12 +180,20 @@ class BatchEncoder:
             except (ConvertError, FormatError) as error:
                 self._refuse(document, read, error, skipped)
                 continue
-            if content:
+            if not content:
+                _count(skipped, "empty")
+            elif self._is_unanswered(document, content):
+                _count(skipped, WITHOUT_ANSWER)
+            else:
                 contents.append(content)
                 numbers.append(number)
-            else:
-                _count_empty(skipped)
         return contents, numbers
+
+    def _is_unanswered(self, document: RawDocument, content: Any) -> bool:
+        """Whether a document is a conversation without an answer; of templates the tokens tell."""
+        if not self._options.chat or self._chat is not None or not document.record:
+            return False
+        return not any(mode for _, mode, _ in content)
 
     def _refuse(
         self,
@@ -229,7 +239,7 @@ class BatchEncoder:
                     kept_parts.append(part)
                     ids_of_parts.append(ids_of_part)
             if not any(map(len, ids_of_parts)):
-                _count_empty(skipped)
+                _count(skipped, "empty")
                 continue
             if not self._options.makes_modes:
                 text, mode, _ = kept_parts[-1]
@@ -305,7 +315,10 @@ class BatchEncoder:
         rows = []
         for row, (ids, answers) in enumerate(self._chat.encode(chats)):
             if not len(ids):
-                _count_empty(skipped)
+                _count(skipped, "empty")
+                continue
+            if not answers.any():
+                _count(skipped, WITHOUT_ANSWER)
                 continue
             if self.eod is not None and ids[-1] != self.eod:
                 ids = np.append(ids, self.eod)
@@ -354,7 +367,7 @@ class BatchEncoder:
         if self._split is not None:
             texts = self._in_sentences(texts)
         if not any(text for text, _ in texts):
-            return []
+            return [("", texts[-1][1] if texts else 0)] if self._options.keep_empty else []
         kept = [(text, mode) for text, mode in texts if text]
         last_text, last_mode = texts[-1]
         if self._options.makes_modes and not last_text:
@@ -378,8 +391,8 @@ class BatchEncoder:
         return np.concatenate([np.empty(0, np.int32), *pieces])
 
 
-def _count_empty(skipped: Skipped) -> None:
-    skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
+def _count(skipped: Skipped, reason: str) -> None:
+    skipped.counts[reason] = skipped.counts.get(reason, 0) + 1
 
 
 def _with_fields(document: RawDocument) -> RawDocument:
