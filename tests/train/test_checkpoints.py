@@ -14,15 +14,17 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.cli.main import main as cli_main
-from streammega.config import StorageConfig
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
 from streammega.gradients.boxes import Boxes
 from streammega.storage.backends.pread import PreadStore
@@ -30,17 +32,15 @@ from streammega.storage.store import written_whole
 from streammega.train.checkpoints import hold as checkpoint_hold
 from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.checkpoints.files import (
-    ALGORITHM,
+    CHECKSUM,
     CHECKSUMS,
     METADATA,
     Checksums,
     DamagedError,
-    Files,
-    read_metadata,
+    parse_metadata,
 )
 from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.checkpoints.in_bucket import CheckpointBucket
-from streammega.train.checkpoints.on_disk import CheckpointFolder
 from streammega.train.checkpoints.open import open_place
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -159,12 +159,21 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def metadata_of(path: Path) -> Metadata:
+    return parse_metadata((path / METADATA).read_bytes(), str(path))
+
+
+def rewrite_position(path: Path, **changes: Any) -> None:
+    """Give a position other values, as if a run had saved them."""
+    position = json.loads(path.read_text()) | changes
+    del position[CHECKSUM]
+    table = Checksums(position.pop(CHECKSUMS))
+    path.write_text(json.dumps(table.add_to(position)))
+
+
 def flip(path: Path) -> None:
     """One bit of a value, in the middle of the largest tensor."""
-    files = Files(store=PreadStore(StorageConfig()), prefix=str(path))
-    largest = max(
-        read_metadata(files, Checksums()).storage_data.values(), key=lambda place: place.length
-    )
+    largest = max(metadata_of(path).storage_data.values(), key=lambda place: place.length)
     data = bytearray((path / largest.relative_path).read_bytes())
     data[largest.offset + largest.length // 2] ^= 1
     (path / largest.relative_path).write_bytes(data)
@@ -172,19 +181,14 @@ def flip(path: Path) -> None:
 
 def items(path: Path) -> list[tuple[str, str]]:
     """The file and the offset of all that was written of a checkpoint."""
-    metadata = read_metadata(
-        Files(store=PreadStore(StorageConfig()), prefix=str(path)), Checksums()
-    )
+    places = metadata_of(path).storage_data.values()
     return sorted(
-        [
-            (METADATA, "0"),
-            *((place.relative_path, str(place.offset)) for place in metadata.storage_data.values()),
-        ]
+        [(METADATA, "0"), *((place.relative_path, str(place.offset)) for place in places)]
     )
 
 
 def items_with_checksums(path: Path) -> list[tuple[str, str]]:
-    files = json.loads((path / "position.json").read_text())[CHECKSUMS][ALGORITHM]
+    files = json.loads((path / "position.json").read_text())[CHECKSUMS]
     return sorted((name, start) for name, starts in files.items() for start in starts)
 
 
@@ -203,6 +207,24 @@ def change_a_digit(path: Path) -> None:
     )
 
 
+def flip_and_hide(before: str, after: str) -> Callable[[Path], None]:
+    """One bit of a tensor, and others where its checksum stands."""
+
+    def damage(path: Path) -> None:
+        text = (path / "position.json").read_text()
+        assert text.count(before) == 1
+        (path / "position.json").write_text(text.replace(before, after))
+        flip(path)
+
+    return damage
+
+
+def remove_checksums(path: Path) -> None:
+    position = json.loads((path / "position.json").read_text())
+    del position[CHECKSUMS], position[CHECKSUM]
+    (path / "position.json").write_text(json.dumps(position))
+
+
 DAMAGE = {
     "position": lambda path: (path / "position.json").write_text("{"),
     "no-position": lambda path: (path / "position.json").unlink(),
@@ -216,6 +238,10 @@ DAMAGE = {
     "flipped-bit": flip,
     "flipped-bit-of-metadata": rename_a_tensor,
     "flipped-bit-of-position": change_a_digit,
+    "name-in-the-table": flip_and_hide('"__0_0.distcp"', '"__0_1.distcp"'),
+    "name-of-the-table": flip_and_hide(f'"{CHECKSUMS}"', '"checksumr"'),
+    "name-of-the-checksum": flip_and_hide(f'"{CHECKSUM}"', '"checksul"'),
+    "no-checksums": remove_checksums,
 }
 
 
@@ -239,15 +265,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
 
 
-def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_loaded(
-    run_file: str, folder: Path
-) -> None:
-    position = folder / "step-00000006" / "position.json"
-    assert items_with_checksums(position.parent) == items(position.parent)
-    kept = json.loads(position.read_text())
-    del kept[CHECKSUMS]
-    position.write_text(json.dumps(kept))
-    assert resumed(run_file).step == 6
+def test_every_item_has_a_checksum(folder: Path) -> None:
+    newest = folder / "step-00000006"
+    assert items_with_checksums(newest) == items(newest)
 
 
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
@@ -287,21 +307,20 @@ def test_metadata_is_read_without_running_what_it_says(
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    files = Files(
-        store=PreadStore(load_run(run_file).data.storage), prefix=str(folder / "step-00000006")
-    )
-    assert read_metadata(files, Checksums()).state_dict_metadata
+    newest = folder / "step-00000006"
+    assert metadata_of(newest).state_dict_metadata
     for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
-        (folder / "step-00000006" / ".metadata").write_bytes(payload)
         with pytest.raises(DamagedError, match="metadata: is"):
-            read_metadata(files, Checksums())
+            parse_metadata(payload, ".metadata")
     assert not (tmp_path / "evil").exists()
-    outside = read_metadata(
-        Files(store=files.store, prefix=str(folder / "step-00000004")), Checksums()
-    )
+    outside = metadata_of(newest)
     for place in outside.storage_data.values():
         place.relative_path = "../step-00000002/__0_0.distcp"
-    (folder / "step-00000006" / ".metadata").write_bytes(pickle.dumps(outside))
+    forged = pickle.dumps(outside)
+    (newest / METADATA).write_bytes(forged)
+    table = json.loads((newest / "position.json").read_text())[CHECKSUMS]
+    table[METADATA]["0"] = xxhash.xxh3_64_hexdigest(forged)
+    rewrite_position(newest / "position.json", **{CHECKSUMS: table})
     assert resumed(run_file).step == 4
 
 
@@ -412,9 +431,7 @@ def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not
     run_file: str, folder: Path
 ) -> None:
     position = folder / "step-00000006" / "position.json"
-    kept = json.loads(position.read_text()) | {"rewind": 4}  # as earlier versions wrote it
-    del kept[CHECKSUMS]
-    position.write_text(json.dumps(kept))
+    rewrite_position(position, rewinds=[4])
     resumed(run_file, "train.rewind=4").close()
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
     for number in range(3):
@@ -879,7 +896,7 @@ def publish_values(place: Any, step: int) -> None:
     writer = place._store.open_writer(place.draft(name).key("__0_0.distcp"))
     writer.write(b"values")
     writer.commit()
-    place.publish(step, name, {"step": step, "data": {}})
+    place.publish(step, name, Checksums().add_to({"step": step, "data": {}}))
 
 
 class FakeDevice:
@@ -992,27 +1009,3 @@ def test_a_run_says_before_each_change_that_copies_must_be_done(
     monkeypatch.setattr(trainer.optimizer, "step", noted)
     trainer.train_step()
     assert calls == ["before", "step"]
-
-
-def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, folder: Path) -> None:
-    """Checkpoints of earlier versions are those of torch's own writer, and are read."""
-    import torch.distributed.checkpoint as dcp
-
-    trainer = resumed(run_file)
-    from streammega.train.checkpoints.planners import SavePlanner
-    from streammega.train.checkpoints.state import state_to_save
-
-    old = folder / "step-00000008"
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(
-            dict(state_to_save(trainer.model, trainer.optimizer)),
-            checkpoint_id=old,
-            planner=SavePlanner(),
-        )
-    position = json.loads((folder / "step-00000006" / "position.json").read_text()) | {"step": 8}
-    del position[CHECKSUMS]
-    (old / "position.json").write_text(json.dumps(position))
-    again = resumed(run_file)
-    assert again.step == 8
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(trainer), strict=True))
-    assert CheckpointFolder(folder).steps() == [2, 4, 6, 8]

@@ -4,7 +4,8 @@ trust.
 They have the format of torch.distributed.checkpoint. `.metadata`, which says what lies where, is a
 pickle: it is read by an unpickler that knows its few classes and nothing else. Each item is what
 torch.save made, and read by torch.load with `weights_only`. Bits that changed since are seen by
-checksums, which lie beside the position of the run.
+checksums (xxh3_64) in the position of the run: one of each item, and one of the position with all
+of them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from streammega.train.small_objects import read_small
 METADATA = ".metadata"
 
 CHECKSUMS = "checksums"
-POSITION = "position"
-ALGORITHM = "xxh3_64"
-"""A name in files: one that is not known is not checked, so that another may come later."""
+"""The name of the items' checksums in a position."""
+CHECKSUM = "checksum"
+"""The name of a position's own."""
 
 
 class DamagedError(StateError):
@@ -48,49 +49,23 @@ class Checksums:
     hexes: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def match(self, name: str, start: int, data: bytes | memoryview) -> bool:
-        """Whether an item has its checksum.
+        """Whether an item has its checksum. Every item has one."""
+        return xxhash.xxh3_64_hexdigest(data) == self.hexes.get(name, {}).get(str(start))
 
-        True where there is none: checkpoints of earlier versions have none.
-        """
-        expected = self.hexes.get(name, {}).get(str(start))
-        return expected is None or xxhash.xxh3_64_hexdigest(data) == expected
-
-    def beside(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """A position with them, and with one of its own."""
-        of_position = {ALGORITHM: _checksum_of_position(position)}
-        checksums = {ALGORITHM: self.hexes, POSITION: of_position}
-        return {**position, CHECKSUMS: checksums}
-
-
-def checksums_in(position: Mapping[str, Any]) -> Checksums:
-    """Those that lie beside a position; none for checkpoints of earlier versions."""
-    checksums = _within(position, CHECKSUMS)
-    of_files = _within(checksums, ALGORITHM)
-    return Checksums({name: items for name, items in of_files.items() if isinstance(items, dict)})
+    def add_to(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """A position with them, and with a checksum of both."""
+        with_items = {**position, CHECKSUMS: self.hexes}
+        return {**with_items, CHECKSUM: _checksum_of_position(with_items)}
 
 
 def is_as_written(position: Mapping[str, Any]) -> bool:
-    """Whether a position that was read has its own checksum.
-
-    True where there is none, as in checkpoints of earlier versions.
-    """
-    checksums = _within(position, CHECKSUMS)
-    expected = _within(checksums, POSITION).get(ALGORITHM)
-    return expected is None or _checksum_of_position(position) == expected
-
-
-def _within(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A dict within a dict; empty where there is none, or something else: files are not trusted."""
-    inner = values.get(name)
-    return inner if isinstance(inner, dict) else {}
+    """Whether a position that was read has its own checksum."""
+    return position.get(CHECKSUM) == _checksum_of_position(position)
 
 
 def _checksum_of_position(position: Mapping[str, Any]) -> str:
-    """Of what it says, not of its bytes, which spaces and the order of names change.
-
-    Other checksums beside it do not count.
-    """
-    checked = {name: value for name, value in position.items() if name != CHECKSUMS}
+    """Of what it says, not of its bytes, which spaces and the order of names change."""
+    checked = {name: value for name, value in position.items() if name != CHECKSUM}
     # Twice through JSON: a key that is a number becomes text, as in the file, before names are
     # sorted.
     as_read = json.loads(json.dumps(checked))
@@ -137,14 +112,17 @@ def read_metadata(files: Files, checksums: Checksums) -> Metadata:
     data = files.read(METADATA)
     if not checksums.match(METADATA, 0, data):
         raise DamagedError(f"{files.url(METADATA)}: is damaged: its checksum is another")
+    return parse_metadata(data, files.url(METADATA))
+
+
+def parse_metadata(data: bytes, url: str) -> Metadata:
+    """What a `.metadata` file says. Raises as `read_metadata` does."""
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises anything
-        raise DamagedError(
-            f"{files.url(METADATA)}: is damaged ({type(error).__name__}: {error})"
-        ) from None
+        raise DamagedError(f"{url}: is damaged ({type(error).__name__}: {error})") from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedError(f"{files.url(METADATA)}: is no metadata of a checkpoint")
+        raise DamagedError(f"{url}: is no metadata of a checkpoint")
     return metadata
 
 

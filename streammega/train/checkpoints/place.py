@@ -128,8 +128,8 @@ def position_in(position: Any, url: str) -> dict[str, Any]:
 
     Raises DamagedError where a run's step or state is not there.
     """
-    if isinstance(position, dict) and not is_as_written(position):
-        raise DamagedError(f"{url}: is damaged: its checksum is another")
+    if not isinstance(position, dict) or not is_as_written(position):
+        raise DamagedError(f"{url}: is damaged: its checksum is missing or another")
     try:
         step = int(position["step"])
         data = dict(position["data"])

@@ -72,7 +72,7 @@ class CheckpointPublisher:
         metadata, writer = self._write(draft, state)
 
         def publish() -> None:
-            self._publish(step, draft, metadata, writer.checksums.beside(position))
+            self._publish(step, draft, metadata, writer.checksums.add_to(position))
 
         self._all_ranks.from_first(publish)
 

@@ -20,10 +20,11 @@ from streammega.gradients.boxes import Boxes
 from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
 from streammega.train.checkpoints.files import (
+    CHECKSUMS,
+    Checksums,
     DamagedError,
     Files,
     check_files,
-    checksums_in,
     read_metadata,
 )
 from streammega.train.checkpoints.place import CheckpointPlace, Found
@@ -148,7 +149,7 @@ class CheckpointResumer:
         """
         found = self._place.find(step)
         files = self._place.draft(found.name)
-        metadata = read_metadata(files, checksums_in(found.position))
+        metadata = read_metadata(files, Checksums(found.position[CHECKSUMS]))
         check_files(files, metadata)
         return found, metadata
 
@@ -157,7 +158,8 @@ class CheckpointResumer:
     ) -> None:
         """Fill the memory of all ranks."""
         group = self._all_ranks.group
-        reader = Reader(files, metadata, checksums_in(found.position), self._all_ranks)
+        checksums = Checksums(found.position[CHECKSUMS])
+        reader = Reader(files, metadata, checksums, self._all_ranks)
         with without_torch_warning():
             state_dict_loader.load(
                 state,
@@ -172,10 +174,7 @@ def rewinds_of(position: Mapping[str, Any]) -> list[int]:
     """The values of train.rewind by which a checkpoint's run, or those it goes back to, have
     rewound.
     """
-    rewinds = [int(step) for step in position.get("rewinds", ())]
-    if position.get("rewind") is not None:  # as earlier versions wrote it
-        rewinds.append(int(position["rewind"]))
-    return rewinds
+    return [int(step) for step in position.get("rewinds", ())]
 
 
 def _unfit(url: str, error: BaseException) -> StateError:

@@ -32,11 +32,9 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """What torch is told of an item that was written, with its checksum; None where torch wrote it
-    in another way.
-    """
+    """What torch is told of an item that was written, with its checksum."""
 
-    checksum: str | None
+    checksum: str
 
 
 class _Stream(io.RawIOBase):
@@ -240,15 +238,14 @@ class Writer(FileSystemWriter):
 
     def _note_checksum(self, result: WriteResult) -> None:
         """Of an item that any rank has written."""
-        if isinstance(result, _Written) and result.checksum is not None:
+        if isinstance(result, _Written):
             place = result.storage_data
             hexes = self.checksums.hexes.setdefault(place.relative_path, {})
             hexes[str(place.offset)] = result.checksum
 
     def _with_checksum(self, result: WriteResult) -> _Written:
         place = result.storage_data
-        hexes = self.checksums.hexes.get(place.relative_path, {})
-        checksum = hexes.get(str(place.offset))
+        checksum = self.checksums.hexes[place.relative_path][str(place.offset)]
         return _Written(result.index, result.size_in_bytes, place, checksum)
 
 
