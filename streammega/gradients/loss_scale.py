@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from streammega.errors import GradientError
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 
 
@@ -30,6 +31,8 @@ class LossScale:
 
         divided_by: what the loss was divided by besides, so that a sum over many tokens keeps
         within fp16.
+
+        Raises GradientError where they are not finite at the least scale: no smaller one is left.
         """
         device = optimizer.models[0].device
         bad = torch.zeros((), device=device)
@@ -42,6 +45,11 @@ class LossScale:
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad:
+            if self.value <= self.least:
+                raise GradientError(
+                    f"gradients are not finite at the least loss scale, {self.least:g}: the run has "
+                    f"diverged; resume from the last checkpoint with a lower learning rate"
+                )
             self.value = max(self.value / 2, self.least)
             self.good = 0
             return False

@@ -18,6 +18,7 @@ The order of a step, and why:
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from typing import Any
 
@@ -39,7 +40,12 @@ from streammega.train.metrics import MetricsLog
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
 from streammega.train.parallel_model import ParallelModel
-from streammega.train.position import position_of, warn_of_moved_phases, with_rewind
+from streammega.train.position import (
+    check_model,
+    position_of,
+    warn_of_moved_phases,
+    with_rewind,
+)
 from streammega.train.run_ranks import make_ranks
 from streammega.train.splits import open_split
 from streammega.train.step import DataEnded, TrainStep
@@ -71,6 +77,8 @@ class Trainer:
         world = self.ranks.layout.world_size
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
+        self.saved_step = 0
+        """Of the last checkpoint that this run saved or resumed from."""
         self.loader = open_split(config, "train", self.ranks)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
         check_that_ranks_agree(facts_of(config, self.loader), self.ranks, device)
@@ -137,6 +145,7 @@ class Trainer:
         rewind = self.config.train.rewind
 
         def accept(position: dict[str, Any]) -> None:
+            check_model(self.config, position)
             readable = position.get("data_identity")
             self.batches.load_state_dict(with_readable(position["data"], readable))
 
@@ -149,7 +158,7 @@ class Trainer:
                     self.metrics.last_step,
                 )
             return
-        self.step = position["step"]
+        self.step = self.saved_step = position["step"]
         self.rewinds = with_rewind(rewinds_of(position), rewind)
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
@@ -202,7 +211,7 @@ class Trainer:
         if stop and not is_last:
             self._stop_here(record)
         evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
-        if self._is_due(train.save_interval):
+        if self._is_save_due(record):
             self.save(
                 background=train.async_save and not is_last,
                 record=record if evaluates else None,
@@ -219,6 +228,18 @@ class Trainer:
         if interval == 0:
             return False
         return self.step % interval == 0 or self.step == self.config.train.iters
+
+    def _is_save_due(self, record: dict[str, Any]) -> bool:
+        """Whether the interval of saves has passed, or the run ends.
+
+        A step that fp16 did not take is not saved but as the last: it would take the place of an
+        older checkpoint, with weights that are saved already. The next step is saved instead.
+        """
+        interval = self.config.train.save_interval
+        if interval == 0 or self.step == self.config.train.iters:
+            return interval > 0
+        was_taken = math.isfinite(record["grad_norm"])
+        return was_taken and self.step // interval > self.saved_step // interval
 
     def _end_with_the_data(self, why: str) -> None:
         self.ended = why
@@ -251,6 +272,7 @@ class Trainer:
         record: of this step, where it is not in the metrics yet.
         """
         self.watch.phase("saving", self.step)
+        self.saved_step = self.step
         position = position_of(
             self.config,
             self.step,

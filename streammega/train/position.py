@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from streammega.errors import StateError
 from streammega.gradients.loss_scale import LossScale
 from streammega.loading import StreamLoader
 from streammega.order.cursor import keep_readable
@@ -32,7 +34,7 @@ def position_of(
     step, where it is not in the metrics yet.
     """
     consumed = data["consumed_samples"]
-    position: dict[str, Any] = {"step": step, "data": data}
+    position: dict[str, Any] = {"step": step, "data": data, "model": asdict(config.model)}
     readable = keep_readable(data, loader.dataset.identity_at(consumed))
     if readable is not None:
         position["data_identity"] = readable
@@ -47,6 +49,20 @@ def position_of(
     if scale is not None:
         position["loss_scale"] = scale.state_dict()
     return position
+
+
+def check_model(config: RunConfig, position: Mapping[str, Any]) -> None:
+    """Raise StateError for a checkpoint of another [model], which the shapes of tensors may hide:
+    other heads of one width have the same.
+    """
+    saved = position.get("model", {})
+    differences = [
+        f"model.{name}: the checkpoint has {saved.get(name)}, this run {size}"
+        for name, size in asdict(config.model).items()
+        if saved.get(name) != size
+    ]
+    if differences:
+        raise StateError(f"{'; '.join(differences)}; restore [model], or start a new out_dir")
 
 
 def phases_ahead(config: RunConfig, consumed: int) -> list[int]:

@@ -63,8 +63,8 @@ class TrainStep:
     def take(self, step: int) -> tuple[dict[str, Any], StepTotals]:
         """The step after `step` others: its record, and what all ranks know of it.
 
-        Raises DataEnded where there is no data for it, GradientError for gradients that are not
-        finite.
+        Raises DataEnded where there is no data for it, GradientError for a loss or gradients that
+        are not finite.
         """
         train = self.config.train
         dataset = self.loader.dataset
@@ -88,7 +88,7 @@ class TrainStep:
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
         grad_norm = self._reduce_and_step(step, losses, divided_by)
-        totals = self._totals(losses, sample_ids)
+        totals = self._totals(step, losses, sample_ids)
         tokens_per_s = num_tokens / (time.perf_counter() - began)
         stop_sample = self.batches.consumed_samples
         samples = range(stop_sample - num_samples, stop_sample)
@@ -230,8 +230,12 @@ class TrainStep:
             )
         return norm
 
-    def _totals(self, losses: Losses, sample_ids: NDArray[np.int64]) -> StepTotals:
-        """What all ranks know of the step. Raises StorageError where a save has failed on one."""
+    def _totals(self, step: int, losses: Losses, sample_ids: NDArray[np.int64]) -> StepTotals:
+        """What all ranks know of the step.
+
+        Raises StorageError where a save has failed on one, GradientError for a loss that is not
+        finite.
+        """
         counts_losses = self.model.counts_losses
         by_source = counts_losses and len(self.sources) > 1
         totals = add_over_ranks(
@@ -247,6 +251,11 @@ class TrainStep:
         if totals.failed_save:
             self.checkpoints.wait()
             raise StorageError("a checkpoint could not be written: another rank says why")
+        if not math.isfinite(totals.loss):
+            raise GradientError(
+                f"the loss of step {step + 1} is {totals.loss}: the run has diverged; resume from "
+                f"the last checkpoint with a lower learning rate, or skip this step's samples"
+            )
         return totals
 
     def _sources_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:

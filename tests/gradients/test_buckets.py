@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import BucketedDataParallel, ShardedOptimizer
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, GradientError
 from streammega.gradients.buckets import default_bucket_size, plan_buckets, rectangles
+from streammega.gradients.loss_scale import LossScale
 from streammega.train.checkpoints.state import scalar_devices
 from tests.support.gang import Gang
 from tests.support.rank_programs import (
@@ -214,6 +215,26 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(gang: Gang) -> N
             (True, 512.0, True),
             (True, 1024.0, True),
         ]
+
+
+def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
+    model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    scale = LossScale(2.0)
+
+    def is_good(factor: float) -> bool:
+        loss = model(torch.zeros(1, 4, dtype=torch.int64)).float().sum()
+        (loss * factor).backward()
+        model.finish_grad_sync()
+        is_good = scale.unscale(optimizer)
+        optimizer.zero_grad()
+        return is_good
+
+    assert not is_good(math.inf)
+    assert scale.value == 1.0
+    assert is_good(1.0)
+    with pytest.raises(GradientError, match="not finite at the least loss scale, 1"):
+        is_good(math.inf)
 
 
 def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:

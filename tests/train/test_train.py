@@ -20,6 +20,7 @@ import torch
 
 from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
+from streammega.gradients.loss_scale import LossScale
 from streammega.samples.open import open_source
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
@@ -185,7 +186,8 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
     [
         ("data.seed=5", "seed: the checkpoint has 1234, this run 5"),
         ("data.sequence_length=8", "sequence_length: the checkpoint has 16, this run 8"),
-        ("model.dim=32", "does not fit this model"),
+        ("model.dim=32", "model.dim: the checkpoint has 16, this run 32; restore"),
+        ("model.heads=4", "model.heads: the checkpoint has 2, this run 4; restore"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -707,6 +709,53 @@ def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(
         load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 
 
+FP16 = [
+    "data.order=stream",
+    "train.dtype=float16",
+    "parallel.optimizer=sharded",
+    "train.eval_interval=0",
+    "train.hash_batches=false",
+]
+
+
+def saved_steps(config: RunConfig) -> list[int]:
+    paths = checkpoint.checkpoints(Path(config.train.out_dir) / "checkpoints")
+    return [checkpoint.step_of(path) for path in paths]
+
+
+def test_an_fp16_run_ends_at_a_loss_that_is_not_finite_and_keeps_its_checkpoints(
+    run_file: str,
+) -> None:
+    """The scale of the loss is no cause of it, and no smaller one helps."""
+    Trainer(load_run(run_file, [*FP16, "train.iters=6"]), torch.device("cpu")).run()
+    ruin = load_run(run_file, [*FP16, "train.lr=1e30", "train.decay=constant"])
+    trainer = Trainer(ruin, torch.device("cpu"))
+    trainer.resume()
+    with pytest.raises(GradientError, match=r"the loss of step \d+ is (nan|inf)"):
+        trainer.run()
+    assert trainer.step < 9
+    trainer.close()
+    assert saved_steps(ruin) == [2, 4, 6]
+
+
+def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves between would drop the checkpoints before them, and keep the same weights again."""
+    calls = 0
+    unscale = LossScale.unscale
+
+    def overflows(self: LossScale, *arguments: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls not in (3, 4, 5, 6) and unscale(self, *arguments)
+
+    monkeypatch.setattr(LossScale, "unscale", overflows)
+    config = load_run(run_file, [*FP16, "train.iters=8", "train.keep_checkpoints=9"])
+    Trainer(config, torch.device("cpu")).run()
+    assert saved_steps(config) == [2, 7, 8]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     run_file: str,
 ) -> None:
@@ -813,6 +862,14 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.iters=true", "train.iters is true; it must be a number"),
         ("model.layers=true", "model.layers is true; it must be a number"),
         ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a number"),
+        ("train.out_dir=", "train.out_dir is ''; it must be a folder or a URL"),
+        ("train.out_dir= ", "train.out_dir is ' '; it must be"),
+        ("train.out_dir=s3://", "train.out_dir is 's3://'; it must be"),
+        ("train.out_dir=s3:///", "train.out_dir is 's3:///'; it must be"),
+        ("train.out_dir=s3:/bucket/run", "train.out_dir is 's3:/bucket/run'; it must be"),
+        ("train.out_dir=S3:/bucket/run", "train.out_dir is 'S3:/bucket/run'; it must be"),
+        ("train.out_dir=file:/tmp/run", "train.out_dir is 'file:/tmp/run'; it must be"),
+        ("train.out_dir=file://", "train.out_dir is 'file://'; it must be"),
         ("train.rampup=3", "settings of several values are lists"),
         ("validation.books=3", "validation.books is 3; it must be a blend"),
         ("validation.books=[]", "validation.books: the blend is empty"),
@@ -824,6 +881,14 @@ def test_settings_that_no_run_can_have_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_run(run_file, [override])
+
+
+@pytest.mark.parametrize(
+    "out_dir",
+    ["run", "/", "~/run", "./s3:/run", "a:b/c", "file:///tmp/run", "s3://bucket", "mem://r"],
+)
+def test_folders_and_urls_are_taken_as_out_dir(run_file: str, out_dir: str) -> None:
+    assert load_run(run_file, [f"train.out_dir={out_dir}"]).train.out_dir == out_dir
 
 
 def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:

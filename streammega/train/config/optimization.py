@@ -137,6 +137,7 @@ class TrainConfig:
     """
 
     def __post_init__(self) -> None:
+        self._check_out_dir()
         self._check_recompute()
         check_numbers("train", self, RANGES)
         if self.lowest_lr > self.lr and self.decay != "constant":
@@ -154,6 +155,15 @@ class TrainConfig:
             raise ConfigError(
                 "train.backend = nccl goes with GPUs, and train.device is cpu: "
                 "set backend to auto or gloo"
+            )
+
+    def _check_out_dir(self) -> None:
+        scheme, is_url, rest = self.out_dir.partition(":/")
+        is_cut_short = scheme.isalnum() and not (rest.startswith("/") and rest.strip("/"))
+        if not self.out_dir.strip() or (is_url and is_cut_short):
+            raise ConfigError(
+                f"train.out_dir is {self.out_dir!r}; it must be a folder or a URL, "
+                f"such as s3://bucket/run"
             )
 
     def _check_recompute(self) -> None:
