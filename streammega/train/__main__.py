@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StorageError, StreammegaError
@@ -141,38 +142,40 @@ def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
     if place.world == 1:
         choice = choose([seat], train, nccl=False)
         return take(choice, seat), Watch(None, 0, 1)
-    store, rank, world = _meet()
     patience = timedelta(seconds=max(train.timeout, START_TIMEOUT))
-    store.set_timeout(patience)
-    # the store outlives a restart: what was said before is void
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt-{attempt}", store)
-    choice = agree(PrefixStore("devices", store), seat, world, train)
+    with _meeting():
+        store, rank, world = next(rendezvous("env://", timeout=patience))
+        store.set_timeout(patience)
+        # the store outlives a restart: what was said before is void
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt-{attempt}", store)
+        choice = agree(PrefixStore("devices", store), seat, world, train)
     check_backend(choice, config.parallel)
     if choice.said and rank == 0:
         log.warning("%s", choice.said)
     device = take(choice, seat)
     shared = PrefixStore("default", store)
-    dist.init_process_group(
-        choice.backend, store=shared, rank=rank, world_size=world, timeout=patience
-    )
+    with _meeting():
+        dist.init_process_group(
+            choice.backend, store=shared, rank=rank, world_size=world, timeout=patience
+        )
     return device, Watch(PrefixStore("watch", store), rank, world, train.timeout)
 
 
-def _meet() -> tuple[Store, int, int]:
-    """The store of the job, this rank and how many there are, by the variables of torch's
-    launchers. Raises ConfigError.
-    """
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """Raise ConfigError where torch finds that the ranks cannot meet."""
     try:
-        store, rank, world = next(rendezvous("env://"))
+        yield
+    except StreammegaError:
+        raise
     except (ValueError, RuntimeError) as error:
-        # A variable is missing or wrong; the address is taken, or nobody is there.
+        # A variable is missing or wrong; the address is taken, or somebody does not come.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"the ranks cannot meet ({reason}): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
             f"for every process, or let torchrun start them"
         ) from None
-    return store, rank, world
 
 
 def main(arguments: Sequence[str], name: str | None = None) -> int:

@@ -26,7 +26,7 @@ class Board:
 
     A store's client is locked while it waits, and that of training waits for other ranks (groups
     that are made, ids that NCCL exchanges): signs of life must not stop meanwhile. After an error
-    the next request takes a new connection.
+    the next request takes a new connection, for which it tries as long as a request may take.
 
     Every method raises RuntimeError where the store does not answer.
     """
@@ -34,8 +34,10 @@ class Board:
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        self._origin = store
-        self._store: Store | None = None
+        # Made while the store answers: clones of it wait no longer than it does.
+        self._origin = store.clone()
+        self._origin.set_timeout(CLIENT_TIMEOUT)
+        self._store: Store | None = self._origin
 
     def tell(self, status: dict[str, Any]) -> None:
         """Say what this rank does."""
@@ -79,7 +81,7 @@ class Board:
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         if self._store is None:
-            self._store = _client_of_its_own(self._origin)
+            self._store = self._origin.clone()
         try:
             return request(self._store)
         except Exception:
@@ -87,15 +89,6 @@ class Board:
             # next one.
             self._store = None
             raise
-
-
-def _client_of_its_own(store: Store) -> Store:
-    clone = getattr(store, "clone", None)
-    if clone is None:  # in older torch: then the client is shared
-        return store
-    client: Store = clone()
-    client.set_timeout(CLIENT_TIMEOUT)
-    return client
 
 
 def _name(rank: int) -> str:

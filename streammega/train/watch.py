@@ -9,6 +9,7 @@ thread watches, prints why the job ends, and ends the process.
 |---|---|
 | another rank said why it ends | a beat |
 | the next rank gives no sign of life | `SILENCE` beats, or `patience` if shorter |
+| the job's store does not answer | the same |
 | the same, after a signal | `SOON` |
 | this rank is where it was, and another is behind it | `patience` |
 | Ctrl-C that is to end the run at once, and the main thread does not take it | `TAKEN` |
@@ -54,7 +55,7 @@ ANSWER_WITHIN = 30
 and TCP tries for minutes.
 """
 LAST_WORDS = 5.0
-"""Seconds that flushing metrics may take before the process ends."""
+"""Seconds that flushing metrics, and telling the others why, may take before the process ends."""
 
 
 class Watch:
@@ -96,6 +97,8 @@ class Watch:
         """The beat at which a signal asked for the end of the run."""
         self._asked_at_once: int | None = None
         """The beat at which one asked for it at once."""
+        self._answered = time.monotonic()
+        """When the store answered last."""
         self._looked = 0
         """The beat of the last look at all ranks."""
         if store is not None:
@@ -113,13 +116,18 @@ class Watch:
         """Let the others know why this rank ends the job, by its own fault or because of what was
         seen of others.
         """
-        if self._board is None:
+        board = self._board
+        if board is None:
             return
-        try:
-            self._board.blame(None if seen else self.rank, cause)
-        except Exception as error:
-            # The store went with its host: its end is in that log.
-            log.debug("the cause could not be told: %s", error)
+
+        def tell() -> None:
+            try:
+                board.blame(None if seen else self.rank, cause)
+            except Exception as error:
+                # The store went with its host: its end is in that log.
+                log.debug("the cause could not be told: %s", error)
+
+        _run_within(LAST_WORDS, tell)
 
     def claim(self) -> None:
         """Take the last word: what follows is printed by the caller.
@@ -156,10 +164,7 @@ class Watch:
         def ask() -> None:
             answers.append(self._explain())
 
-        # In a thread, which is left behind where the store does not answer.
-        asking = threading.Thread(target=ask, name="streammega-asks", daemon=True)
-        asking.start()
-        asking.join(ANSWER_WITHIN * BEAT)
+        _run_within(ANSWER_WITHIN * BEAT, ask)
         if not answers:
             return f"rank {self.rank} cannot ask the others: the job's store does not answer"
         return answers[0]
@@ -178,20 +183,16 @@ class Watch:
         return {"beats": self._beats, "step": self.step, "phase": self._phase, "seconds": seconds}
 
     def _run(self) -> None:
-        unanswered = 0
         while not self._ended.is_set():
-            reason = None
             code = 1
             try:
                 self._beat()
                 reason = self._reason_to_end()
-                unanswered = 0
+                self._answered = time.monotonic()
             except Exception as error:
                 # A connection that broke: the next beat takes another.
-                unanswered += 1
-                # Once aloud, when it is no passing fault any more.
-                level = logging.WARNING if unanswered == SILENCE else logging.DEBUG
-                log.log(level, "the job's store does not answer: %s", error)
+                log.debug("the job's store does not answer: %s", error)
+                reason = self._unanswered()
             if reason is None and self._beats_since(self._asked_at_once) > TAKEN:
                 reason = "interrupted"
                 code = 128 + signal.SIGINT
@@ -224,20 +225,31 @@ class Watch:
         if cause is not None:
             # Its own: the main thread is about to say it.
             return as_words(cause) if cause["rank"] != self.rank else None
-        beats_since_asked = self._beats_since(self._asked)
-        limit = max(SOON, min(self.patience / BEAT, SILENCE))
-        if beats_since_asked > 0:
-            limit = SOON
-        neighbour_is_silent = self._neighbour.silence(self._board) >= limit
+        neighbour_is_silent = self._neighbour.silence(self._board) >= self._max_silence()
         waits = time.monotonic() - self._since > self.patience
         # Whoever is told to end looks at all ranks: the one that is gone may have its neighbour on
         # another host.
-        wants_to_look = waits or beats_since_asked >= SOON
+        wants_to_look = waits or self._beats_since(self._asked) >= SOON
         may_look = self._beats - self._looked >= LOOKS
         if neighbour_is_silent or (wants_to_look and may_look):
             self._looked = self._beats
             return self._seen(waits)
         return None
+
+    def _unanswered(self) -> str | None:
+        """Words that end the job where its store has not answered for too long, or None."""
+        seconds = time.monotonic() - self._answered
+        if seconds < self._max_silence() * BEAT:
+            return None
+        return (
+            f"the job's store has not answered for {seconds:.0f} s: its host is gone, see its log"
+        )
+
+    def _max_silence(self) -> float:
+        """Beats for which another rank, or the store, may give no sign of life."""
+        if self._beats_since(self._asked) > 0:
+            return SOON
+        return max(SOON, min(self.patience / BEAT, SILENCE))
 
     def _seen(self, waits: bool) -> str | None:
         """What all ranks show: words that end the job, or None where they go on."""
@@ -296,9 +308,7 @@ class Watch:
             text = f"[{self.rank}] interrupted in step {self.step}\n"
         # Not by sys.stderr, whose lock the main thread may hold.
         os.write(2, text.encode())
-        flushing = threading.Thread(target=self._flush, daemon=True)
-        flushing.start()
-        flushing.join(LAST_WORDS)
+        _run_within(LAST_WORDS, self._flush)
         os._exit(code)
 
     def _flush(self) -> None:
@@ -306,3 +316,10 @@ class Watch:
             # The process ends now, with a cause that is told already.
             with contextlib.suppress(Exception):
                 action()
+
+
+def _run_within(seconds: float, action: Callable[[], None]) -> None:
+    """Run it in a thread, which is left behind where it takes longer: the process is to end."""
+    thread = threading.Thread(target=action, name="streammega-last-words", daemon=True)
+    thread.start()
+    thread.join(seconds)

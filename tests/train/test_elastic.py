@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from streammega.train import __main__ as train_program
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.config import load_run
@@ -210,6 +212,38 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     assert codes == [0, 0], log[-3000:]
     assert "resumed from" in log
     check_history(run_file, 20)
+
+
+def test_without_torchrun_the_others_end_soon_when_rank_0_dies_with_the_jobs_store(
+    run_file: Path,
+) -> None:
+    """They ask its store why: nobody answers, and a new connection is tried for a while."""
+    family = launch(run_file.parent, 2, [FAULTY, str(run_file)], {"FAULT": "0:5:kill"})
+    family.ended(0, within=LONGEST_JOB)
+    codes = family.ended(0, 1, within=60)
+    family.close()
+    log = family.log(1)
+    assert codes == [-signal.SIGKILL, 1], log[-3000:]
+    seconds = family.said_last(1) - run_file.with_suffix(".fault").stat().st_mtime
+    assert seconds < 30, log
+    assert re.search(r"error \(rank 1\): .*the job's store", log), log
+    assert "Traceback" not in log
+
+
+def test_a_rank_that_never_joins_is_waited_for_no_longer_than_ranks_may_start_apart(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(train_program, "START_TIMEOUT", 1.0)
+    began = time.monotonic()
+    assert train_program.main([str(run_file), "train.timeout=1"]) == 1
+    assert time.monotonic() - began < 20
+    assert "the ranks cannot meet (" in capsys.readouterr().err
 
 
 KILLED_AND_SHARDED = ("parallel.optimizer=sharded", "0:7:kill")

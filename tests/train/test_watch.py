@@ -97,6 +97,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         "stalled": 3.0,
         "waiting": 2.0,
         "interrupted": 600.0,
+        "store": 3.0,
     }
     made = {
         kind: Scene(folder / kind.replace(" ", "-"), timeout, kind)
@@ -110,6 +111,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
     interrupted = made["interrupted"].ready()
     made["interrupted"].since = time.time()
     interrupted.signal(signal.SIGINT, 0)
+    made["store"].ready()
+    del made["store"].store
     yield made
     for scene in made.values():
         scene.family.close()
@@ -157,6 +160,14 @@ def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str,
         assert "rank 1 is elsewhere; last heard of in step 5 (waiting for data, for " in family.log(
             rank
         )
+
+
+def test_blocked_ranks_end_when_the_jobs_store_is_gone(scenes: dict[str, Scene]) -> None:
+    """Its host has died: no rank can say why it ends, nor hear of another."""
+    family = scenes["store"].family
+    assert family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
+    for rank in range(3):
+        assert "the job's store has not answered for" in family.log(rank)
 
 
 def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> None:
