@@ -43,6 +43,12 @@ class FieldsConfig:
             raise ConfigError(
                 f"eod_id is {self.eod_id}, which no stored id is; leave it out if the data has none"
             )
+        vocab_size = self.vocab_size
+        if self.eod_id is not None and vocab_size is not None and self.eod_id >= vocab_size:
+            raise ConfigError(
+                f"eod_id is {self.eod_id}, outside of the vocabulary of {vocab_size}: no document "
+                f"would ever end; give the id that ends documents in the data"
+            )
         asks_for_documents = (
             self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
         )

@@ -35,7 +35,7 @@ class Board:
         self.rank = rank
         self.world = world
         # Made while the store answers: clones of it wait no longer than it does.
-        self._origin = store.clone()
+        self._origin: Store = store.clone()  # type: ignore[attr-defined]
         self._origin.set_timeout(CLIENT_TIMEOUT)
         self._store: Store | None = self._origin
 
@@ -81,7 +81,7 @@ class Board:
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         if self._store is None:
-            self._store = self._origin.clone()
+            self._store = self._origin.clone()  # type: ignore[attr-defined]
         try:
             return request(self._store)
         except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from streammega.errors import ConfigError
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch
@@ -29,6 +30,12 @@ def check_valid_splits(config: RunConfig, ranks: Ranks) -> None:
     runs = list(validation_sets(config).values())
     if has_valid(config.data):
         runs.append(config)
+    if not runs:
+        raise ConfigError(
+            f"train.eval_iters is {train.eval_iters}, and there is nothing to evaluate: data.split "
+            f"leaves nothing for valid, and there are no [validation] sets; give one, or set "
+            f"train.eval_iters to 0"
+        )
     for run in runs:
         open_split(run, "valid", ranks).close()
 

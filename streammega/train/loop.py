@@ -29,6 +29,7 @@ from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.cursor import with_readable
 from streammega.parallel import RankBatches
 from streammega.parallel.batches import read_factor
+from streammega.parallel.layout import DIMENSIONS
 from streammega.samples.source_names import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.checkpoints.checkpoints import Checkpoints
@@ -136,7 +137,13 @@ class Trainer:
             layout, self.loader.dataset.config, every_stage=self.config.every_stage
         )
         often = "once" if factor == 1 else f"{factor} times"
-        log.info("%s; each token is read %s, over all ranks", layout, often)
+        sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in DIMENSIONS)
+        log.info(
+            "ranks: %d (%s); each token is read %s, over all ranks",
+            layout.world_size,
+            sizes,
+            often,
+        )
 
     def resume(self) -> None:
         """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights,

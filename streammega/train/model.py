@@ -204,7 +204,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dim = config.dim
-        hidden = _hidden_size(dim)
+        hidden = hidden_size(dim)
         self.head_dim = dim // config.heads
         self.context: ContextParallel | None = None
         self.gather_again = True
@@ -239,7 +239,7 @@ class Block(nn.Module):
         return mixed.flatten(2)
 
 
-def _hidden_size(dim: int) -> int:
+def hidden_size(dim: int) -> int:
     """Width of the feed-forward: 8/3 of the model's, so that its three matrices have as many
     parameters as the usual two of 4; rounded up to a multiple of 16.
     """

@@ -16,7 +16,7 @@ from streammega.parallel.layout import ParallelLayout
 from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
 from streammega.train.first_weights import fill_with_first_weights
-from streammega.train.model import GPT, TIED
+from streammega.train.model import GPT, TIED, hidden_size
 
 
 def make_stages(
@@ -54,6 +54,12 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
     if model.heads % tp:
         raise ConfigError(
             f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them"
+        )
+    width = hidden_size(model.dim)
+    if width % tp:
+        raise ConfigError(
+            f"model.dim {model.dim} makes feed-forward layers {width} wide, which parallel.tp {tp} "
+            f"does not divide; change one of them"
         )
     # torch gives every rank as many entries, rounded up, and the last ones what is left.
     share = math.ceil(model.vocab_size / tp)

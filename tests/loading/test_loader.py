@@ -376,6 +376,10 @@ def test_settings_that_cannot_work_are_refused(
         ({"lanes": 4.0}, "lanes is 4.0"),
         ({"eod_id": 1.5}, "eod_id is 1.5"),
         ({"eod_id": -1}, "eod_id is -1"),
+        (
+            {"eod_id": 100, "vocab_size": 100},
+            "eod_id is 100, outside of the vocabulary of 100: no document would ever end",
+        ),
         ({"blend": 3}, "blend 3"),
         ({"surplus": "much"}, "surplus is 'much'; it must be a number"),
         ({"skip_samples": 8}, "skip_samples is 8"),

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import threading
@@ -343,6 +344,28 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     assert names(folder) == ["step-00000006"], "a later save removes it"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 0.99])
+def test_a_save_for_which_there_is_no_room_says_what_the_system_says(
+    run_file: str, folder: Path, share: float
+) -> None:
+    """Wherever in a file it fails: torch's writer of archives then fails once more, in its own
+    words.
+    """
+    trainer = resumed(run_file)
+    whole = (folder / "step-00000006" / "__0_0.distcp").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * whole), before[1]))
+    try:
+        with pytest.raises(StorageError) as caught:
+            trainer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the checkpoint of step 6 cannot be written (File too large); free" in str(caught.value)
+    trainer.save()
+    trainer.close()
+    assert [path.name for path in checkpoints(folder)][-1] == "step-00000006"
+
+
 def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
     run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +691,16 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     trainer.run()
     assert gang.run(2, train_steps, run_file, [*overrides, *sharded]) == [6, 6]
     assert place.steps() == [2, 4, 6]
+
+
+def test_signs_that_killed_starts_left_are_removed_by_the_next_start(
+    run_file: str, out: list[str]
+) -> None:
+    config = load_run(run_file, out)
+    place = open_place(config.train.out_dir, config.data.storage)
+    place.leave_sign(".shared-0123456789ab")
+    Trainer(config, CPU).close()
+    assert not place.sees(".shared-0123456789ab")
 
 
 def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step(

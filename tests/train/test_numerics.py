@@ -106,6 +106,7 @@ def test_attention_masks_that_the_trainer_does_not_use_are_not_made(run_file: st
             "train.recompute=true",
             r"train\.recompute is True; it must be none, full or a number of layers",
         ),
+        ("train.recompute=5", r"train\.recompute is 5, more than model\.layers 1; .* full"),
     ],
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:

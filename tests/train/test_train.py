@@ -4,6 +4,7 @@ and resumed.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -479,6 +480,13 @@ def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(
         assert "valid_loss" in Trainer(run, torch.device("cpu")).evaluate_all()
 
 
+def test_an_evaluation_of_nothing_is_refused_before_the_first_step(run_file: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.eval_iters is 2, and there is nothing to evaluate"
+    ):
+        Trainer(load_run(run_file, ['data.split="100,0,0"']), torch.device("cpu"))
+
+
 def test_several_validation_sets_are_read_from_their_start_every_time(
     run_file: str, tmp_path: Path
 ) -> None:
@@ -862,6 +870,11 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.iters=true", "train.iters is true; it must be a number"),
         ("model.layers=true", "model.layers is true; it must be a number"),
         ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a number"),
+        (
+            "train.warmup_iters=17",
+            "train.warmup_iters is 17, more than train.iters 16: the learning",
+        ),
+        ("data.eod_id=1000", "eod_id is 1000, outside of the vocabulary of 1000"),
         ("train.out_dir=", "train.out_dir is ''; it must be a folder or a URL"),
         ("train.out_dir= ", "train.out_dir is ' '; it must be"),
         ("train.out_dir=s3://", "train.out_dir is 's3://'; it must be"),
@@ -993,6 +1006,31 @@ def test_an_out_dir_that_cannot_be_written_is_one_message(
     (tmp_path / "file").write_text("in the way")
     assert train_main([run_file, f"train.out_dir={tmp_path}/file/run"]) == 1
     assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("url", "message"), [("ftp://x/y", "'host'"), ("what://x/y", "what")])
+def test_an_out_dir_of_a_store_that_cannot_be_opened_is_one_message(
+    run_file: str, url: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_main([run_file, f"train.out_dir={url}"]) == 1
+    gc.collect()
+    error = capsys.readouterr().err
+    assert re.search(
+        rf"error \(rank 0\): {url[:6]}.*storage_options do not fit: .*{message}", error
+    )
+    assert "Traceback" not in error
+
+
+def test_the_log_begins_with_the_ranks_in_words(
+    run_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        Trainer(load_run(run_file), torch.device("cpu")).close()
+    assert (
+        "ranks: 1 (tp 1, cp 1, dp 1, pp 1); each token is read once, over all ranks"
+        in caplog.messages
+    )
 
 
 def test_a_run_does_not_tell_where_credentials_were_found(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
 import math
 import os
 import time
@@ -310,7 +311,10 @@ class FsspecStore:
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
         try:
-            fs = fsspec.filesystem(self.scheme, **options)
+            driver = fsspec.get_filesystem_class(self.scheme)
+            # Before it is made: drivers that lack an argument complain again as they are collected.
+            inspect.signature(driver.__init__).bind(None, **options)
+            fs = driver(**options)
             if self.scheme == "s3":
                 fs.retries = 1  # s3fs counts tries, not retries
             return fs

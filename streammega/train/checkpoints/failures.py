@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from streammega.errors import StreammegaError
+from streammega.errors import StorageError, StreammegaError
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -19,6 +19,17 @@ def first_cause(error: BaseException) -> BaseException:
     first_rank = min(error.failures)
     cause, _ = error.failures[first_rank]
     return cause
+
+
+def root_failure(error: BaseException) -> BaseException:
+    """The failure of a disk or store that an error came from; else the error.
+
+    torch's writer of archives fails once more as it is closed, and tells of that alone.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | StorageError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def one_line(error: BaseException) -> str:

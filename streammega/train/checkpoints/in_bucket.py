@@ -20,6 +20,7 @@ from streammega.train.checkpoints.files import DamagedError, Files
 from streammega.train.checkpoints.hold import Hold, hold_object
 from streammega.train.checkpoints.place import (
     SET_ASIDE,
+    SIGN,
     Found,
     folder_of,
     free_name,
@@ -47,7 +48,10 @@ class CheckpointBucket:
         self.url = store.url(prefix)
 
     def prepare(self) -> None:
-        """Nothing is ever half done: the small object is there or not."""
+        """Signs of killed starts go. No checkpoint is ever half done: its small object is there or
+        not.
+        """
+        self._delete([item.key for item in self._store.list(self._key(SIGN), recursive=False)])
 
     def steps(self) -> list[int]:
         """Of the small objects."""

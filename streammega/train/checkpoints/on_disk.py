@@ -18,6 +18,7 @@ from streammega.train.checkpoints.files import Files
 from streammega.train.checkpoints.hold import Hold, hold_file
 from streammega.train.checkpoints.place import (
     SET_ASIDE,
+    SIGN,
     Found,
     folder_of,
     free_name,
@@ -44,9 +45,11 @@ class CheckpointFolder:
 
     def prepare(self) -> None:
         """A step that was being replaced gets its old checkpoint back, unless the
-        new one is there.
+        new one is there. Signs of killed starts go.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        for sign in self.path.glob(f"{SIGN}*"):
+            _remove_tree(sign)
         for old in self.path.glob("step-*.replaced*"):
             final = old.with_suffix("")
             if final.exists():

@@ -25,6 +25,8 @@ from streammega.train.checkpoints.hold import Hold
 
 NAME = re.compile(r"step-(?P<step>\d{8})")
 """Of a whole checkpoint."""
+SIGN = ".shared-"
+"""How the names of small files begin by which ranks see whether they share the place."""
 SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
 """Of one that is kept, and resumed from no more."""
 
@@ -52,7 +54,7 @@ class CheckpointPlace(Protocol):
     on_disk: bool
 
     def prepare(self) -> None:
-        """At the start of a run: finish or undo what a kill left half done."""
+        """At the start of a run, which holds the place: finish, undo or remove what a kill left."""
 
     def steps(self) -> list[int]:
         """Of whole checkpoints, rising."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from streammega.errors import ConfigError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.place import CheckpointPlace
+from streammega.train.checkpoints.place import SIGN, CheckpointPlace
 
 SEEN_WITHIN = 60.0
 """Seconds after which what one rank wrote must be seen by the others: clients of NFS look again
@@ -32,7 +32,7 @@ def check_shared(place: CheckpointPlace, all_ranks: AllRanks) -> None:
     def leave_sign() -> tuple[str, str]:
         """(name of the sign, the host that left it), of the first rank."""
         # A new name every time: one that an earlier start left would be seen by all.
-        sign = f".shared-{secrets.token_hex(6)}"
+        sign = f"{SIGN}{secrets.token_hex(6)}"
         place.leave_sign(sign)
         return sign, socket.gethostname()
 

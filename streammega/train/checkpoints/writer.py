@@ -24,6 +24,7 @@ from torch.futures import Future
 from streammega.storage import Store
 from streammega.storage.store import written_whole
 from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.failures import root_failure
 from streammega.train.checkpoints.files import Checksums, Files
 
 PIECE_BYTES = 8 << 20
@@ -222,8 +223,15 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
-        write = super().write_data
-        written = self._all_ranks.work(lambda: write(plan, planner), watched=True)
+        torch_write = super().write_data
+
+        def write() -> Future[list[WriteResult]]:
+            try:
+                return torch_write(plan, planner)
+            except Exception as error:
+                raise root_failure(error) from None
+
+        written = self._all_ranks.work(write, watched=True)
         results: list[WriteResult] = [self._with_checksum(result) for result in written.value()]
         told: Future[list[WriteResult]] = Future()
         told.set_result(results)

@@ -145,6 +145,11 @@ class TrainConfig:
                 f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
                 f"the rate would rise; lower min_lr"
             )
+        if self.warmup_iters > self.iters:
+            raise ConfigError(
+                f"train.warmup_iters is {self.warmup_iters}, more than train.iters {self.iters}: "
+                f"the learning rate would never reach train.lr; lower warmup_iters"
+            )
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -37,6 +37,12 @@ class RunConfig:
         self._set_follow_record()
         self._set_phase_starts()
         self._check_vocabulary()
+        recompute = self.train.recompute
+        if isinstance(recompute, int) and recompute > self.model.layers:
+            raise ConfigError(
+                f"train.recompute is {recompute}, more than model.layers {self.model.layers}; "
+                f"set it to full for all of them"
+            )
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(
                 f"train.dtype = {self.train.dtype} needs fp32 main parameters: "
