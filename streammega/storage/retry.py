@@ -192,9 +192,10 @@ def longest_pause(attempt: int) -> float:
 
 
 def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
-    """The error, saying how often it was tried again, if it was."""
-    if error.transient and failures > 1:
-        _append(error, f" [given up after {failures} tries in {elapsed:.1f} s]")
+    """The error, saying how often it was tried, if trying again might have helped."""
+    if error.transient:
+        tries = "1 try" if failures == 1 else f"{failures} tries"
+        _append(error, f" [given up after {tries} in {elapsed:.1f} s]")
     return error
 
 

@@ -94,6 +94,14 @@ def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clo
     assert clock.now == pytest.approx(600)
 
 
+def test_a_first_try_that_takes_longer_than_the_deadline_says_that_it_was_given_up(
+    clock: Clock,
+) -> None:
+    policy = RetryPolicy(deadline=1.5)
+    with pytest.raises(EndpointError, match=r"down \[given up after 1 try in 2\.0 s\]"):
+        policy.call(failing(EndpointError("down"), clock, takes=2.0))
+
+
 @pytest.mark.parametrize("deadline", [0.13, 0.3, 0.72, 1.0])
 def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, deadline: float
