@@ -7,7 +7,7 @@
     │   │   └── MissingShardsError   some shards of a numbered set are not there
     │   ├── AccessDeniedError        the endpoint takes no such credentials, or forbids it
     │   ├── EndpointError            the endpoint refused, timed out or failed
-    │   ├── ShortReadError           fewer bytes came than were asked for
+    │   ├── ShortReadError           other bytes came than were asked for
     │   └── ObjectChangedError       the object is not the one that was opened
     ├── FormatError                  an .idx, .bin or other file that is not what it should be
     ├── CacheError                   the local cache cannot hold what it must
@@ -85,7 +85,7 @@ class EndpointError(StorageError):
 
 
 class ShortReadError(StorageError):
-    """A read returned another number of bytes than was asked for."""
+    """A read returned other bytes, or another number of them, than were asked for."""
 
     transient = True
 

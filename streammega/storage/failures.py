@@ -82,6 +82,14 @@ def missing(url: str) -> ObjectNotFoundError:
     )
 
 
+def no_size(url: str) -> StorageError:
+    """An answer to a look at an object that leaves its size out."""
+    return StorageError(
+        f"{url}: the server does not say how large the object is (no Content-Length); have it send "
+        f"the size, without compression (Content-Encoding)"
+    )
+
+
 def missing_bucket(url: str) -> ObjectNotFoundError:
     """Nowhere for an object of that name to be, or to be written to."""
     return ObjectNotFoundError(

@@ -193,7 +193,12 @@ FEATURES = {
     "tiktoken": "tokenizers",
 }
 """What only some features import, and the extra that brings it."""
-BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba", "huggingface_hub": "tokenizers"}
+BROUGHT_BY_OTHERS = {
+    "botocore": "s3fs",
+    "aiohttp": "s3fs",
+    "llvmlite": "numba",
+    "huggingface_hub": "tokenizers",
+}
 
 FRAMEWORKS = {"megatron", "torchdata", "torchtitan"}
 """What code for other trainers imports: within functions, which run in that trainer."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -146,6 +146,13 @@ class HttpObjects:
     hosts: list[str] = field(default_factory=list)
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(method, header) of headers that answers do not have, such as ("GET", "ETag")."""
+    answer_range: Callable[[bytes, int, int], tuple[int, str, bytes]] | None = None
+    """(object, first byte, last byte) -> (status, Content-Range, body) of an answer; None: the right
+    one. An empty Content-Range is left out.
+    """
+    seconds_per_byte: float = 0.0
+    """How slowly bodies come."""
+    closing: threading.Event = field(default_factory=threading.Event)
     port: int = 0
 
     @property
@@ -164,6 +171,7 @@ def http_server(objects: dict[str, bytes]) -> Iterator[HttpObjects]:
     try:
         yield state
     finally:
+        state.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -243,6 +251,11 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
             headers["Last-Modified"] = "Sat, 21 Nov 2026 00:00:00 GMT"
             if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
                 start = int(span[1])
+                if state.answer_range:
+                    status, content_range, part = state.answer_range(data, start, int(span[2]))
+                    if content_range:
+                        headers["Content-Range"] = content_range
+                    return self._send(status, part, headers, body)
                 last = min(int(span[2]), len(data) - 1)
                 if start >= len(data):
                     return self._send(416, b"", {}, body)
@@ -252,13 +265,22 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
 
         def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
             self.send_response(status)
-            for name, value in headers.items():
+            for name, value in (headers | {"Content-Length": str(len(data))}).items():
                 if (self.command, name) not in state.left_out:
                     self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
+            if (self.command, "Content-Length") in state.left_out:
+                self.close_connection = True  # which ends the body
             self.end_headers()
-            if body:
+            if not body:
+                return
+            if not state.seconds_per_byte:
                 self.wfile.write(data)
+                return
+            with contextlib.suppress(ConnectionError):
+                for byte in data:
+                    if state.closing.wait(state.seconds_per_byte):
+                        return
+                    self.wfile.write(bytes([byte]))
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -26,7 +26,7 @@ from streammega.errors.redaction import redact
 from streammega.storage.backends.fsspec_writers import FsspecWriter, RenamingWriter
 from streammega.storage.backends.options import S3_OPTIONS
 from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.ranges import read_side_by_side
+from streammega.storage.backends.ranges import check_range, read_side_by_side
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import (
@@ -38,6 +38,7 @@ from streammega.storage.failures import (
     missing,
     missing_bucket,
     no_answer,
+    no_size,
     status_of,
     unreachable,
 )
@@ -72,13 +73,16 @@ _BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)
 """In what drivers say where the server asks for fewer requests; they tell no status then."""
 _FAILED_SIGNS = ("InternalError", "(500)")
 _PAST_END_SIGNS = ("InvalidRange", "416, message", "not satisfiable")
+_NO_SIZE = "KeyError: 'ContentLength'"
+"""What s3fs makes of an answer without a size."""
+_HTTP = ("http", "https")
 _OPTIONS_OF_BUCKETS = (S3_OPTIONS | OSS_OPTIONS) - {"client_kwargs"}
 
 
 def driver_options(scheme: str, config: StorageConfig) -> dict[str, Any]:
     """`storage_options` for fsspec's driver of a scheme: a web server gets no bucket's account."""
     options = dict(config.storage_options)
-    if scheme.lower() in ("http", "https"):
+    if scheme.lower() in _HTTP:
         return {name: options[name] for name in options if name not in _OPTIONS_OF_BUCKETS}
     return options
 
@@ -122,10 +126,12 @@ class FsspecStore:
         def head() -> ObjectInfo:
             """One request for size and checksum, in this store's errors."""
             try:
-                meta = fs.info(key)
+                meta = self._ask(fs, "info", key)
                 if meta.get("type") == "directory":
                     raise FileNotFoundError(key)
                 etag = _etag_of(meta) or self._checksum(fs, key)
+                if meta["size"] is None:
+                    raise no_size(self.url(key))
             except BaseException as error:
                 raise self._error(key, error) from None
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
@@ -135,9 +141,19 @@ class FsspecStore:
     def _checksum(self, fs: Any, key: str) -> str:
         """What a driver makes of its own knowledge of an object, in place of an ETag."""
         # Of http that is the URL alone, which tells no versions apart.
-        if self.scheme in ("http", "https"):
+        if self.scheme in _HTTP:
             return ""
         return str(fs.ukey(key))
+
+    def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One call of the driver within `timeout`.
+
+        A driver without an event loop cannot be interrupted: its own limits hold.
+        """
+        if not fs.async_impl:
+            return getattr(fs, method)(*args, **kwargs)
+        call = getattr(fs, f"_{method}")
+        return fsspec.asyn.sync(fs.loop, call, *args, timeout=self._config.timeout, **kwargs)
 
     def read_ranges(
         self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
@@ -149,24 +165,27 @@ class FsspecStore:
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """One request each.
+        """One request each. The head of each answer is checked by s3 and http.
 
-        Drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and
-        then.
+        Other drivers do not show it, nor the ETag, so the object's is asked for now and then.
         """
         self._check_object_key(key)
         fs, _ = self._filesystem()
         url = self.url(key)
-        timeout = self._config.timeout
         try:
-            if self.scheme == "s3":
-                answers = fsspec.asyn.sync(fs.loop, _get_object, fs, key, spans, timeout=timeout)
-                bodies = []
-                for body, answered_etag in answers:
-                    check_version(url, etag, answered_etag)
-                    bodies.append(body)
+            if self.scheme == "s3" or self.scheme in _HTTP:
+                get = _get_from_s3 if self.scheme == "s3" else _get_by_http
+                timeout = self._config.timeout
+                answers = fsspec.asyn.sync(
+                    fs.loop, _get_all, get, fs, key, url, spans, etag, timeout=timeout
+                )
+                bodies = [body for body, _ in answers]
+                if not all(is_compared for _, is_compared in answers):
+                    self._recheck(key, etag)
             else:
-                bodies = [fs.cat_file(key, start=start, end=stop) for start, stop in spans]
+                bodies = [
+                    self._ask(fs, "cat_file", key, start=start, end=stop) for start, stop in spans
+                ]
                 self._recheck(key, etag)
             fill(url, spans, [memoryview(body) for body in bodies], outs)
         except BaseException as error:
@@ -271,9 +290,9 @@ class FsspecStore:
         """Delete an object if it is there."""
         self._check_object_key(key)
         fs, _ = self._filesystem()
-        remove = self._trying_again(key, fs.rm_file)
+        remove = self._trying_again(key, self._ask)
         try:
-            remove(key)
+            remove(fs, "rm_file", key)
         except ObjectNotFoundError:
             pass
 
@@ -310,6 +329,9 @@ class FsspecStore:
                 "retries": {"total_max_attempts": 1},
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
+        elif self.scheme in _HTTP:
+            limits = {"timeout": self._http_timeout()}
+            options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})
         try:
             driver = fsspec.get_filesystem_class(self.scheme)
             # Before it is made: drivers that lack an argument complain again as they are collected.
@@ -329,35 +351,57 @@ class FsspecStore:
             reason = redact(str(error), self._config.storage_options)
             raise ConfigError(f"{self.scheme}://: storage_options do not fit: {reason}") from None
 
+    def _http_timeout(self) -> Any:
+        import aiohttp
+
+        timeout = self._config.timeout
+        return aiohttp.ClientTimeout(
+            total=timeout,
+            sock_connect=min(CONNECT_WITHIN, timeout),
+            sock_read=self._config.stall_timeout,
+        )
+
     def _error(self, key: str, error: BaseException) -> BaseException:
-        """The streammega error for whatever an fsspec driver raises."""
-        if isinstance(error, StreammegaError) or not isinstance(error, Exception):
-            return error
-        name = type(error).__name__
-        url = self.url(key)
-        text = redact(f"{name}: {error}".splitlines()[0], self._config.storage_options)
-        status = status_of(error)
-        if status:
-            return failure_of_status(url, status, text)
-        if isinstance(error, FileNotFoundError):
-            return missing_bucket(url) if NO_BUCKET in text else missing(url)
-        if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
-            return denied(url, text)
-        if any(sign in text for sign in _PAST_END_SIGNS):
-            return ended_early(url, text)
-        # What s3fs makes of a bare 503.
-        busy = isinstance(error, OSError) and error.errno == errno.EBUSY
-        if busy or any(sign in text for sign in _BUSY_SIGNS):
-            return throttled(url, text)
-        broken = is_of_network(error)
-        limit = blame_limit_of_connection(error) if broken else blame_limit(error)
-        if limit:
-            return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
-        if any(sign in text for sign in _FAILED_SIGNS):
-            return unreachable(url, text)
-        if broken:
-            return no_answer(url, text)
-        return StorageError(f"{url}: {text}")
+        return driver_error(self.url(key), error, self._config.storage_options)
+
+
+def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> BaseException:
+    """The streammega error for whatever an fsspec driver raises.
+
+    options: the storage options, which may hold secrets.
+    """
+    if isinstance(error, StreammegaError) or not isinstance(error, Exception):
+        return error
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    # fsspec's driver of http says "not found" of every failure.
+    if cause is not None and (status_of(cause) or is_of_network(cause)):
+        error = cause
+    name = type(error).__name__
+    text = redact(f"{name}: {error}".splitlines()[0], options)
+    status = status_of(error)
+    if status:
+        return failure_of_status(url, status, text)
+    if isinstance(error, FileNotFoundError):
+        return missing_bucket(url) if NO_BUCKET in text else missing(url)
+    if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
+        return denied(url, text)
+    if text == _NO_SIZE:
+        return no_size(url)
+    if any(sign in text for sign in _PAST_END_SIGNS):
+        return ended_early(url, text)
+    # What s3fs makes of a bare 503.
+    busy = isinstance(error, OSError) and error.errno == errno.EBUSY
+    if busy or any(sign in text for sign in _BUSY_SIGNS):
+        return throttled(url, text)
+    broken = is_of_network(error)
+    limit = blame_limit_of_connection(error) if broken else blame_limit(error)
+    if limit:
+        return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
+    if any(sign in text for sign in _FAILED_SIGNS):
+        return unreachable(url, text)
+    if broken:
+        return no_answer(url, text)
+    return StorageError(f"{url}: {text}")
 
 
 def _etag_of(meta: Mapping[str, Any]) -> Any:
@@ -365,28 +409,56 @@ def _etag_of(meta: Mapping[str, Any]) -> Any:
     return meta.get("ETag") or meta.get("etag") or ""
 
 
-async def _get_object(fs: Any, key: str, spans: Sequence[Span]) -> list[tuple[bytes, str]]:
-    """Bytes of spans of an S3 object, each with the ETag of its answer.
+async def _get_all(
+    get: Callable[..., Any], fs: Any, key: str, url: str, spans: Sequence[Span], etag: str
+) -> list[tuple[bytes, bool]]:
+    """The bytes of each span, by concurrent requests, and whether their version was compared.
 
-    By concurrent requests of s3fs's own client.
+    get: one request.
     """
-    bucket, _, name = key.lstrip("/").partition("/")
-
-    async def get(start: int, stop: int) -> tuple[bytes, str]:
-        last = stop - 1  # a range of HTTP holds its end
-        answer = await fs._call_s3(
-            "get_object", Bucket=bucket, Key=name, Range=f"bytes={start}-{last}", **fs.req_kw
-        )
-        body = answer["Body"]
-        try:
-            return await body.read(), str(answer.get("ETag") or "")
-        finally:
-            body.close()
-
-    tasks = [asyncio.ensure_future(get(start, stop)) for start, stop in spans]
+    tasks = [asyncio.ensure_future(get(fs, key, url, span, etag)) for span in spans]
     try:
-        return await asyncio.gather(*tasks)
+        return list(await asyncio.gather(*tasks))
     finally:
         # Where one fails, nobody wants the others.
         for task in tasks:
             task.cancel()
+
+
+async def _get_from_s3(fs: Any, key: str, url: str, span: Span, etag: str) -> tuple[bytes, bool]:
+    """By s3fs's own client."""
+    bucket, _, name = key.lstrip("/").partition("/")
+    answer = await fs._call_s3(
+        "get_object", Bucket=bucket, Key=name, Range=_range_of(span), **fs.req_kw
+    )
+    body = answer["Body"]
+    try:
+        status = answer["ResponseMetadata"]["HTTPStatusCode"]
+        check_version(url, etag, str(answer.get("ETag") or ""))
+        content_range = answer.get("ContentRange", "")
+        check_range(url, span, status, content_range, answer.get("ContentLength"))
+        return bytes(await body.read()), True
+    finally:
+        body.close()
+
+
+async def _get_by_http(fs: Any, key: str, url: str, span: Span, etag: str) -> tuple[bytes, bool]:
+    """By the session of fsspec's driver of http."""
+    options = dict(fs.kwargs)
+    headers = dict(options.pop("headers", {}))
+    # Ranges of a compressed body would be others.
+    headers |= {"Range": _range_of(span), "Accept-Encoding": "identity"}
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(key), headers=headers, **options) as answer:
+        answer.raise_for_status()
+        answered_etag = answer.headers.get("ETag", "")
+        if answered_etag:
+            check_version(url, etag, answered_etag)
+        content_range = answer.headers.get("Content-Range", "")
+        check_range(url, span, answer.status, content_range, answer.content_length)
+        return bytes(await answer.read()), bool(answered_etag)
+
+
+def _range_of(span: Span) -> str:
+    start, stop = span
+    return f"bytes={start}-{stop - 1}"  # a range of HTTP holds its end

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -28,10 +29,10 @@ from streammega.storage.backends.clouds import cloud_arguments
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.obstore_writer import ObstoreWriter
 from streammega.storage.backends.options import client_options, s3_arguments
-from streammega.storage.backends.ranges import read_side_by_side
+from streammega.storage.backends.ranges import read_side_by_side, wrong_range
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
-from streammega.storage.failures import denied, failure_of_status, missing, no_answer
+from streammega.storage.failures import denied, failure_of_status, missing, no_answer, no_size
 from streammega.storage.fetch.threads import Pool, each
 from streammega.storage.locks import process_lock
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
@@ -62,9 +63,18 @@ _NETWORK = (
     "request or response body error",
     "connection",
     "operation timed out",
-    "HTTP error",
+    "- HTTP error",
 )
 """In the texts of errors without an answer: obstore has no class for them."""
+_RANGES_REFUSED = (
+    "non-partial response",
+    "Range request not supported",
+    "CONTENT_RANGE header",
+    "Content-Range header",
+)
+"""In the texts of errors for answers to range requests that the other transport may understand."""
+_OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
+_NO_SIZE = "Content-Length Header missing"
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come, so that they are never in memory twice."""
 OBJECTS_TOGETHER = 16
@@ -93,8 +103,6 @@ class ObstoreStore:
     served by another transport, where there is one: by one client for all calls, and with one
     warning.
     """
-
-    fallback_name = "s3fs"
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         self.scheme = scheme
@@ -259,10 +267,13 @@ class ObstoreStore:
         """Have another transport read, if obstore refused how the server answers ranges; raises
         every other error.
         """
-        if not _ranges_refused(error) or self.scheme != "s3":
+        text = str(error).partition(_DEBUG_DUMP)[0]
+        is_refused = any(sign in text for sign in _RANGES_REFUSED)
+        if not is_refused or self.scheme not in ("s3", "http", "https"):
             raise self._error(key, error) from None
         self._fall_back(
-            "the server answers range requests with 200 instead of 206, which obstore refuses"
+            "the server answers range requests with 200 instead of 206, or with a Content-Range "
+            "without a size, which obstore refuses"
         )
 
     def _read_once(
@@ -297,7 +308,15 @@ class ObstoreStore:
 
         Raises ConfigError where nothing can.
         """
-        return self._fall_back(FORKED) if obstore_library.library() is None else None
+        if obstore_library.library() is not None:
+            return None
+        if self.scheme not in ("s3", "oss"):
+            raise ConfigError(
+                f"{self.url('')}: obstore was used before this process was forked, and cannot be "
+                f"used after it; start workers by multiprocessing_context='spawn' or 'forkserver', "
+                f"set transport='fsspec', or use StreamLoader, which needs none"
+            )
+        return self._fall_back(FORKED)
 
     def _fall_back(self, reason: str) -> FsspecStore:
         """From now on ranges, and after a fork everything, are served by another transport."""
@@ -314,21 +333,17 @@ class ObstoreStore:
             return
         told.add(reason)
         log.warning(
-            "%s: %s; reading by %s, which is slower (transport='fsspec' does so at once)",
-            self.url(""), reason, self.fallback_name,
+            "%s: %s; reading by transport='fsspec', which is slower (set it to begin so)",
+            self.url(""), reason,
         )  # fmt: skip
 
     def _make_fallback(self) -> FsspecStore:
-        if self.scheme != "s3":
-            raise ConfigError(
-                f"{self.url('')}: obstore was used before this process was forked, and cannot be "
-                f"used after it; start workers by multiprocessing_context='spawn' or 'forkserver', "
-                f"set transport='fsspec', or use StreamLoader, which needs none"
-            )
         return FsspecStore(self.scheme, self._config)
 
     def _full(self, key: str) -> str:
         """A key as the other transport has it."""
+        if self.scheme in ("http", "https"):
+            return f"{self.scheme}://{self.root}/{quote(key)}"
         return f"{self.root}/{key}"
 
     def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
@@ -565,6 +580,12 @@ class ObstoreStore:
             )
         if isinstance(error, _refusals()):
             return denied(url, text)
+        other_range = _OTHER_RANGE.search(text)
+        if other_range:
+            start, stop, first, end = map(int, other_range.groups())
+            return wrong_range(url, (start, stop), f"bytes [{first}, {end})")
+        if _NO_SIZE in text:
+            return no_size(url)
         network = any(sign in whole for sign in _NETWORK)
         limit = blame_limit_of_connection(error) if network else blame_limit(error)
         if limit:
@@ -628,8 +649,3 @@ def _drain(url: str, start: int, stop: int, answer: Any, out: Bytes) -> None:
         filled = end
     if filled != len(out):
         raise wrong_length(url, start, stop, filled)
-
-
-def _ranges_refused(error: BaseException) -> bool:
-    """Whether obstore refused an answer because it was not a partial one."""
-    return isinstance(error, Exception) and "non-partial response" in str(error)

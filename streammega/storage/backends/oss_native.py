@@ -23,10 +23,11 @@ from streammega.errors.redaction import redact
 from streammega.storage.backends.fsspec_store import CONNECT_WITHIN, FsspecStore
 from streammega.storage.backends.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
+from streammega.storage.backends.ranges import check_range
 from streammega.storage.failures import failure_of_status, no_answer
 from streammega.storage.parts import part_bytes
 from streammega.storage.retry import RetryPolicy
-from streammega.storage.store import Bytes, ObjectInfo, Span, ended_early, wrong_length
+from streammega.storage.store import Bytes, ObjectInfo, Span, wrong_length
 from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ CHUNK_BYTES = 1 << 20
 """Bodies are copied in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
 """Without it a range that reaches past the end is answered with the whole object."""
-PARTIAL_CONTENT = 206
 NO_ANSWER = -2
 """oss2's own status, of requests that got no answer."""
 LONGEST_SUMMARY = 300
@@ -87,8 +87,8 @@ class OssNativeStore(FsspecStore):
         answer = bucket.get_object(name, byte_range=(start, last), headers=STANDARD_RANGES)
         try:
             check_version(url, etag, str(answer.etag))
-            if answer.status != PARTIAL_CONTENT:
-                raise ended_early(url, "the server answered a range with the whole object")
+            content_range = answer.headers.get("Content-Range", "")
+            check_range(url, span, answer.status, content_range, answer.content_length)
             filled = 0
             while True:
                 chunk = answer.read(CHUNK_BYTES)

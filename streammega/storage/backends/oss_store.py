@@ -25,8 +25,6 @@ class OssStore(ObstoreStore):
     After a fork, where no copy of obstore can be loaded, it is read by oss2.
     """
 
-    fallback_name = "oss2"
-
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
         self._read_credentials: OssCredentials | None = None

@@ -1,12 +1,14 @@
-"""Ranges of an object of which each is a request of its own."""
+"""Ranges of an object, each by a request of its own, and the check of its answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from streammega.errors import ShortReadError, StorageError
 from streammega.storage.fetch.threads import Pool
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Buffer, Bytes, Span
@@ -16,6 +18,45 @@ SMALL = 64 << 10
 """Up to so many ranges of so many bytes together go out by one call: what a thread for each would
 cost is more than trying all again when one fails.
 """
+
+
+PARTIAL_CONTENT = 206
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+def check_range(
+    url: str, span: Span, status: int, content_range: str, length: int | None = None
+) -> None:
+    """Raise unless the head of an answer promises the bytes of `span`, up to the object's end.
+
+    length: the Content-Length. The body's length is checked by `store.checked` when it is there.
+    """
+    start, stop = span
+    if status != PARTIAL_CONTENT and not content_range:
+        # The whole object, which may be what was asked for.
+        if start == 0 and length == stop:
+            return
+        raise StorageError(
+            f"{url}: the server does not serve ranges: asked for bytes [{start}, {stop}), it "
+            f"answered with status {status} and no Content-Range, as for the whole object; use a "
+            f"server that serves ranges, or copy the data to a disk"
+        )
+    found = _CONTENT_RANGE.fullmatch(content_range)
+    if found:
+        first, last, size = found.groups()
+        end = stop if size == "*" else min(stop, int(size))
+        if (int(first), int(last) + 1) == (start, end):
+            return
+    raise wrong_range(url, span, f"status {status} and Content-Range {content_range!r}")
+
+
+def wrong_range(url: str, span: Span, answer: str) -> ShortReadError:
+    """For an answer that names other bytes than were asked for."""
+    start, stop = span
+    return ShortReadError(
+        f"{url}: the server sent other bytes than were asked for: wanted bytes [{start}, {stop}), "
+        f"got {answer}; check the proxies and caches between here and the server"
+    )
 
 
 class ReadsInto(Protocol):

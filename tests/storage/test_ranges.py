@@ -1,0 +1,212 @@
+"""Answers to range requests: the bytes that were asked for, within the time that is allowed, or an
+error that says what the server sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import StorageConfig
+from streammega.errors import EndpointError, ShortReadError, StorageError
+from streammega.storage import open_store
+from streammega.storage.backends.ranges import check_range
+from tests.support.servers import KEY, SECRET, HttpObjects, http_server
+
+DATA = bytes(range(256)) * 8
+START, STOP = 16, 32
+Answer = Callable[[bytes, int, int], tuple[int, str, bytes]]
+
+both_schemes = pytest.mark.parametrize("scheme", ["s3", "http"])
+both_transports = pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpObjects]:
+    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.01)
+    with http_server({"/bucket/key": DATA}) as server:
+        yield server
+
+
+def store_of(server: HttpObjects, scheme: str, transport: Any, **settings: Any) -> tuple[Any, str]:
+    s3 = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+    options = s3 if scheme == "s3" else {}
+    url = "s3://bucket/key" if scheme == "s3" else f"{server.url}/bucket/key"
+    config = StorageConfig(transport=transport, storage_options=options, **settings)
+    return open_store(url, config)
+
+
+def named(shift: int, longer: int) -> Answer:
+    """Of other bytes, which the answer names."""
+
+    def answer(data: bytes, first: int, last: int) -> tuple[int, str, bytes]:
+        first += shift
+        last += shift + longer
+        return 206, f"bytes {first}-{last}/{len(data)}", data[first : last + 1]
+
+    return answer
+
+
+WRONG: dict[str, Answer] = {
+    "other bytes of the right length": named(8, 0),
+    "more bytes": named(0, 8),
+    "fewer bytes": named(0, -2),
+    "no Content-Range": lambda data, first, last: (206, "", data[first : last + 1]),
+    "an unreadable Content-Range": lambda data, first, last: (206, "x", data[first : last + 1]),
+    "200 for other bytes": lambda data, first, last: (
+        200,
+        f"bytes 0-{last - first}/{len(data)}",
+        data[: last - first + 1],
+    ),
+}
+
+
+@both_schemes
+@both_transports
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_answer_of_other_bytes_is_never_taken_and_told_as_what_was_sent(
+    server: HttpObjects, scheme: str, transport: str, wrong: str
+) -> None:
+    store, key = store_of(server, scheme, transport)
+    server.answer_range = WRONG[wrong]
+    with pytest.raises(ShortReadError, match=r"sent other bytes.*\[16, 32\).*given up") as caught:
+        store.read_ranges(key, [START], [STOP], '"1"')
+    assert "endpoint did not answer" not in str(caught.value)
+    server.answer_range = None
+    assert bytes(store.read_ranges(key, [START], [STOP], '"1"')[0]) == DATA[START:STOP]
+
+
+LEGAL: dict[str, Answer] = {
+    "of unknown size": lambda data, first, last: (206, f"bytes {first}-{last}/*", data[first : last + 1]),
+    "with 200": lambda data, first, last: (200, f"bytes {first}-{last}/{len(data)}", data[first : last + 1]),
+}  # fmt: skip
+
+
+@both_schemes
+@both_transports
+@pytest.mark.parametrize("legal", LEGAL)
+def test_an_answer_that_names_the_right_bytes_is_taken(
+    server: HttpObjects, scheme: str, transport: str, legal: str
+) -> None:
+    store, key = store_of(server, scheme, transport)
+    server.answer_range = LEGAL[legal]
+    for spans in ([(START, STOP)], [(START, STOP), (0, 8), (2000, 2048)]):
+        starts, stops = zip(*spans, strict=True)
+        bodies = store.read_ranges(key, starts, stops, '"1"')
+        assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
+
+
+@both_schemes
+@both_transports
+def test_a_server_that_ignores_ranges_is_told_so_at_once(
+    server: HttpObjects, scheme: str, transport: str
+) -> None:
+    store, key = store_of(server, scheme, transport)
+    server.answer_range = lambda data, first, last: (200, "", data)
+    with pytest.raises(StorageError, match=r"does not serve ranges.*status 200") as caught:
+        store.read_ranges(key, [START], [STOP], '"1"')
+    assert not caught.value.transient
+    asked = [method for method, _, _ in server.requests if method == "GET"]
+    assert len(asked) <= 2, "one request by each transport"
+    whole = store.read_ranges(key, [0], [len(DATA)], '"1"')[0]
+    assert bytes(whole) == DATA, "the whole object is what was asked for here"
+
+
+@given(
+    start=st.integers(0, 40),
+    count=st.integers(1, 40),
+    first=st.integers(0, 40),
+    got=st.integers(1, 40),
+    size=st.integers(1, 60),
+)
+def test_only_the_range_that_was_asked_for_passes_up_to_the_end_of_the_object(
+    start: int, count: int, first: int, got: int, size: int
+) -> None:
+    right = (first, first + got) == (start, min(start + count, size))
+    for said, expected in (
+        (f"bytes {first}-{first + got - 1}/{size}", right),
+        (f"bytes {first}-{first + got - 1}/*", (first, got) == (start, count)),
+    ):
+        try:
+            check_range("s3://b/k", (start, start + count), 206, said)
+            passes = True
+        except ShortReadError:
+            passes = False
+        assert passes == expected
+
+
+@both_schemes
+@both_transports
+@pytest.mark.parametrize("seconds_per_byte", [0.1, 60.0], ids=["drips", "stalls"])
+def test_a_body_that_drips_or_stalls_is_given_up_in_time(
+    server: HttpObjects, scheme: str, transport: str, seconds_per_byte: float
+) -> None:
+    store, key = store_of(
+        server, scheme, transport, timeout=0.6, stall_timeout=0.4, give_up_after=1.0
+    )
+    server.seconds_per_byte = seconds_per_byte
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match="given up after"):
+        store.read_ranges(key, [0], [1000])
+    assert time.monotonic() - began < 60
+
+
+class Hanging(AsyncFileSystem):  # type: ignore[misc]
+    """A driver whose requests last for ever, and that has no timeout."""
+
+    protocol = "hanging"
+
+    async def _cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        await asyncio.sleep(3600)
+        return b""
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        return {}
+
+    async def _rm_file(self, path: str, **_: Any) -> None:
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("what", ["info", "read", "delete"])
+def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    store, key = open_store("hanging://bucket/key", StorageConfig(timeout=0.3, give_up_after=0.5))
+    ask: dict[str, Callable[[], Any]] = {
+        "info": lambda: store.info(key),
+        "read": lambda: store.read_ranges(key, [0], [4]),
+        "delete": lambda: store.delete(key),
+    }
+    with pytest.raises(EndpointError, match="given up after"):
+        ask[what]()
+
+
+@both_schemes
+@both_transports
+def test_an_answer_without_a_size_says_so(server: HttpObjects, scheme: str, transport: str) -> None:
+    store, key = store_of(server, scheme, transport)
+    server.left_out = {("HEAD", "Content-Length"), ("GET", "Content-Length")}
+    with pytest.raises(StorageError, match="does not say how large the object is") as caught:
+        store.info(key)
+    assert not caught.value.transient
+
+
+@both_transports
+def test_a_fall_back_is_warned_of_once(
+    server: HttpObjects, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, key = store_of(server, "http", transport)
+    server.answer_range = LEGAL["of unknown size"]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            store.read_ranges(key, [START], [STOP])
+    assert len(caplog.records) == (transport == "obstore")
