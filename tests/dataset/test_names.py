@@ -33,7 +33,7 @@ from streammega.convert.read.inputs import find_inputs
 from streammega.convert.write.job import Job
 from streammega.convert.write.plan import plan_units
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
+from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -460,6 +460,23 @@ def test_a_url_with_any_query_is_read_by_its_path(tmp_path: Path) -> None:
         ) as caught:
             made([f"{server.url}/b.json?key=hidden"], tmp_path / "no")
         assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl?key=hidden", "*.jsonl"])
+@pytest.mark.parametrize("what", ["refused", "unknown", "fails"])
+def test_an_http_endpoint_that_fails_is_told_so_and_is_no_missing_object(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    storage = StorageConfig(first_answer_within=0.2, give_up_after=0.2)
+    with http_server({}) as server:
+        server.status = 503
+        urls = {"unknown": "https://nonexistent.invalid", "fails": server.url}
+        with pytest.raises(EndpointError, match="given up after") as caught:
+            find_inputs([f"{urls.get(what, 'http://127.0.0.1:1')}/{name}"], storage)
+    said = {"refused": "Connect call failed", "unknown": "Cannot connect to host", "fails": "503"}
+    assert said[what] in str(caught.value)
+    assert "no such object" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------------

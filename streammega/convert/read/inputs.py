@@ -23,15 +23,16 @@ from streammega.convert.read.suffixes import (
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.shards import SUFFIXES
 from streammega.errors import (
-    AccessDeniedError,
     ConfigError,
     ConvertError,
     EndpointError,
     ObjectNotFoundError,
-    StreammegaError,
 )
-from streammega.errors.redaction import redact
+from streammega.storage.backends.fsspec_store import driver_error
+from streammega.storage.endpoints import endpoint_of
 from streammega.storage.open import file_system, is_remote
+from streammega.storage.retry import RetryPolicy
+from streammega.storage.store_files import StoreFiles
 
 PROBE = ".streammega-writable"
 """Of the object by which a conversion tries its rights: no input, where it could not be removed."""
@@ -211,24 +212,24 @@ def _walk(folder: str, passed: PassedOver) -> list[str]:
 def _remote(
     item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver
 ) -> list[Input]:
-    options = dict(storage.storage_options)
     shown, query = split_query(item)
     try:
         found = _Place.of(item, storage).inputs(choice, passed)
-    except PermissionError as error:
-        message = without_queries(f"{item}: access denied ({error}); check the credentials")
-        raise AccessDeniedError(redact(message, options)) from None
     except FileNotFoundError:
         found = None
-    except StreammegaError:
-        raise
     except Exception as error:  # clients raise whatever they like
-        message = without_queries(f"{item}: cannot be listed ({type(error).__name__}: {error})")
-        raise EndpointError(redact(message, options)) from None
+        raise _failure(shown, error, storage) from None
     if found is not None:
         return found
     mend = "has its signature expired?" if query else "check the URL, and quote globs"
     raise ObjectNotFoundError(f"{shown}: no such object, folder or match; {mend}")
+
+
+def _failure(shown: str, error: BaseException, storage: StorageConfig) -> BaseException:
+    """Our error for one of a driver's, without the queries of URLs."""
+    failure = driver_error(shown, error, storage.storage_options)
+    failure.args = tuple(without_queries(str(words)) for words in failure.args)
+    return failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +238,7 @@ class _Place:
     its query.
     """
 
+    storage: StorageConfig
     system: Any
     path: str
     shown: str
@@ -247,7 +249,7 @@ class _Place:
         """Nothing is asked of the endpoint yet."""
         system, path = file_system(item, storage)
         shown, query = split_query(item)
-        return cls(system=system, path=path, shown=shown, query=query)
+        return cls(storage=storage, system=system, path=path, shown=shown, query=query)
 
     @property
     def scheme(self) -> str:
@@ -263,7 +265,7 @@ class _Place:
         if self.query:  # a signature is that of one object
             endings = ("",)
         for ending in endings:
-            if self.system.isfile(self.path + ending):
+            if self._is_file(self.path + ending):
                 named = [self.shown + ending]
                 return _files(named, self._stat, self._read, named=True, query=self.query)
         if self._is_pattern():
@@ -279,6 +281,27 @@ class _Place:
             return None
         chosen = choice.of_folder(below, self._url(self.path), passed)
         return _files(chosen, self._stat, self._read)
+
+    def _is_file(self, path: str) -> bool:
+        """Whether there is a file of that name.
+
+        Raises EndpointError where the endpoint cannot be asked: fsspec's own `isfile` says no then.
+        """
+        if isinstance(self.system, StoreFiles):
+            return self.system.isfile(path)
+
+        def look() -> bool:
+            try:
+                return bool(self.system.info(path)["type"] == "file")
+            except Exception as error:
+                failure = _failure(self.shown, error, self.storage)
+                if isinstance(failure, EndpointError):
+                    raise failure from None
+                return False
+
+        host = self.shown.split("/")[2]
+        endpoint = endpoint_of(self.scheme, host, self.storage.storage_options)
+        return RetryPolicy.of(self.storage, endpoint).call(look)
 
     def _is_pattern(self) -> bool:
         if self.query:
