@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -77,6 +78,8 @@ def main() -> int:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     began = time.monotonic()
+    # As an exception: what was started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with S3Server() as server:
             passed = run_demo(arguments, work, server)

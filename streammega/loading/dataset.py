@@ -313,7 +313,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """How often `seek` and `load_state_dict` have put the dataset somewhere."""
         return self._places.generation
 
-    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+    def state_dict(self, num_batches: int | None = None, *others: Any) -> dict[str, Any]:
         """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset",
         "identity", "fingerprint"}.
 
@@ -321,7 +321,16 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         position is the first sample. Under a DataLoader with workers only the caller knows what was
         handed out: pass `num_batches`, the micro-batches taken from the iteration that began last.
         In a worker (asked by torchdata's StatefulDataLoader) it is the state of that worker.
+
+        Raises StateError for other arguments, which Composer passes.
         """
+        if others:
+            arguments = ", ".join(map(repr, (num_batches, *others)))
+            raise StateError(
+                f"state_dict({arguments}) is a call of Composer's, which counts samples; this "
+                f"dataset counts micro-batches. Give Composer an IterableDataset around this one "
+                f"that has no state_dict, and save state_dict(num_batches=...) in a callback"
+            )
         if torch.utils.data.get_worker_info() is not None:
             return self._worker_state()
         if num_batches is not None:

@@ -439,6 +439,34 @@ def test_where_only_the_caller_can_count_he_is_asked(config: DataConfig, mode: s
     assert dataset.state_dict()["consumed_samples"] == 24, "what was set is known"
 
 
+def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: DataConfig) -> None:
+    """It counts samples, and says whether they are those since the first."""
+    dataset = StreamingDataset(config, **SIZES)
+    asked: Any = dataset.state_dict
+    with pytest.raises(StateError, match=r"state_dict\(4096, True\) is a call of Composer"):
+        asked(4096, True)
+
+
+@pytest.mark.parametrize("skips", [(), ((16, 32), (48, 56))])
+def test_a_loop_that_fetches_ahead_saves_what_it_has_trained_on(
+    config: DataConfig, skips: tuple[tuple[int, int], ...]
+) -> None:
+    """As docs/training.md has it: the next batch is taken before the step is done."""
+    config = replace(config, skip_samples=skips)
+    with StreamLoader(config, **SIZES) as loader, StreamLoader(config, **SIZES) as plain:
+        batches = iter(loader)
+        batch = next(batches)
+        for _ in range(12):
+            trained = loader.consumed_samples
+            trained_on = batch["tokens"]
+            batch = next(batches)
+            assert torch.equal(trained_on, next(plain)["tokens"])
+            assert loader.dataset.state_at(trained) == plain.state_dict()
+            assert loader.state_dict() != plain.state_dict()
+        plain.load_state_dict(loader.dataset.state_at(trained))
+        assert torch.equal(next(plain)["tokens"], batch["tokens"])
+
+
 def test_persistent_workers_follow_the_lanes_and_steps_of_a_state(config: DataConfig) -> None:
     config = replace(config, order="stream", num_samples=(400, 0, 0))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=24) as former:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import elastic
@@ -13,12 +16,15 @@ from tests.support.processes import launch
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 
 
-def run(folder: Path, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(
+    folder: Path, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> str:
     """What an example prints on so many ranks, in forks."""
     monkeypatch.chdir(folder)
     logs = folder / f"logs-{ranks}"
     logs.mkdir()
-    family = launch(logs, ranks, [str(EXAMPLES / name)], {"PYTHONWARNINGS": "ignore"})
+    command = [str(EXAMPLES / name), *arguments]
+    family = launch(logs, ranks, command, {"PYTHONWARNINGS": "ignore"})
     codes = family.ended(*range(ranks), within=120)
     printed = "".join(family.log(rank) for rank in range(ranks))
     family.close()
@@ -45,6 +51,46 @@ def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(
     second = run(tmp_path, "loader.py", 2, monkeypatch)
     samples = [int(number) for number in re.findall(r"sample (\d+)", first + second)]
     assert samples == [16 * (n + 1) for n in range(10)]
+
+
+def test_only_the_loader_takes_data_of_any_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = "mock://tokens=100000,vocab=8000"
+    assert "sample 80" in run(tmp_path, "loader.py", 1, monkeypatch, data, "8000")
+    family = launch(tmp_path, 1, [str(EXAMPLES / "loader.py"), data])
+    assert family.ended(0, within=60) == [1]
+    assert family.log(0) == "usage: python tools/examples/loader.py PREFIX VOCAB_SIZE\n"
+
+
+def test_the_demo_leaves_no_process_when_it_is_terminated(tmp_path: Path) -> None:
+    """A launcher in the place of torchrun starts a rank that leads a session of its own."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > {tmp_path}/rank\nwait\n")
+    launcher.chmod(0o755)
+    program = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(EXAMPLES.parent)!r})
+import demo
+sys.executable = {str(launcher)!r}
+demo.run_demo = lambda arguments, work, server: demo.train(work, ranks=1, kill_at=None)
+sys.argv = ["demo", "--work", {str(tmp_path / "work")!r}]
+sys.exit(demo.main())
+"""
+    family = launch(tmp_path, 1, ["-c", program])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "rank").exists() or not (tmp_path / "rank").read_text():
+        assert time.monotonic() < deadline, family.log(0)
+        time.sleep(0.05)
+    rank = psutil.Process(int((tmp_path / "rank").read_text()))
+    family.signal(signal.SIGTERM, 0)
+    codes = family.ended(0, within=30)
+    _, alive = psutil.wait_procs([rank], timeout=5)
+    for process in alive:
+        process.kill()
+    assert codes == [128 + signal.SIGTERM], family.log(0)
+    assert not alive
 
 
 def test_only_get_batch_gives_every_rank_its_part(

@@ -1,7 +1,9 @@
 """A loop of your own with only the loader: any model, torch's own data parallelism.
 
-    python tools/examples/loader.py [PREFIX]
-    torchrun --nproc-per-node 2 tools/examples/loader.py s3://bucket/web
+    python tools/examples/loader.py
+    torchrun --nproc-per-node 2 tools/examples/loader.py s3://bucket/web 50304
+
+The number is the size of the vocabulary: every token id of the data is below it.
 
 Run it twice: the second run goes on where the first stopped, on any number of ranks.
 """
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import streammega as sm
 
-PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000"
+ARGUMENTS = sys.argv[1:] or ["mock://tokens=1000000,vocab=1000", "1000"]
 STATE = Path(os.environ.get("STATE", "loader-state.json"))
 STEPS = 5
 GLOBAL_BATCH = 16
@@ -26,12 +28,15 @@ MICRO_BATCH = 4
 
 
 def main() -> None:
+    if len(ARGUMENTS) != 2:
+        sys.exit("usage: python tools/examples/loader.py PREFIX VOCAB_SIZE")
+    prefix, vocab_size = ARGUMENTS[0], int(ARGUMENTS[1])
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group()
     rank = dist.get_rank() if distributed else 0
     world = dist.get_world_size() if distributed else 1
-    data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream", vocab_size=1000)
+    data = sm.DataConfig(blend=[prefix], sequence_length=64, order="stream", vocab_size=vocab_size)
     loader = sm.StreamLoader(
         data,
         micro_batch_size=MICRO_BATCH,
@@ -42,7 +47,7 @@ def main() -> None:
     if STATE.exists():
         loader.load_state_dict(json.loads(STATE.read_text()))
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 1000))
+    model: nn.Module = nn.Sequential(nn.Embedding(vocab_size, 32), nn.Linear(32, vocab_size))
     if distributed:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -53,7 +58,10 @@ def main() -> None:
         for _ in range(micro_batches):
             batch = next(batches)
             logits = model(batch["tokens"]).flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
+            labels = batch["labels"].flatten()
+            mask = batch["loss_mask"].flatten()  # 0 where nothing is to be learned
+            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+            loss = (losses * mask).sum() / mask.sum().clamp(min=1)
             (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
