@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ def convert(
     member: option.Member = None,
     chat: option.Chat = False,
     chat_template: option.ChatTemplate = None,
+    template_var: option.TemplateVars = None,
     eod_id: option.EodId = None,
     input_dtype: option.InputDtype = None,
     on_error: option.OnError = "stop",
@@ -144,6 +146,7 @@ def _options(given: Mapping[str, Any]) -> ConvertOptions:
     spelled_otherwise = {
         "tokenizer": tokenizer,
         "keys": tuple(given["key"] or ["text"]),
+        "template_vars": _template_vars(given["template_var"] or ()),
         "include": tuple(given["include"] or ()),
         "exclude": tuple(given["exclude"] or ()),
         "modes": tuple(given["mode"]) if given["mode"] else None,
@@ -153,6 +156,27 @@ def _options(given: Mapping[str, Any]) -> ConvertOptions:
         "shard_bytes": parse_size(shard_size, "--shard-size") if shard_size else None,
     }
     return ConvertOptions(**(named_alike | spelled_otherwise))
+
+
+def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
+    """Variables of a chat template from `name=value` words; a value is JSON, or else text."""
+    variables: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise ConfigError(
+                f"--template-var {pair!r}: write it as NAME=VALUE, e.g. enable_thinking=false"
+            )
+        if value in ("True", "False", "None"):
+            raise ConfigError(
+                f"--template-var {pair!r}: a value is JSON: write true, false or null, or "
+                f"'{name}=\"{value}\"' for the text"
+            )
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
 
 
 def _runner(given: Mapping[str, Any]) -> Runner:

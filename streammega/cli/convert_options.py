@@ -77,6 +77,15 @@ ChatTemplate = Annotated[
         help="How messages are written: tokenizer (its template), chatml, llama3, or a file.",
     ),
 ]
+TemplateVars = Annotated[
+    list[str] | None,
+    _option(
+        INPUTS,
+        metavar="NAME=VALUE",
+        help="A variable of the chat template, e.g. enable_thinking=false (JSON, else text) or "
+        "strftime_now=2026-01-31; repeat for more.",
+    ),
+]
 EodId = Annotated[
     int | None, _option(INPUTS, help="The id that ends documents, where the inputs are tokens.")
 ]

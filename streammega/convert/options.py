@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -55,6 +55,10 @@ class ConvertOptions:
     """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`,
     `llama3`, or a file; answers of the assistant get mode 1, all else 0. None: `<|role|>`, a
     newline, the text and the end-of-document token.
+    """
+    template_vars: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as transformers' apply_chat_template passes them
+    (`enable_thinking`). `strftime_now` is the day that a template writes, YYYY-MM-DD.
     """
     append_eod: bool = True
     """End every document with the end-of-document token."""
@@ -236,6 +240,11 @@ class ConvertOptions:
 
     def _check_chat(self) -> None:
         if self.chat_template is None:
+            if self.template_vars:
+                raise ConfigError(
+                    "template_vars (--template-var) are for a chat template; name it too by "
+                    "chat_template (--chat-template)"
+                )
             return
         if not self.chat:
             raise ConfigError(

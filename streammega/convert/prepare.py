@@ -50,7 +50,7 @@ def prepare(
         share_tokenizer(tokenizer, options)
     if options.chat_template is not None:
         # All of it, for workers elsewhere, and so that another one is another conversion.
-        template = find_template(options.chat_template, options.tokenizer)
+        template = find_template(options.chat_template, options.tokenizer, options.template_vars)
         options = replace(options, chat_template=as_option(template))
     passed_over = PassedOver()
     patterns = FilePatterns(include=options.include, exclude=options.exclude)

@@ -94,7 +94,8 @@ class Manifest:
     loss_modes: the modes of sequences that are to be learned; None: modes mean something else, or
     there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
     pack: of bins their "length" in tokens, how many there are ("bins") and the tokens of them that
-    are no documents' ("padding"); None: documents lie end to end.
+    are no documents' ("padding"); None: documents lie end to end. chat_template: its name, its
+    digest and its variables; None: no template wrote the conversations.
     """
 
     kind: str
@@ -110,6 +111,7 @@ class Manifest:
     loss_modes: list[int] | None = None
     origins: list[str] | None = None
     pack: dict[str, int] | None = None
+    chat_template: dict[str, Any] | None = None
 
     @property
     def bin_tokens(self) -> int | None:
@@ -130,7 +132,7 @@ class Manifest:
             for name in ("shards", "origins"):
                 if fields[name] is not None:
                     fields[name] = fields[name][parent.shards :]
-        for name in ("loss_modes", "origins", "pack"):
+        for name in ("loss_modes", "origins", "pack", "chat_template"):
             # so that a dataset without them has the manifest it always had
             if fields[name] is None:
                 del fields[name]

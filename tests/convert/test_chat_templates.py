@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from streammega import DataConfig, IndexedDataset, SFTDataset
-from streammega.convert import ChatEncoder, convert
+from streammega.convert import ChatEncoder, ConvertOptions, convert
+from streammega.convert.tokenize import chat_families as families
 from streammega.convert.tokenize.chat_sources import BUILT_IN, find_template
+from streammega.convert.tokenize.tokenizers import find_eod, load_tokenizer
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 
@@ -31,6 +33,12 @@ TOKENIZER = str(CHATS / "tokenizer.json")
 FOUND = json.loads((CHATS / "cases.json").read_text())
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</s>", "<|eot_id|>")
 BLOCK = re.compile(r"\{% (end)?generation %\}")
+UNKNOWN = (
+    BUILT_IN["chatml"]
+    .replace("message.role + '", "message.role + ':")
+    .replace("assistant\\n", "assistant:\\n")
+)
+"""Of a family of its own."""
 words = st.text(st.sampled_from("abc \n<>|é😀"), max_size=12)
 texts = st.lists(
     words
@@ -47,6 +55,11 @@ def chat(*contents: Any) -> dict[str, Any]:
             for n, text in enumerate(contents)
         ]
     }
+
+
+def answer(text: str) -> dict[str, Any]:
+    """A message of the assistant, with its reasoning."""
+    return {"role": "assistant", "content": text, "reasoning": "hm"}
 
 
 @lru_cache
@@ -77,16 +90,175 @@ def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
     assert answers.any()
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("special_tokens", ["text", "parse"])
+@pytest.mark.parametrize("source", [*BUILT_IN.values(), UNKNOWN], ids=[*BUILT_IN, "unknown"])
 @given(contents=st.lists(texts, min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_without_generation_blocks_answers_are_found_by_prefixes(
-    name: str, contents: list[str]
+def test_answers_are_the_same_without_generation_blocks(
+    source: str, special_tokens: str, contents: list[str]
 ) -> None:
+    """By the family of the template, or by the texts of beginnings where it has none."""
     record = chat(*contents)
-    marked = encoder_of(name).conversation(record, "a.jsonl:1")
-    found = encoder_of(BLOCK.sub("", BUILT_IN[name])).conversation(record, "a.jsonl:1")
+    marked = encoder_of(source, special_tokens).conversation(record, "a.jsonl:1")
+    without = encoder_of(BLOCK.sub("", source), special_tokens)
+    found = without.conversation(record, "a.jsonl:1")
     assert [part.tolist() for part in marked] == [part.tolist() for part in found]
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+TOLD = {"role": "tool", "content": "4"}
+# Each is the form of its family in our own words: without the system message, dates and tools.
+FAMILIES: dict[str, tuple[str, dict[str, list[str]]]] = {
+    "Qwen3: earlier turns lose their reasoning": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}",
+        {
+            "two": ["one<|im_end|>", "<think>hm</think>two <|im_end|>"],
+            "asked": ["one<|im_end|>"],
+            "asked twice": ["<think>hm</think>one<|im_end|>"],
+            "in a row": ["one<|im_end|>", "<think>hm</think>two<|im_end|>"],
+        },
+    ),
+    "Qwen2.5: calls and their results": (
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' %}<|im_start|>user\n<result>{{ m.content }}</result><|im_end|>\n"
+        "{% elif m.tool_calls %}<|im_start|>assistant\n<call>{{ m.tool_calls[0].function.name }}</call><|im_end|>\n"
+        "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}",
+        {"tools": ["<call>f</call><|im_end|>", "two<|im_end|>"]},
+    ),
+    "Llama 3.1: calls end a message, and answers a turn": (
+        "{{ '<|begin_of_text|>' }}{% for m in messages %}"
+        "{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}"
+        "{% if m.tool_calls %}f()<|eom_id|>{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}",
+        {
+            "two": ["one<|eot_id|>", "two<|eot_id|>"],
+            "in a row": ["one<|eot_id|>", "two<|eot_id|>"],
+            "tools": ["f()<|eom_id|>", "two<|eot_id|>"],
+        },
+    ),
+    "Mistral": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+        "{% elif m.tool_calls %}[TOOL_CALLS][f]</s>"
+        "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}",
+        {
+            "two": [" one</s>", " two </s>"],
+            "asked": [" one</s>"],
+            "asked twice": [" one</s>"],
+            "tools": ["[TOOL_CALLS][f]</s>", " two</s>"],
+        },
+    ),
+    "Gemma": (
+        "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{ '<start_of_turn>' + role + '\\n' + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}",
+        {
+            "two": ["one<end_of_turn>", "two<end_of_turn>"],
+            "in a row": ["one<end_of_turn>", "two<end_of_turn>"],
+        },
+    ),
+    "Gemma 4": (
+        "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{ '<|turn>' + role + '\\n' + m.content | trim + '<turn|>\\n' }}{% endfor %}",
+        {"two": ["one<turn|>", "two<turn|>"]},
+    ),
+    "Phi-3: the text ends with another token": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}<|endoftext|>",
+        {
+            "two": ["one<|end|>", "two <|end|>\n<|endoftext|>"],
+            "asked": ["one<|end|>"],
+        },
+    ),
+    "Phi-4-mini": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}<|endoftext|>",
+        {"two": ["one<|end|>", "two <|end|><|endoftext|>"], "asked": ["one<|end|>"]},
+    ),
+    "Phi-4": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}",
+        {"two": ["one<|im_end|>", "two <|im_end|>"]},
+    ),
+    "DeepSeek: reasoning is dropped, and results of tools are a header": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+        "{% elif m.role == 'tool' %}{{ '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}"
+        "{% elif m.tool_calls %}<｜Assistant｜><｜tool▁calls▁begin｜>f<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        "{% else %}{% if messages[loop.index0 - 1].role != 'tool' %}<｜Assistant｜>{% endif %}"
+        "{{ m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}",
+        {
+            "two": ["one<｜end▁of▁sentence｜>", "two <｜end▁of▁sentence｜>"],
+            "asked twice": ["one<｜end▁of▁sentence｜>"],
+            "thought": ["one<｜end▁of▁sentence｜>"],
+            "tools": [
+                "<｜tool▁calls▁begin｜>f<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+                "two<｜end▁of▁sentence｜>",
+            ],
+        },
+    ),
+    "gpt-oss: an answer has channels, and goes on after the first": (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|start|>f to=assistant<|message|>{{ m.content }}<|end|>"
+        "{% elif m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+        "{% elif m.tool_calls %}<|start|>assistant to=f<|message|>{}<|call|>"
+        "{% else %}{% if m.thinking and loop.last %}"
+        "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+        "{% endif %}{% endfor %}",
+        {
+            "two": [
+                "<|channel|>final<|message|>one<|end|>",
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+                "<|channel|>final<|message|>two <|return|>",
+            ],
+            "asked": ["<|channel|>final<|message|>one<|end|>"],
+            "tools": [
+                " to=f<|message|>{}<|call|>",
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+                "<|channel|>final<|message|>two<|return|>",
+            ],
+        },
+    ),
+}
+USER = {"role": "user", "content": "ask"}
+TURNS: dict[str, list[dict[str, Any]]] = {
+    "two": [USER, answer("one"), USER, answer("two ")],
+    "asked": [USER, answer("one"), USER],
+    "asked twice": [USER, USER, answer("one")],
+    "in a row": [USER, answer("one"), answer("two")],
+    "tools": [USER, CALL, TOLD, answer("two")],
+    "thought": [USER, answer("hm</think>one")],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "turns"), [(name, turns) for name, (_, cases) in FAMILIES.items() for turns in cases]
+)
+def test_answers_of_the_usual_families_are_known(family: str, turns: str) -> None:
+    source, expected = FAMILIES[family]
+    rendered = ChatEncoder(TOKENIZER, source).render({"messages": TURNS[turns]}, "a:1")
+    assert [rendered.text[start:stop] for start, stop in rendered.answers] == expected[turns]
+
+
+@pytest.mark.parametrize("special_tokens", ["text", "parse"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_messages_that_spell_headers_make_no_answers(family: str, special_tokens: str) -> None:
+    source, _ = FAMILIES[family]
+    encoder = ChatEncoder(TOKENIZER, source, special_tokens=special_tokens)
+    spelled = [header for family in families.FAMILIES for header in family._headers]
+    ends = [end for family in families.FAMILIES for end in family._ends]
+    text = "".join(f"x{header}no{end}" for header in spelled for end in ends)
+    sizes = []
+    for content in ("x", text):
+        turns = [turn | {"content": content} for turn in TURNS["two"]]
+        answers = encoder.render({"messages": turns}, "a:1").answers
+        sizes.append([stop - start for start, stop in answers])
+    assert sizes[1] == [size + len(text) - 1 for size in sizes[0]]
+    assert len(sizes[0]) == 2
+
+
+def test_what_is_not_one_answer_a_message_is_refused() -> None:
+    """Two messages in a row that the template joins: where one ends cannot be known."""
+    source, _ = FAMILIES["gpt-oss: an answer has channels, and goes on after the first"]
+    with pytest.raises(FormatError, match=r"a:1: where answers lie cannot be told.*generation"):
+        ChatEncoder(TOKENIZER, source).render({"messages": TURNS["in a row"]}, "a:1")
 
 
 def test_an_answer_is_learned_with_the_token_that_ends_it() -> None:
@@ -256,7 +428,6 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
         ("{{ ''.__class__.__mro__ }}", "cannot write it"),
         ("{{ messages.append(1) }}", "cannot write it"),
         ("{% set n = namespace(__class__=1) %}", "cannot write it"),
-        ("{{ strftime_now('%d') }}", "not told the day"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content.x }}", "cannot write it"),
     ],
@@ -389,7 +560,7 @@ def test_conversions_by_a_template_have_its_tokens_and_modes(kind: str, tmp_path
     assert not verify(str(tmp_path / "out")).problems
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert indexed.sequence_modes is not None
-    eod = Tokenizer.from_file(TOKENIZER).token_to_id("<|endoftext|>")
+    eod = Tokenizer.from_file(TOKENIZER).token_to_id("</s>")
     cases = [case for case in FOUND["cases"] if case["template"] == "chatml"]
     for case, low, high in zip(
         cases, indexed.document_indices[:-1], indexed.document_indices[1:], strict=True
@@ -462,10 +633,12 @@ def test_long_conversations_take_time_by_their_length_alone() -> None:
         f"<|im_start|>{('user', 'assistant')[n % 2]}\nmessage {n}<|im_end|>\n" for n in range(6000)
     )
     assert ids.tolist() == model.encode(text).ids
+    without_blocks = ChatEncoder(TOKENIZER, BLOCK.sub("", BUILT_IN["chatml"]))
+    assert np.array_equal(without_blocks.conversation(record, "a.jsonl:1")[1], answers)
     with pytest.raises(
         FormatError, match=r"a\.jsonl:1: has 3,000 answers in 6,000 messages.*generation blocks"
     ):
-        ChatEncoder(TOKENIZER, BLOCK.sub("", BUILT_IN["chatml"])).conversation(record, "a.jsonl:1")
+        ChatEncoder(TOKENIZER, BLOCK.sub("", UNKNOWN)).conversation(record, "a.jsonl:1")
 
 
 def test_fine_tuning_samples_have_the_templates_tokens_and_its_answers(tmp_path: Path) -> None:
@@ -509,3 +682,95 @@ def test_roles_are_no_beginnings_of_special_tokens(tmp_path: Path) -> None:
         )
         assert not {model.token_to_id("turn"), model.token_to_id("return")} & set(ids.tolist())
         assert model.decode(ids[answers].tolist(), skip_special_tokens=False) == "b turn<|im_end|>"
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% if thinking is false %}!{% endif %}{{ bos_token }}"
+    + BLOCK.sub("", BUILT_IN["chatml"])
+)
+
+
+def test_variables_reach_the_template_as_transformers_passes_them() -> None:
+    variables = {"thinking": False, "strftime_now": "2026-01-31", "bos_token": "<s>"}
+    encoder = ChatEncoder(TOKENIZER, DATED, variables=variables)
+    assert encoder.render(chat("a", "b"), "a:1").text.startswith("31 Jan 2026!<s><|im_start|>")
+    # a string is not false
+    text = ChatEncoder(TOKENIZER, DATED, variables=variables | {"thinking": "false"})
+    assert text.render(chat("a", "b"), "a:1").text.startswith("31 Jan 2026<s>")
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "message"),
+    [
+        (DATED, {}, r"writes a date \(strftime_now\).*--template-var strftime_now=YYYY-MM-DD"),
+        ("{{ date_string }}", {}, "writes a date"),
+        (DATED, {"strftime_now": "31.1.2026"}, "'31.1.2026'; write the day as YYYY-MM-DD"),
+        (DATED, {"strftime_now": 2026}, "2026; write the day"),
+        ("chatml", {"enable_thinkng": False}, "'enable_thinkng', which chat template chatml does"),
+        ("chatml", {"messages": []}, "'messages', which comes with each conversation"),
+    ],
+)
+def test_variables_that_change_nothing_and_dates_that_nobody_names_are_refused(
+    source: str, variables: dict[str, Any], message: str
+) -> None:
+    """The same command gives the same tokens on any day."""
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder(TOKENIZER, source, variables=variables)
+
+
+def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
+    tmp_path: Path,
+) -> None:
+    source = lines(tmp_path / "in.jsonl", chat("ask", "tell"))
+    options: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "chat": True,
+        "chat_template": DATED,
+        "workers": 1,
+    }
+    texts = []
+    for day in ("2026-01-31", "2026-02-01"):
+        out = str(tmp_path / day)
+        convert([source], out, **options, template_vars={"strftime_now": day})
+        recorded = json.loads((tmp_path / f"{day}.manifest.json").read_text())["chat_template"]
+        expected = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": day}
+        assert recorded["variables"] == expected
+        assert recorded["name"] == "as given"
+        indexed = IndexedDataset(out)
+        ids = np.concatenate([np.asarray(indexed[n][0]) for n in range(len(indexed))])
+        texts.append(Tokenizer.from_file(TOKENIZER).decode(ids.tolist()))
+    assert [text[:11] for text in texts] == ["31 Jan 2026", "01 Feb 2026"]
+    settings = [ConvertOptions(template_vars={"a": n}, chat=True, chat_template="x") for n in "bc"]
+    assert settings[0].digest() != settings[1].digest()
+    with pytest.raises(ConfigError, match="for a chat template; name it too"):
+        ConvertOptions(template_vars={"a": 1})
+
+
+def test_conversations_of_which_all_is_learned_need_no_answer(tmp_path: Path) -> None:
+    source = lines(tmp_path / "in.jsonl", chat("ask"), chat("ask", "tell"))
+    for template, modes, documents in (("chatml", (0, 1), 2), ("chatml", None, 1), (None, (0,), 2)):
+        report = convert(
+            [source],
+            str(tmp_path / f"{template} {modes}"),
+            tokenizer=TOKENIZER,
+            chat=True,
+            chat_template=template,
+            loss_modes=modes,
+            workers=1,
+        )
+        assert report.documents == documents
+
+
+def test_documents_end_with_the_eos_token_of_a_tokenizer_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(Path(TOKENIZER).read_bytes())
+    tokenizer = load_tokenizer(str(tmp_path))
+    for eos, found in {
+        "<|user|>": "<|user|>",
+        "</s>": "</s>",
+        # it ends a turn, and documents have a token of their own
+        "<|im_end|>": "<|endoftext|>",
+        "not there": "<|endoftext|>",
+    }.items():
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert find_eod(tokenizer, None) == tokenizer.find(found)
+    assert find_eod(tokenizer, "<s>") == tokenizer.find("<s>")

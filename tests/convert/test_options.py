@@ -22,6 +22,11 @@ ALL: dict[str, dict[str, Any]] = {
     "--as lines": {"read_as": "lines"},
     "--member txt": {"member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
+    "--chat --chat-template c --template-var a=false --template-var b=c=d --template-var e=[1]": {
+        "chat": True,
+        "chat_template": "c",
+        "template_vars": {"a": False, "b": "c=d", "e": [1]},
+    },
     "--eod <e>": {"eod": "<e>"},
     "--no-append-eod": {"append_eod": False},
     "--eod-id 7": {"eod_id": 7},
@@ -82,6 +87,14 @@ def test_options_are_the_settings_they_name(words: str, monkeypatch: pytest.Monk
     given = given_by(words, monkeypatch)
     assert given["options"] == ConvertOptions(**ALL.get(words, {}))
     assert not given["overwrite"]
+
+
+@pytest.mark.parametrize("pair", ["thinking", "=1", "thinking=False"])
+def test_variables_of_a_template_that_are_not_what_they_look_like_are_refused(pair: str) -> None:
+    words = ["convert", "in.jsonl", "out", "--chat", "--template-var", pair]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, ConfigError)
+    assert repr(pair) in str(error)
 
 
 @pytest.mark.parametrize("words", ["", *RUNNERS])

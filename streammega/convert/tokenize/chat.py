@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -69,6 +69,9 @@ class ChatEncoder:
             or one that is loaded.
         template: `tokenizer` (its own; `tokenizer:NAME` for one of several), `chatml`, `llama3`, or
             a file.
+        variables: what the template may look at besides the conversation, as the keyword arguments
+            of transformers' apply_chat_template: `{"enable_thinking": False}`. `strftime_now` is a
+            day, "2026-01-31".
         special_tokens: what a special token that a message spells becomes: `text`, or `parse`, its
             id.
         pattern: how a .tiktoken file cuts text.
@@ -81,6 +84,7 @@ class ChatEncoder:
         tokenizer: str | TextTokenizer,
         template: str | ChatTemplate = "tokenizer",
         *,
+        variables: Mapping[str, Any] | None = None,
         special_tokens: str = "text",
         pattern: str | None = None,
     ) -> None:
@@ -88,7 +92,7 @@ class ChatEncoder:
             raise ConfigError(f"special_tokens is {special_tokens!r}; it must be 'parse' or 'text'")
         name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
         if isinstance(template, str):
-            template = find_template(template, name)
+            template = find_template(template, name, variables)
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, pattern=pattern)
         self.template = template

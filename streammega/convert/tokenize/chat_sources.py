@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
-from streammega.convert.tokenize.chat_templates import ChatTemplate
-from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.convert.tokenize.chat_templates import DATE, ChatTemplate
+from streammega.convert.tokenize.tokenizer_folder import (
+    CONFIG,
+    read_settings,
+    read_text,
+    special_token_names,
+)
+from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 
 _CHATML = """\
 {% for message in messages %}
@@ -43,42 +53,44 @@ NEEDED = {
 """Tokens without which a built-in template would be letters."""
 OWN = "tokenizer"
 """The name of a tokenizer's own template."""
-TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-CONFIG = "tokenizer_config.json"
-TOKEN_MAP = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables that are of the record, or of how it is rendered."""
+DATES = {DATE: f"{DATE}=YYYY-MM-DD", "date_string": "'date_string=26 Jul 2024'"}
+"""Variables by which templates write a date, and how they are given."""
 
 
-def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
+def find_template(
+    name: str, tokenizer: str | None, variables: Mapping[str, Any] | None = None
+) -> ChatTemplate:
     """A template by its name: `chatml`, `llama3`, `tokenizer` (or `tokenizer:NAME`, one of
     several), a file, or as it is written.
 
     tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens lie
-    beside its tokenizer.json. Raises ConvertError, ObjectNotFoundError.
+    beside its tokenizer.json. variables: what the template may look at besides, as transformers
+    passes them. Raises ConfigError, ConvertError, ObjectNotFoundError.
     """
     if name.startswith("{"):
         resolved = _resolved(name)
         if resolved is not None:
             return resolved
-    config = _json_beside(tokenizer, TOKEN_MAP) | _json_beside(tokenizer, CONFIG)
-    tokens = {key: _spelling(config.get(key)) for key in TOKEN_NAMES}
-    variables = {key: token for key, token in tokens.items() if token is not None}
+    settings = read_settings(tokenizer)
+    tokens = special_token_names(settings)
+    template = _find(name, tokenizer, settings)
+    _check_variables(template, variables or {})
+    return replace(template, variables=tokens | dict(variables or {}))
+
+
+def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> ChatTemplate:
+    """A template by its name, without variables."""
     if name in BUILT_IN:
-        return ChatTemplate(name=name, source=BUILT_IN[name], variables=variables)
+        return ChatTemplate(name=name, source=BUILT_IN[name], variables={})
     kind, _, name_of_several = name.partition(":")
     if kind == OWN:
-        source = _own(name_of_several, config, tokenizer)
-        return ChatTemplate(name=name, source=source, variables=variables)
+        source = _own(name_of_several, settings, tokenizer)
+        return ChatTemplate(name=name, source=source, variables={})
     if "{{" in name or "{%" in name:
-        return ChatTemplate(name="as given", source=name, variables=variables)
+        return ChatTemplate(name="as given", source=name, variables={})
     try:
         with open(name, encoding="utf-8") as file:
             source = file.read()
@@ -91,7 +103,40 @@ def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
         raise ObjectNotFoundError(
             f"chat template {name!r} is none of {known}, and no file ({error.strerror})"
         ) from None
-    return ChatTemplate(name=os.path.basename(name), source=source, variables=variables)
+    return ChatTemplate(name=os.path.basename(name), source=source, variables={})
+
+
+def _check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for variables that the template does not look at, and for a date that it
+    writes and nobody names.
+    """
+    names = set(re.findall(r"\w+", template.source))
+    for name in variables:
+        if name in RESERVED:
+            raise ConfigError(
+                f"template_vars (--template-var) sets {name!r}, which comes with each conversation; "
+                f"leave it out"
+            )
+        if name not in names:
+            raise ConfigError(
+                f"template_vars (--template-var) sets {name!r}, which chat template "
+                f"{template.name} does not look at; leave it out, or correct its name"
+            )
+    dates = [name for name in DATES if name in names]
+    if dates and not any(name in variables for name in dates):
+        raise ConfigError(
+            f"chat template {template.name} writes a date ({', '.join(dates)}); say which by "
+            f"--template-var {DATES[dates[0]]} (template_vars), so that the tokens do not depend on "
+            f"the day or on a default of the template"
+        )
+    if DATE in variables:
+        try:
+            datetime.fromisoformat(variables[DATE])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"template_vars (--template-var) sets {DATE} to {variables[DATE]!r}; write the day "
+                f"as YYYY-MM-DD"
+            ) from None
 
 
 def as_option(template: ChatTemplate) -> str:
@@ -124,7 +169,7 @@ def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
     elif isinstance(templates, str):
         templates = {"default": templates}
     file = TEMPLATE if name in ("", "default") else f"chat_templates/{name}.jinja"
-    source = _beside(tokenizer, file)
+    source = read_text(tokenizer, file)
     if source is None:
         source = templates.get(name or "default")
     if source is None:
@@ -136,57 +181,3 @@ def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
             f"{', '.join(BUILT_IN)} or a file"
         )
     return str(source)
-
-
-def _spelling(token: Any) -> str | None:
-    """Of a special token: text, or a mapping with its content."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _json_beside(tokenizer: str | None, name: str) -> dict[str, Any]:
-    """The mapping in a file beside a tokenizer's; empty without one."""
-    text = _beside(tokenizer, name)
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConvertError(f"{tokenizer}: {name} beside it is broken JSON ({error})") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _beside(tokenizer: str | None, name: str) -> str | None:
-    """The text of a file beside a tokenizer's, or in its place on the hub; None: there is none."""
-    if tokenizer is None or tokenizer == "bytes" or tokenizer.startswith("tiktoken:"):
-        return None
-    tokenizer, _, _ = tokenizer.partition(",")  # of a vocabulary and its merges, the first
-    path: str | None = None
-    if os.path.exists(tokenizer):
-        folder = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
-        path = os.path.join(folder, name)
-    elif not tokenizer.endswith((".json", ".model", ".tiktoken")):
-        path = _from_hub(tokenizer, name)
-    if path is None or not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
-def _from_hub(repository: str, name: str) -> str | None:
-    """The path of a file of the hub's, here; None: the hub has none of that name."""
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return str(hf_hub_download(repository, name))
-    except LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE:  # who works without the hub has what there is
-            return None
-        raise ConvertError(
-            f"{repository}: the hub could not give its {name} ({error}); "
-            f"give the path of a tokenizer.json"
-        ) from None
-    except EntryNotFoundError:
-        return None

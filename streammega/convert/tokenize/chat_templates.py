@@ -2,19 +2,22 @@
 answers lie.
 
 Templates are written in jinja, as `transformers` has them: they get `messages`, `tools`,
-`documents`, `add_generation_prompt` and the names of special tokens. They are foreign code: they
-run in jinja's sandbox, on plain data, and learn nothing of the machine or the day.
+`documents`, `add_generation_prompt`, the names of special tokens, and variables. They are foreign
+code: they run in jinja's sandbox, on plain data, and learn nothing of the machine or the day.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from streammega.convert.tokenize.chat_families import FAMILIES, Family, spelled
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
 
@@ -25,6 +28,17 @@ BREAK = "\U000ffffe"
 not be a special token.
 """
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""How the reasoning of an answer is called, as transformers knows it."""
+DATE = "strftime_now"
+"""The variable that holds a day, YYYY-MM-DD, and is a function of a format to templates."""
+PROBE = [
+    {"role": "user", "content": "first question"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": "second question"},
+    {"role": "assistant", "content": "second answer"},
+]
+"""A conversation by which a template's family is found."""
 MOST_RENDERED = 1 << 20
 """Messages that are rendered for one conversation to find its answers by prefixes, at most: some
 ten seconds.
@@ -60,10 +74,7 @@ class SpecialTokens:
         """With the pattern of a token, or of what could become one with the text behind it."""
         if parse or not names:
             return cls(names=tuple(names))
-        begins = {name[:size] for name in names for size in range(1, len(name))}
-        pattern = f"{_any_of(names)}|{_any_of(begins)}\\Z"
-        # some tokenizers fold letters
-        return cls(names=tuple(names), in_messages=re.compile(pattern, re.IGNORECASE))
+        return cls(names=tuple(names), in_messages=spelled(names))
 
     def turn_length(self, text: str) -> int:
         """Characters of an answer with what ends its turn: blanks behind that token (a newline) are
@@ -80,8 +91,37 @@ class ChatTemplate:
     name: str
     """For messages."""
     source: str
-    variables: dict[str, str]
-    """What it is told of the tokenizer, `bos_token` for instance."""
+    variables: dict[str, Any]
+    """Special tokens of the tokenizer, such as `bos_token`, and variables that the user gives."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        digest = hashlib.blake2b(self.source.encode(), digest_size=16).hexdigest()
+        return {"name": self.name, "digest": digest, "variables": self.variables}
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """The names that are the same for every conversation."""
+        names = dict(self.variables)
+        if DATE in names:
+            names[DATE] = datetime.fromisoformat(names[DATE]).strftime
+        return names
+
+    @cached_property
+    def family(self) -> Family | None:
+        """The family that writes two answers as this template does; None: it is of another."""
+        try:
+            text = self._text(PROBE, None, "")
+        except FormatError:
+            return None
+        for family in FAMILIES:
+            answers = [text[start:stop] for start, stop in family.answers(text, ())]
+            if len(answers) != 2 or any("question" in answer for answer in answers):
+                continue
+            if "first answer" in answers[0] and "second answer" in answers[1]:
+                return family
+        return None
 
     @cached_property
     def compiled(self) -> Any:
@@ -132,9 +172,12 @@ class ChatTemplate:
                 f"{where}: holds the noncharacter U+{ord(mark[0]):X}, which no text has; "
                 f"leave it out"
             )
+        answers: list[tuple[int, int]] | None
         if self.marks_answers:
             answers = self._marked_answers(turns, tools, text, where)
         else:
+            answers = self._answers_of_family(turns, tools, text, where)
+        if answers is None:
             answers = []
             for start, stop in self._prefixes(turns, tools, text, where):
                 learned = tokens.turn_length(text[start:stop])
@@ -145,8 +188,10 @@ class ChatTemplate:
         return Rendered(text=text, answers=answers, where=where, breaks=breaks)
 
     def _turns(self, record: Any, where: str) -> list[dict[str, Any]]:
-        """The messages of a record, as the template takes their contents."""
-        turns = turns_of(record, where)
+        """The messages of a record, as the template takes their contents and transformers their
+        reasoning.
+        """
+        turns = [_with_reasoning(turn) for turn in turns_of(record, where)]
         if self.takes_parts:
             return turns
         joined: list[dict[str, Any]] = []
@@ -189,16 +234,9 @@ class ChatTemplate:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
-        } | self.variables
+        } | self._constants
         try:
             text = template.render(names)
-        except jinja2.exceptions.UndefinedError as error:
-            day = ""
-            if "strftime_now" in str(error):  # jinja names what is undefined in its text only
-                day = "; templates are not told the day, on which what is made must not depend"
-            raise FormatError(
-                f"{where}: chat template {self.name} cannot write it ({error}{day})"
-            ) from None
         except (
             jinja2.TemplateError,
             TypeError,
@@ -228,6 +266,19 @@ class ChatTemplate:
         starts = bounds[0::2]
         stops = bounds[1::2]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+    def _answers_of_family(
+        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
+    ) -> list[tuple[int, int]] | None:
+        """Between the headers and ends of the template's family; None: of no family, or it does not
+        write one answer for each message of the assistant.
+        """
+        if self.family is None:
+            return None
+        breaks = self._breaks(turns, tools, text, self.family.in_messages, where)
+        answers = self.family.answers(text, breaks)
+        num_messages = sum(turn["role"] == "assistant" for turn in turns)
+        return answers if len(answers) == num_messages else None
 
     def _prefixes(
         self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
@@ -284,19 +335,9 @@ class ChatTemplate:
         if bare != text:
             raise FormatError(
                 f"{where}: a message spells a special token, and chat template {self.name} changes "
-                f"it, so it cannot be kept from being one; leave it out, or pass "
-                f"--special-tokens parse"
+                f"it, so it cannot be kept from being one; leave it out"
             )
         return [place for _, place in places]
-
-
-def _any_of(names: Collection[str]) -> str:
-    """An expression for the longest of some texts; one that fits nowhere if there are none."""
-    if not names:
-        return "(?!)"
-    # an expression takes the first of its alternatives that fits
-    longest_first = sorted(names, key=len, reverse=True)
-    return f"(?:{'|'.join(map(re.escape, longest_first))})"
 
 
 def without_marks(text: str) -> tuple[str, list[tuple[str, int]]]:
@@ -356,6 +397,14 @@ def _broken_name(name: Any, special: re.Pattern[str]) -> Any:
     token.
     """
     return name if str(name).isidentifier() else _broken(name, special)
+
+
+def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning by the names that templates look for."""
+    reasoning = next((turn[name] for name in REASONING if name in turn), None)
+    if reasoning is None:
+        return turn
+    return {"thinking": reasoning, **turn, "reasoning_content": reasoning}
 
 
 def _tools(record: Any, where: str) -> Any:

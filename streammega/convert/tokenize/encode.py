@@ -30,8 +30,6 @@ from streammega.errors import ConfigError, ConvertError, FormatError
 
 Text: TypeAlias = "str | NDArray[np.int32]"
 """Of a sequence; if it is long, its ids."""
-WITHOUT_ANSWER = "without an answer"
-"""Why a conversation is left out that has nothing to be learned."""
 Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
 
@@ -180,20 +178,12 @@ class BatchEncoder:
             except (ConvertError, FormatError) as error:
                 self._refuse(document, read, error, skipped)
                 continue
-            if not content:
-                _count(skipped, "empty")
-            elif self._is_unanswered(document, content):
-                _count(skipped, WITHOUT_ANSWER)
-            else:
+            if content:
                 contents.append(content)
                 numbers.append(number)
+            else:
+                _count(skipped, "empty")
         return contents, numbers
-
-    def _is_unanswered(self, document: RawDocument, content: Any) -> bool:
-        """Whether a document is a conversation without an answer; of templates the tokens tell."""
-        if not self._options.chat or self._chat is not None or not document.record:
-            return False
-        return not any(mode for _, mode, _ in content)
 
     def _refuse(
         self,
@@ -316,9 +306,6 @@ class BatchEncoder:
         for row, (ids, answers) in enumerate(self._chat.encode(chats)):
             if not len(ids):
                 _count(skipped, "empty")
-                continue
-            if not answers.any():
-                _count(skipped, WITHOUT_ANSWER)
                 continue
             if self.eod is not None and ids[-1] != self.eod:
                 ids = np.append(ids, self.eod)

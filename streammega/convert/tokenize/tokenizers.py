@@ -15,6 +15,7 @@ import numpy as np
 
 from streammega.convert.tokenize.gpt2_files import load_pair, pair_of
 from streammega.convert.tokenize.tiktoken_files import Pattern, is_tiktoken_file, pattern_of
+from streammega.convert.tokenize.tokenizer_folder import read_settings, special_token_names
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
@@ -31,6 +32,8 @@ EOD_NAMES = (
 """Usual names of the end-of-document token, by which it is looked for in this order: a name of its
 own goes before those that end a sentence or a turn.
 """
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>")
+"""An eos_token that ends a turn: it ends a document only where no other token does."""
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -114,6 +117,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
         self._add = add_special_tokens
+        self._source = name
         self.name = name
         if _is_local(name):
             # without folders: it stands in manifests, which are read on other machines
@@ -170,8 +174,12 @@ class HuggingFaceTokenizer:
         return None if number is None else int(number)
 
     def usual_eod(self) -> int | None:
-        """Not known; by name."""
-        return None
+        """The eos_token of its tokenizer_config.json, as Megatron takes it."""
+        eos = special_token_names(read_settings(self._source)).get("eos_token")
+        has_other = any(self.find(name) is not None for name in EOD_NAMES if name not in TURN_ENDS)
+        if eos is None or (eos in TURN_ENDS and has_other):
+            return None
+        return self.find(eos)
 
 
 class SentencePieceTokenizer:

@@ -10,13 +10,14 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
+from streammega.convert.tokenize.chat_sources import find_template
 from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
 from streammega.dataset.shards import set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 
 Labels = dict[str, Any]
-UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}, "loss_modes": None}
+UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}}
 
 
 def labels_of(
@@ -25,7 +26,7 @@ def labels_of(
     tokenizer: TextTokenizer | None,
     storage: StorageConfig,
 ) -> Labels:
-    """eod_id, vocab_size, tokenizer and loss_modes of what a conversion makes.
+    """eod_id, vocab_size, tokenizer, loss_modes and chat_template of what a conversion makes.
 
     Raises ConvertError, naming both, for inputs of different tokenizers and for a tokenizer that is
     not that of inputs which hold tokens already, unless `mix_tokenizers` is set; and for inputs
@@ -34,20 +35,23 @@ def labels_of(
     manifests = _manifests(inputs, storage)
     known = {name: manifest for name, manifest in manifests.items() if manifest is not None}
     has_text = any(item.format != "megatron" for item in inputs)
-    loss_modes = _loss_modes(manifests, options, has_text=has_text)
+    of_modes = {
+        "loss_modes": _loss_modes(manifests, options, has_text=has_text),
+        "chat_template": _chat_template(known, options, has_text=has_text),
+    }
     if tokenizer is not None:
         labels = _labels_of_tokenizer(tokenizer, options, known)
-        return labels | {"loss_modes": loss_modes}
+        return labels | of_modes
     _check_one_tokenizer(options, known)
     # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
     vocabularies = [_vocabulary(manifest) for manifest in known.values()]
     if not is_known_of_all or any(other != vocabularies[0] for other in vocabularies):
-        return UNKNOWN | {"eod_id": options.eod_id, "loss_modes": loss_modes}
+        return UNKNOWN | {"eod_id": options.eod_id} | of_modes
     labels = dict(vocabularies[0])
     if options.eod_id is not None:
         labels["eod_id"] = options.eod_id
-    return labels | {"loss_modes": loss_modes}
+    return labels | of_modes
 
 
 def _labels_of_tokenizer(
@@ -66,6 +70,19 @@ def _labels_of_tokenizer(
             _refuse_mix(options, option, of_tokenizer, name, manifest.tokenizer)
             return UNKNOWN
     return labels
+
+
+def _chat_template(
+    known: dict[str, Manifest], options: ConvertOptions, *, has_text: bool
+) -> dict[str, Any] | None:
+    """The template that wrote all conversations."""
+    templates = [manifest.chat_template for manifest in known.values()]
+    if has_text and options.chat_template is not None:
+        templates.append(find_template(options.chat_template, options.tokenizer).record)
+    elif has_text:
+        templates.append(None)
+    is_one = bool(templates) and all(template == templates[0] for template in templates)
+    return templates[0] if is_one else None
 
 
 def _check_one_tokenizer(options: ConvertOptions, known: dict[str, Manifest]) -> None:

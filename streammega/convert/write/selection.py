@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import Tokens
+from streammega.convert.documents import Tokens, bounds_of
 from streammega.convert.write.encoders import eod_of
 from streammega.convert.write.job import Job, UnitRecord
 
@@ -21,11 +21,12 @@ class Selection:
     def choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
         """(what is kept of documents, which of them are kept)."""
         options = self._options
+        kept = self._answered(batch)
         if options.modes is not None:
             batch = self._sequences_of_modes(batch, options.modes)
         sizes = batch.document_tokens
-        kept = sizes > 0
-        self._count("empty", ~kept)
+        self._count("empty", sizes == 0)
+        kept &= sizes > 0
         is_short = kept & (sizes < options.min_tokens)
         self._count("too short", is_short)
         kept &= ~is_short
@@ -41,6 +42,16 @@ class Selection:
         if is_long.any():
             batch = self._cut(batch, options.max_tokens)
         return batch, kept
+
+    def _answered(self, batch: Tokens) -> NDArray[np.bool_]:
+        """Which documents have something to learn; all that are not conversations."""
+        learned = self._options.learned_modes
+        if not self._options.chat or batch.modes is None or learned is None:
+            return np.ones(len(batch.documents), np.bool_)
+        is_learned = np.isin(batch.modes, learned) & (batch.lengths > 0)
+        answered = np.diff(bounds_of(is_learned)[bounds_of(batch.documents)]) > 0
+        self._count("without an answer", ~answered & (batch.document_tokens > 0))
+        return answered
 
     def _sequences_of_modes(self, batch: Tokens, wanted: tuple[int, ...]) -> Tokens:
         modes = batch.modes

@@ -119,6 +119,7 @@ def joined(prefix: str, current: DatasetVersion | None, added: Sequence[Addition
         shards=shards,
         origins=_joined_origins([manifest.origins for manifest in manifests]),
         pack=_joined_bins([manifest.pack for manifest in manifests]),
+        chat_template=_agreed([manifest.chat_template for manifest in manifests]),
     )
 
 
