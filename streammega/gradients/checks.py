@@ -159,9 +159,12 @@ class Report:
         self._checks = checks
         used = [slot.is_used for slot in slots]
         self._must_read = checks is not None or not all(used)
-        # from other memory than pinned the host would wait for all that the device has to do
-        sums = torch.tensor([0.0, 0.0, *used], pin_memory=device.type == "cuda")
-        self._sums = sums.to(device, non_blocking=True)
+        if all(used):  # nothing has to be copied to the device
+            self._sums = torch.ones(2 + len(slots), device=device)
+        else:
+            # from other memory than pinned the host would wait for all that the device has to do
+            sums = torch.tensor([0.0, 0.0, *used], pin_memory=device.type == "cuda")
+            self._sums = sums.to(device, non_blocking=True)
         bad = checks.count_bad() if checks is not None else 0.0
         place_in_group = group.rank() if group is not None else 0
         self._sums[0] = bad

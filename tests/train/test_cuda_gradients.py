@@ -51,9 +51,13 @@ def step(model: BucketedDataParallel, optimizer: ShardedOptimizer, number: int) 
     optimizer.step()
 
 
-def test_backward_asks_the_device_nothing_and_the_end_of_a_step_once() -> None:
-    model, _ = make("cuda", torch.float32)
-    loss = model(torch.ones(4, 8, device="cuda")).square().mean()
+@pytest.mark.parametrize("uses_all", [True, False])
+def test_backward_asks_the_device_nothing_and_the_end_of_a_step_once(uses_all: bool) -> None:
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).cuda()
+    model = BucketedDataParallel(module, bucket_size=100)
+    first, second = module
+    used = [first, second] if uses_all else [first]
+    loss = torch.stack([layer(torch.ones(4, 8, device="cuda")) for layer in used]).square().mean()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -6,6 +6,9 @@ backward, optimizer state divided.
 
 The model is in bf16; its fp32 main parameters and Adam's moments exist once over all ranks, and are
 saved in parts that any number of ranks loads. Remove the folder buckets.ckpt to begin anew.
+
+ShardedOptimizer is right for this model, and wrong for others, which docs/training.md names:
+torch's fully_shard will take its place.
 """
 
 import contextlib
