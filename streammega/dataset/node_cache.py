@@ -1,12 +1,15 @@
 """Local copies of small remote files (`.idx`) and of built arrays: atomic, locked, one per node.
 
 A copy is keyed by URL, ETag and size, so a changed object is fetched anew and its old copy removed.
+Copies and arrays end with a checksum, which is compared when they are opened: a damaged one is fetched or
+built again.
 Whatever number of processes ask, one downloads or builds and the others wait for it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
 import logging
@@ -19,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
-from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.mapping import map_file
 from streammega.storage.publish import create_beside
 from streammega.storage.store import written_whole
@@ -36,6 +38,10 @@ log = logging.getLogger(__name__)
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
+CHECKSUM_BYTES = 8
+"""Of the xxh3 of all before it, with which every kept copy and array ends. np.load passes over it."""
+MOST_HEADER_BYTES = 10 + 65_535
+"""Of a `.npy` of version 1.0."""
 
 
 def default_cache_dir() -> Path:
@@ -50,41 +56,80 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     return local_folder(cache_dir) if cache_dir else default_cache_dir()
 
 
-def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> Path:
-    """Path of a local copy of an object, downloaded by at most one process of this node.
-
-    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
-    """
-    path = cached_copy(store, info, cache_dir)
-    if path.exists():
-        return path
-    digest_of_url = digest_of(store.url(info.key))
-    with node_lock(path.parent / f"{digest_of_url}.lock"):
-        if path.exists():  # another process had the lock before this one
-            return path
-        # Which copy to remove next is noted: a look through the folder for each of its files
-        # would be quadratic.
-        latest = path.parent / f"{digest_of_url}.latest"
-        former = _read_name(latest)
-        write_atomically(path, _download(store, info, part_bytes), info.size)
-        # In a sticky folder the note may be another user's: this copy is whole all the same.
-        with suppress(CacheError):
-            write_atomically(latest, [path.name.encode()], len(path.name))
-            if former and former != path.name:
-                _remove(path.parent / former)
-    return path
-
-
 def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
-    """The bytes of a remote object: its local copy, mapped. One without a version is read into
-    memory: no copy of it could be trusted.
+    """The bytes of a remote object: its local copy, mapped, downloaded by at most one process of
+    this node. A copy that is damaged is downloaded again.
 
-    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    An object without a version is read into memory: no copy of it could be trusted. Raises
+    CacheError when the cache cannot hold it, StorageError when it cannot be read.
     """
-    if info.etag:
-        return LocalStore().view(str(cached_object(store, info, cache_dir, part_bytes)))
-    tell_unversioned(store.url(info.key))
-    return memoryview(b"".join(_download(store, info, part_bytes)))
+    if not info.etag:
+        tell_unversioned(store.url(info.key))
+        return memoryview(b"".join(_download(store, info, part_bytes)))
+    path = cached_copy(store, info, cache_dir)
+    data = _sound_bytes(path)
+    if data is None:
+        digest_of_url = digest_of(store.url(info.key))
+        with node_lock(path.parent / f"{digest_of_url}.lock"):
+            data = _sound_bytes(path)  # another process may have had the lock before this one
+            if data is None:
+                _warn_of_damage([path])
+                data = _download_copy(store, info, path, digest_of_url, part_bytes)
+    return memoryview(data)  # type: ignore[arg-type]
+
+
+def _download_copy(
+    store: Store, info: ObjectInfo, path: Path, digest_of_url: str, part_bytes: int
+) -> NDArray[np.uint8]:
+    """Download an object, and remove the copy of its former version."""
+    # Which copy to remove next is noted: a look through the folder for each of its files would be
+    # quadratic.
+    latest = path.parent / f"{digest_of_url}.latest"
+    former = _read_name(latest)
+    write_atomically(path, _with_checksum(_download(store, info, part_bytes)), info.size)
+    # In a sticky folder the note may be another user's: this copy is whole all the same.
+    with suppress(CacheError):
+        write_atomically(latest, [path.name.encode()], len(path.name))
+        if former and former != path.name:
+            _remove(path.parent / former)
+    data = _sound_bytes(path)
+    if data is None:
+        raise CacheError(f"{path}: is damaged as soon as it is written; check the disk")
+    return data
+
+
+def _with_checksum(chunks: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+    """The chunks of a kept file, and behind them their checksum."""
+    checksum = xxhash.xxh3_64()
+    for chunk in chunks:
+        checksum.update(chunk)
+        yield chunk
+    yield checksum.digest()
+
+
+def _sound_bytes(path: Path) -> NDArray[np.uint8] | None:
+    """The bytes of a kept file without their checksum, mapped without a descriptor.
+
+    None: there is no file, or the checksum is not that of its bytes.
+    """
+    try:
+        with open(path, "rb") as file:
+            stored = map_file(file.fileno(), os.fstat(file.fileno()).st_size, path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise cache_error(path, error, 0) from None
+    data = stored[:-CHECKSUM_BYTES]
+    if xxhash.xxh3_64_digest(data.data) == stored[-CHECKSUM_BYTES:].tobytes():
+        return data
+    return None
+
+
+def _warn_of_damage(paths: Iterable[Path]) -> None:
+    """Name the files that are there and damaged."""
+    for path in paths:
+        if path.exists() and _sound_bytes(path) is None:
+            log.warning("%s: is damaged, and is fetched or built again; check the disk", path)
 
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
@@ -178,24 +223,38 @@ def cached_arrays(
     missing.
 
     Where `published` has them all, they are downloaded instead. Each file is written under a
-    temporary name and renamed, so a killed build leaves nothing that is later believed. Raises
-    CacheError for a file that holds no array of its kind.
+    temporary name and renamed, so a killed build leaves nothing that is later believed. What is
+    damaged is built or downloaded again. Raises CacheError for a file that holds no array of its
+    kind, and for what was published damaged.
     """
     paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
-    if not _all_there(paths):
+    kept = _all_sound(paths)
+    if kept is None:
         with node_lock(folder / f"{key}.lock"):
             # Whoever had the lock before may have built them.
-            if not _all_there(paths) and not _download_all(published, paths):
-                arrays = build()
-                for name, path in paths.items():
-                    array = arrays[name]
-                    num_bytes = array.size * array.dtype.itemsize
-                    write_atomically(path, _npy_bytes(array), num_bytes)
-    return {name: load_array(path, kinds[name]) for name, path in paths.items()}
+            kept = _all_sound(paths)
+            if kept is None:
+                _warn_of_damage(paths.values())
+                if not _download_all(published, paths):
+                    arrays = build()
+                    for name, path in paths.items():
+                        array = arrays[name]
+                        num_bytes = array.size * array.dtype.itemsize
+                        write_atomically(path, _with_checksum(_npy_bytes(array)), num_bytes)
+                kept = _all_sound(paths)
+    if kept is None:
+        raise damaged_array(f"{folder / key}-*.npy: their checksums are not those of their bytes")
+    return {name: _array_of(kept[name], path, kinds[name]) for name, path in paths.items()}
 
 
-def _all_there(paths: Mapping[str, Path]) -> bool:
-    return all(path.exists() for path in paths.values())
+def _all_sound(paths: Mapping[str, Path]) -> dict[str, NDArray[np.uint8]] | None:
+    found = {}
+    for name, path in paths.items():
+        data = _sound_bytes(path)
+        if data is None:
+            return None
+        found[name] = data
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,21 +292,19 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
     return True
 
 
-def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
-    """One cached `.npy`, memory-mapped, without a descriptor.
-
-    Raises CacheError if it is not an array of this kind.
-    """
+def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[np.generic]:
+    """The array of a `.npy`. Raises CacheError if it is not an array of this kind."""
     try:
-        with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"its version is {version}, not that which this library writes")
-            shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
-            first_byte = file.tell()
-            num_bytes = math.prod(shape) * dtype.itemsize
-            data = map_file(file.fileno(), first_byte + num_bytes, path)
-    except (ValueError, EOFError, OSError) as error:
+        head = io.BytesIO(data[:MOST_HEADER_BYTES].tobytes())
+        version = np.lib.format.read_magic(head)
+        if version != (1, 0):
+            raise ValueError(f"its version is {version}, not that which this library writes")
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(head)
+        body = data[head.tell() :]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes != len(body):
+            raise ValueError(f"it holds {len(body)} bytes, not {num_bytes}")
+    except (ValueError, EOFError) as error:
         raise damaged_array(f"{path}: is no readable array ({error})") from None
     dtypes, expected = kind
     known_dtypes = [np.dtype(known) for known in dtypes]
@@ -256,7 +313,7 @@ def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
             f"{path}: is {dtype} {list(shape)}, not {known_dtypes[-1]} {list(expected)}"
         )
     # Users know mapped arrays by this type; np.load would keep a descriptor for each.
-    return data[first_byte:].view(dtype).reshape(shape).view(np.memmap)
+    return body.view(dtype).reshape(shape).view(np.memmap)
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
@@ -325,16 +382,22 @@ def node_lock(path: Path) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # An empty file that every user of the cache may lock, whatever the umask of its maker: to
-        # lock is to open for writing.
-        lock = filelock.FileLock(path, mode=0o666)
-        lock.acquire()
+        fd = _open_lock(path)
     except OSError as error:
         raise cache_error(path, error, 0) from None
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        lock.release()
+        os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """The file of a lock, as the umask says. That of another user can be locked if it can be read."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:

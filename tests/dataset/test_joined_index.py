@@ -16,6 +16,7 @@ from streammega.dataset import joined
 from streammega.dataset.idx import encode_index
 from streammega.errors import CacheError
 from tests.conftest import write_random_pair
+from tests.support.kept_files import CHECKSUM_BYTES, save_kept, write_kept
 from tests.support.typed import all_tokens
 
 SHARDS = 3
@@ -127,14 +128,13 @@ def test_a_damaged_file_is_named_and_one_that_cannot_be_kept_is_done_without(
 ) -> None:
     kept = open_dataset(folder)
     path = next((folder.parent / "cache" / "idx").glob("*sequence_offsets.npy"))
-    sound = path.read_bytes()
-    path.unlink()
-    path.write_bytes(sound[:-8])
+    body = path.read_bytes()[:-CHECKSUM_BYTES]
+    write_kept(path, body[:-8])
     with pytest.raises(
         CacheError, match=r"sequence_offsets\.npy: is no readable array .*remove the file"
     ):
         open_dataset(folder)
-    np.save(path, np.zeros(3, np.int64))
+    save_kept(path, np.zeros(3, np.int64))
     with pytest.raises(CacheError, match="not of the same number of sequences"):
         open_dataset(folder)
     blocked = folder.parent / "blocked"

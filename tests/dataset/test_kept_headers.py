@@ -27,6 +27,7 @@ from streammega.order.lane_geometry import FilePart
 from streammega.samples.lane_datasets import open_datasets
 from streammega.storage import Buffer
 from tests.dataset.test_opening import write
+from tests.support.kept_files import save_kept
 from tools.bench.object_server import Running, running
 
 PAIRS = 12
@@ -209,7 +210,7 @@ def test_headers_that_are_not_those_of_the_shards_are_an_error_that_names_the_fi
     (kept,) = (tmp_path / "cache" / "idx").glob("headers-*.npy")
     rows: Any = np.load(kept)
     for damaged in (rows[:-1], rows + 1, rows.astype(np.int32)):
-        np.save(kept, damaged)
+        save_kept(kept, damaged)
         with pytest.raises(CacheError, match=kept.name):
             opened(server, tmp_path / "cache")
 

@@ -13,15 +13,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from streammega import StorageConfig
 from streammega.dataset.node_cache import (
     ArrayKind,
+    SharedFolder,
     cache_error,
     cached_arrays,
-    cached_object,
+    cached_copy,
+    local_view,
     remove_former,
     write_atomically,
 )
@@ -48,16 +54,65 @@ def build(value: int) -> dict[str, np.ndarray]:
     return {"a": np.full(3, value)}
 
 
-def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_taken_by_all(
+def test_cached_files_and_their_locks_have_the_mode_that_the_umask_says(
     tmp_path: Path, umask: int
 ) -> None:
     cached_arrays(tmp_path / "order", "key", KIND, lambda: build(1))
     writer = LocalStore().open_writer(str(tmp_path / "written"))
     writer.write(b"x")
     writer.commit()
-    for path in (tmp_path / "order" / "key-a.npy", tmp_path / "written"):
+    folder = tmp_path / "order"
+    for path in (folder / "key-a.npy", folder / "key.lock", tmp_path / "written"):
         assert mode(path) == 0o666 & ~umask
-    assert mode(tmp_path / "order" / "key.lock") == 0o666
+
+
+def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) -> None:
+    cached_arrays(tmp_path / "built", "key", KIND, lambda: build(1))
+    path = tmp_path / "built" / "key-a.npy"
+    folder = SharedFolder(url=str(tmp_path / "shared"), storage=StorageConfig())
+    folder.publish(path)
+
+    def fetched(cache: str) -> Any:
+        return cached_arrays(tmp_path / cache, "key", KIND, dict, folder)["a"].tolist()
+
+    assert fetched("sound") == [1, 1, 1]
+    published = tmp_path / "shared" / path.name
+    stored = bytearray(published.read_bytes())
+    stored[-20] ^= 1
+    published.write_bytes(stored)
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"checksum.*publish it anew.*shared_index_url"):
+            fetched("damaged")
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = folder / "a.idx"
+        source.write_bytes(data.draw(st.binary(max_size=200)))
+        objects = LocalStore()
+        info = objects.info(str(source))
+
+        def views() -> tuple[bytes, list[int]]:
+            copy = local_view(objects, info, folder / "cache", 64)
+            rows: Any = cached_arrays(folder / "cache" / "idx", "key", KIND, lambda: build(1))["a"]
+            return bytes(copy), rows.tolist()
+
+        expected = views()
+        kept_files = (folder / "cache" / "idx").glob("*[xy]")
+        for path in sorted(kept_files, key=lambda path: path.suffix):
+            kept = bytearray(path.read_bytes())
+            place = data.draw(st.integers(0, 8 * len(kept) - 1))
+            kept[place // 8] ^= 1 << place % 8
+            cut = data.draw(st.sampled_from([0, 0, 1, 8, len(kept)]))
+            path.unlink()  # what is mapped stays as it was
+            path.write_bytes(kept[: len(kept) - cut])
+        assert views() == expected
+        source.unlink()
+        copy = local_view(objects, info, folder / "cache", 64)
+        assert bytes(copy) == expected[0], "the copy is mended"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
@@ -95,7 +150,9 @@ def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
         copies = []
         for content in (b"first", b"second"):
             source.write_bytes(content)
-            copies.append(cached_object(objects, objects.info(str(source)), cache, 1 << 20))
+            info = objects.info(str(source))
+            assert bytes(local_view(objects, info, cache, 1 << 20)) == content
+            copies.append(cached_copy(objects, info, cache))
         assert [copy.exists() for copy in copies] == [False, True]
         source.write_bytes(b"and the third")
         for path in (folder, cache, cache / "idx"):  # as /tmp is: for all, each for itself
@@ -107,8 +164,8 @@ def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
                 os.setuid(NOBODY)
                 cached_arrays(cache / "idx", "web-2", KIND, lambda: build(2))
                 remove_former(cache / "idx", "web-", "web-2")
-                copy = cached_object(objects, objects.info(str(source)), cache, 1 << 20)
-                code = copy.read_bytes() != b"and the third"
+                copy = local_view(objects, objects.info(str(source)), cache, 1 << 20)
+                code = bytes(copy) != b"and the third"
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -14,6 +14,7 @@ from streammega import BlendedDataset, DataConfig, GPTDataset, IndexedDataset, b
 from streammega.errors import CacheError, ConfigError, FormatError
 from streammega.samples.build import build_split
 from tests.conftest import write_random_pair
+from tests.support.kept_files import CHECKSUM_BYTES, save_kept, write_kept
 from tests.support.processes import launch
 
 SAMPLES = 300
@@ -51,6 +52,7 @@ import numpy as np
 from streammega import build_datasets
 from streammega.errors import CacheError
 from tests.order.test_damaged_order import DAMAGE, SAMPLES, write
+from tests.support.kept_files import seal
 
 folder = Path(sys.argv[1])
 single, blend = write(folder)
@@ -61,6 +63,7 @@ for array, damages in DAMAGE.items():
         (path,) = [path for path in built.index_files() if path.name.endswith(f"-{array}.npy")]
         sound = path.read_bytes()
         np.lib.format.open_memmap(path, "r+")[place] = value
+        seal(path)
         again, errors = build_datasets(config)[0], []
         for k in range(SAMPLES):
             try:
@@ -108,9 +111,10 @@ def test_a_cached_array_of_another_shape_or_type_is_refused(
         "Fortran's": np.asfortranarray(np.stack([data, data])),
     }
     if wrong in changed:
-        np.save(path, changed[wrong])
+        save_kept(path, changed[wrong])
     else:
-        path.write_bytes(path.read_bytes()[: -8 if wrong == "cut" else 0])
+        body = path.read_bytes()[:-CHECKSUM_BYTES]
+        write_kept(path, body[: -8 if wrong == "cut" else 0])
     with pytest.raises(CacheError, match=rf"{path.name}: .*remove the file"):
         built_again = build_datasets(config)[0]
         assert isinstance(built_again, (GPTDataset, BlendedDataset))
@@ -149,3 +153,18 @@ def test_an_idx_whose_lengths_are_negative_makes_no_tar(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(FormatError, match=r"shard\.idx: sequence 0 has the negative length -1000"):
         IndexedDataset(str(tmp_path / "shard.tar"))
+
+
+@pytest.mark.parametrize("wrong", ["a flipped bit", "cut", "empty"])
+def test_a_cached_order_that_is_damaged_is_built_again(tmp_path: Path, wrong: str) -> None:
+    config, _ = write(tmp_path)
+    built: Any = build_datasets(config)[0]
+    expected = [built[k]["tokens"].tolist() for k in range(SAMPLES)]
+    for path in built.index_files():
+        kept = bytearray(path.read_bytes())
+        kept[-CHECKSUM_BYTES - 2] ^= 1
+        size = {"a flipped bit": len(kept), "cut": len(kept) - 9, "empty": 0}[wrong]
+        path.unlink()  # what is mapped stays as it was
+        path.write_bytes(kept[:size])
+    again: Any = build_datasets(config)[0]
+    assert [again[k]["tokens"].tolist() for k in range(SAMPLES)] == expected

@@ -209,12 +209,13 @@ def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
     pair: str, tmp_path: Path
 ) -> None:
     from streammega.errors import CacheError
+    from tests.support.kept_files import save_kept
 
     config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
     dataset = map_style(build_datasets(config, (500, None, None))[0])
     _ = dataset.shuffle_index
     path = next((tmp_path / "cache" / "order").glob("*shuffle_index.npy"))
-    np.save(path, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+    save_kept(path, np.array([{"an": "object"}], dtype=object))
     again = map_style(build_datasets(config, (500, None, None))[0])
     with pytest.raises(CacheError, match="remove the file"):
         _ = again.shuffle_index

@@ -24,9 +24,10 @@ from streammega import (
     build_datasets,
 )
 from streammega.dataset.headers import read_bounds
-from streammega.dataset.node_cache import SharedFolder, cached_arrays, cached_object
+from streammega.dataset.node_cache import SharedFolder, cached_arrays, local_view
 from streammega.errors import ObjectChangedError
 from streammega.storage import ObjectInfo, Store, open_store
+from tests.support.kept_files import save_kept
 from tools.bench.object_server import Running, running
 
 TOKENS = 64
@@ -145,7 +146,7 @@ def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
     info = store.info(key)
     place.replace(".idx")
     with pytest.raises(ObjectChangedError, match=r"web\.idx"):
-        cached_object(store, info, tmp_path / "idx-cache", 1 << 20)
+        local_view(store, info, tmp_path / "idx-cache", 1 << 20)
     assert not list((tmp_path / "idx-cache").rglob("*.idx"))
 
 
@@ -161,7 +162,7 @@ def test_order_arrays_of_a_shared_folder_are_those_that_were_found(
     place: Place, tmp_path: Path, monkeypatch: Any
 ) -> None:
     folder = SharedFolder(url="s3://data/order", storage=place.storage)
-    np.save(place.root / "made.npy", np.arange(100))
+    save_kept(place.root / "made.npy", np.arange(100))
     (place.root / "data" / "order").mkdir()
     target = place.root / "data" / "order" / "key-rows.npy"
     target.write_bytes((place.root / "made.npy").read_bytes())
