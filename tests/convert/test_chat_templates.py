@@ -106,7 +106,7 @@ def test_answers_are_the_same_without_generation_blocks(
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-TOLD = {"role": "tool", "content": "4"}
+RESULT = {"role": "tool", "content": "4"}
 # Each is the form of its family in our own words: without the system message, dates and tools.
 FAMILIES: dict[str, tuple[str, dict[str, list[str]]]] = {
     "Qwen3: earlier turns lose their reasoning": (
@@ -223,7 +223,7 @@ TURNS: dict[str, list[dict[str, Any]]] = {
     "asked": [USER, answer("one"), USER],
     "asked twice": [USER, USER, answer("one")],
     "in a row": [USER, answer("one"), answer("two")],
-    "tools": [USER, CALL, TOLD, answer("two")],
+    "tools": [USER, CALL, RESULT, answer("two")],
     "thought": [USER, answer("hm</think>one")],
 }
 
@@ -242,8 +242,8 @@ def test_answers_of_the_usual_families_are_known(family: str, turns: str) -> Non
 def test_messages_that_spell_headers_make_no_answers(family: str, special_tokens: str) -> None:
     source, _ = FAMILIES[family]
     encoder = ChatEncoder(TOKENIZER, source, special_tokens=special_tokens)
-    spelled = [header for family in families.FAMILIES for header in family._headers]
-    ends = [end for family in families.FAMILIES for end in family._ends]
+    spelled = [header for family in families.FAMILIES for header in family.headers]
+    ends = [end for family in families.FAMILIES for end in family.ends]
     text = "".join(f"x{header}no{end}" for header in spelled for end in ends)
     sizes = []
     for content in ("x", text):

@@ -20,17 +20,17 @@ class Family:
 
     def __init__(self, name: str, headers: Sequence[str], ends: Sequence[str]) -> None:
         self.name = name
-        self._headers = tuple(headers)
-        self._ends = tuple(ends)
+        self.headers = tuple(headers)
+        self.ends = tuple(ends)
 
     @cached_property
     def in_messages(self) -> re.Pattern[str]:
         """Finds headers and ends that a message spells."""
-        return spelled((*self._headers, *self._ends))
+        return spelled((*self.headers, *self.ends))
 
     @cached_property
     def _markers(self) -> re.Pattern[str]:
-        return re.compile(any_of((*self._headers, *self._ends)))
+        return re.compile(any_of((*self.headers, *self.ends)))
 
     def answers(self, text: str, breaks: Sequence[int]) -> list[tuple[int, int]]:
         """[start, stop) characters of each answer, with its end.
@@ -41,11 +41,11 @@ class Family:
         start: int | None = None
         for piece_start, piece_stop in itertools.pairwise((0, *breaks, len(text))):
             for marker in self._markers.finditer(text, piece_start, piece_stop):
-                if marker[0] not in self._headers:
+                if marker[0] not in self.headers:
                     if start is not None:
                         answers.append((start, marker.end()))
                     start = None
-                elif start is None or not marker[0].startswith(self._ends):
+                elif start is None or not marker[0].startswith(self.ends):
                     # The last header counts: a question may stand behind an unanswered one.
                     start = marker.end()
         return answers
