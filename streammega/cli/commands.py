@@ -13,6 +13,7 @@ from streammega.cli.options import StorageFile, StorageOption, progress_bar, sto
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import in_one_line, pluralize
 
 METRICS = "metrics.jsonl"
 """The record of a run, in its out_dir."""
@@ -91,16 +92,16 @@ def gc(
     settings = storage_config(storage, storage_file, looks_only=True)
     leftovers = find_leftovers(prefix, settings)
     for info in leftovers:
-        typer.echo(f"{info.size:>18,} bytes  {info.key}")
+        typer.echo(f"{info.size:>18,} bytes  {in_one_line(info.key)}")
     size = sum(info.size for info in leftovers)
     if not remove or not leftovers:
         how_to_remove = "; --remove removes them" if leftovers else ""
-        typer.echo(f"{len(leftovers)} files, {size:,} bytes{how_to_remove}")
+        typer.echo(f"{pluralize(len(leftovers), 'file')}, {pluralize(size, 'byte')}{how_to_remove}")
         return
     if held_by_another(prefix):
         raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
     remove_leftovers(prefix, leftovers, settings)
-    typer.echo(f"{len(leftovers)} files removed, {size:,} bytes")
+    typer.echo(f"{pluralize(len(leftovers), 'file')} removed, {pluralize(size, 'byte')}")
 
 
 def _fetch_metrics(run: str, storage: StorageConfig) -> Path:
@@ -154,7 +155,7 @@ def plot(
         raise ConfigError(f"{path}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
     typer.echo(
-        f"{len(steps)} steps{_begun_again(restarts(records))}, "
+        f"{pluralize(len(steps), 'step')}{_begun_again(restarts(records))}, "
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
     )
     write_run(records, f"{title}: {len(steps)} steps", target)

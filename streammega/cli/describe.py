@@ -14,6 +14,7 @@ from streammega.config import StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.dataset.shards import split_name
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 
 if TYPE_CHECKING:
     from streammega.convert.read.slices import Item
@@ -113,14 +114,14 @@ def as_text(summary: Summary, tokenizer: str | None) -> str:
     """The summary as lines of text, with the first tokens decoded where a tokenizer is given."""
     mode = ", multimodal" if summary.multimodal else ""
     form = FORMS[summary.kind]
-    shards = f" in {summary.shards:,} shards" if summary.shards > 1 else ""
+    shards = f" in {pluralize(summary.shards, 'shard')}" if summary.shards > 1 else ""
     decompressed = ", decompressed" if summary.kind == "zst" else ""
     lines = [
         f"{summary.prefix}: {form}{shards}, {summary.dtype}{mode}",
-        f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, "
-        f"{summary.empty:,} empty documents)",
+        f"  documents  {summary.documents:,} ({pluralize(summary.sequences, 'sequence')}, "
+        f"{pluralize(summary.empty, 'empty document')})",
         f"  tokens     {summary.tokens:,}",
-        f"  .bin       {summary.bin_bytes:,} bytes{decompressed}",
+        f"  .bin       {pluralize(summary.bin_bytes, 'byte')}{decompressed}",
         f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, "
         f"longest {summary.longest:,} tokens",
         f"  first ids  {' '.join(map(str, summary.first_tokens))}",
@@ -196,7 +197,9 @@ def describe_input(path: str, storage: StorageConfig) -> str:
         sizes_of_format.setdefault(item.format, []).append(item.size)
     lines = [redact_urls(without_queries(path))]
     for name, sizes in sorted(sizes_of_format.items()):
-        lines.append(f"  {name:<10} {len(sizes):,} inputs, {sum(sizes):,} bytes")
+        lines.append(
+            f"  {name:<10} {pluralize(len(sizes), 'input')}, {pluralize(sum(sizes), 'byte')}"
+        )
     documents = read_slice(Slice(input=inputs[0]), ConvertOptions(), storage, Skipped())
     for document in itertools.islice(documents, 1):
         lines.append(f"  first      {_beginning(document, path)}")

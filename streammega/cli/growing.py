@@ -8,6 +8,7 @@ import typer
 
 from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import in_one_line
 
 MOST_SHOWN = 20
 """Versions that are listed: a dataset may have thousands."""
@@ -61,4 +62,6 @@ def versions(
     if any(isinstance(version, DamagedVersion) for version in found):
         raise typer.Exit(1)
     for orphan in orphans(prefix, settings):
-        typer.echo(f"in no version: {redact_urls(orphan)}; streammega append {name} takes it in")
+        typer.echo(
+            f"in no version: {in_one_line(redact_urls(orphan))}; streammega append {name} takes it in"
+        )

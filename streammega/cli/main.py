@@ -23,6 +23,7 @@ from streammega.cli.options import Overrides, RunFile
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import in_one_line, pluralize
 
 EXIT_OF_INTERRUPT = 130
 """As shells have it: 128 and the number of SIGINT."""
@@ -83,9 +84,11 @@ def cache_ls(folder: CacheFolder) -> None:
         if not entry.in_use:
             used = time.localtime(entry.used)
             state = f"last used {time.strftime('%Y-%m-%d %H:%M', used)}"
-        typer.echo(f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {entry.url}")
+        typer.echo(
+            f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {in_one_line(entry.url)}"
+        )
     cached_bytes = sum(entry.cached_bytes for entry in entries)
-    typer.echo(f"{len(entries)} objects, {cached_bytes:,} bytes")
+    typer.echo(f"{pluralize(len(entries), 'object')}, {pluralize(cached_bytes, 'byte')}")
 
 
 @cache_app.command(name="verify", no_args_is_help=True)
@@ -103,11 +106,11 @@ def cache_verify(folder: CacheFolder) -> None:
         pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
         for path, page in page_cache.damaged_pages(entry):
             damaged += 1
-            typer.echo(f"{path}: page {page} is damaged ({entry.url})")
+            typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
     # somebody else's cache: what is to be noted in it is up to them
     with contextlib.suppress(OSError):
         page_cache.recount(chunks)
-    typer.echo(f"{pages} pages, {damaged} damaged")
+    typer.echo(f"{pluralize(pages, 'page')}, {damaged:,} damaged")
     if damaged:
         raise typer.Exit(1)
 
@@ -118,7 +121,7 @@ def cache_clear(folder: CacheFolder) -> None:
     from streammega.storage import cache as page_cache
 
     removed, kept = page_cache.clear(_cache_folder(folder))
-    typer.echo(f"{removed} objects removed, {kept} in use and kept")
+    typer.echo(f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept")
 
 
 def _cache_folder(folder: str) -> Path:
@@ -168,7 +171,7 @@ def prepare(
     where = ""
     if data.shared_index_url:
         where = f", published in {redact_urls(data.shared_index_url)}"
-    typer.echo(f"{count} datasets prepared{where}")
+    typer.echo(f"{pluralize(count, 'dataset')} prepared{where}")
 
 
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})

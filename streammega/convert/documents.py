@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from streammega.dataset.idx import MOST_TOKENS
 from streammega.dataset.origins import Origins, join_origins
 from streammega.errors import ConvertError
+from streammega.errors.words import in_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,10 @@ class RawDocument:
     @property
     def where(self) -> str:
         """For messages."""
+        path = in_one_line(self.path)
         if self.offset >= 0:
-            return f"{self.path}@{self.offset}"
-        return f"{self.path}:{self.line}" if self.line else self.path
+            return f"{path}@{self.offset}"
+        return f"{path}:{self.line}" if self.line else path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from streammega.convert.write.selection import Selection
 from streammega.convert.write.units import batches_of
 from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 from streammega.kernels.parallel import num_threads
 
 SAMPLED_UNITS = 8
@@ -96,17 +97,18 @@ class Plan:
         for name, (count, size) in sorted(self.inputs.items()):
             lines.append(f"  input      {count:,} {name}, {size:,} bytes")
         tokenizer = self.tokenizer or "none: the inputs hold tokens"
-        lines.append(f"  work       {self.units:,} units, {self.workers} at a time")
+        lines.append(f"  work       {pluralize(self.units, 'unit')}, {self.workers} at a time")
         lines.append(f"  tokenizer  {tokenizer}; documents end with id {self.eod_id}")
         for number, document in enumerate(self.shown):
             lines += [_shown(number, sequence) for sequence in document]
         for reason, count in sorted(self.dropped.items()):
             lines.append(f"  left out   {count:,} of the sample: {reason}")
-        plural = "s" if self.shards > 1 else ""
         lines.append(
-            f"  output     about {self.documents:,} documents, {self.tokens:,} tokens of "
-            f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in {self.shards:,} {self.kind} "
-            f"shard{plural}, {_time(self.seconds)} (by {self.sampled_documents:,} documents, "
+            f"  output     about {pluralize(self.documents, 'document')}, "
+            f"{pluralize(self.tokens, 'token')} of "
+            f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in "
+            f"{pluralize(self.shards, f'{self.kind} shard')}, {_time(self.seconds)} (by "
+            f"{pluralize(self.sampled_documents, 'document')}, "
             f"{self.sampled_bytes:,} bytes)"
         )
         lines += [f"  note       {note}" for note in self.notes]
@@ -341,7 +343,7 @@ def _notes(
     options: ConvertOptions, inputs: Sequence[Input], passed_over: dict[str, int]
 ) -> list[str]:
     notes = [
-        f"{count:,} files of folders are passed over: {reason}"
+        f"{pluralize(count, 'file')} of folders left out: {reason}"
         for reason, count in sorted(passed_over.items())
     ]
     if options.dedup:
@@ -363,7 +365,7 @@ def _shown(number: int, sequence: ShownSequence) -> str:
     if sequence.pieces:
         with_pieces = zip(sequence.ids, sequence.pieces, strict=True)
         tokens = [f"{token_id}={piece!r}" for token_id, piece in with_pieces]
-    return f"  document {number},{mode} {sequence.length:,} tokens: {' '.join(tokens)}{more}"
+    return f"  document {number},{mode} {pluralize(sequence.length, 'token')}: {' '.join(tokens)}{more}"
 
 
 def _time(seconds: float) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.convert.told import count_of
 from streammega.convert.write.final_order import DocumentSet, document_tokens
 from streammega.convert.write.job import HISTOGRAM_BINS, Job, UnitRecord, length_histogram
 from streammega.convert.write.packing import PackCounts
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize, without_controls
 
 SHOWN_MESSAGES = 10
 """Faults that are shown on a terminal; the JSON has all that were kept."""
@@ -79,7 +81,7 @@ class ConvertReport:
         more = len(self.messages) - len(shown)
         if more:
             lines.append(f"  and {more} more; --report FILE.json has them")
-        return "\n".join(lines)
+        return without_controls("\n".join(lines))
 
     def as_json(self) -> str:
         """Everything."""
@@ -89,14 +91,16 @@ class ConvertReport:
         return json.dumps(asdict(self) | derived, indent=1)
 
     def _line_of_output(self) -> str:
-        empty = f" ({self.empty_documents} empty ones left out)" if self.empty_documents else ""
-        plural = "s" if self.shards > 1 else ""
+        empty = ""
+        if self.empty_documents:
+            empty = f" ({pluralize(self.empty_documents, 'empty one')} left out)"
         megabytes = self.stored_bytes / 1e6
         ratio = f" ({self.compression:.2f}x smaller than .bin)" if self.kind == "zst" else ""
         return (
-            f"{self.prefix}: {self.documents:,} documents{empty}, {self.tokens:,} tokens of "
+            f"{self.prefix}: {pluralize(self.documents, 'document')}{empty}, "
+            f"{pluralize(self.tokens, 'token')} of "
             f"{self.dtype}, eod_id {self.eod_id}, vocab_size {self.vocab_size}, "
-            f"{megabytes:,.1f} MB in {self.shards} {self.kind} shard{plural}{ratio}"
+            f"{megabytes:,.1f} MB in {pluralize(self.shards, f'{self.kind} shard')}{ratio}"
         )
 
     def _line_of_packing(self) -> str:
@@ -104,7 +108,7 @@ class ConvertReport:
         bins = max(1, packing["bins"])
         share = packing["padding"] / max(1, self.tokens)
         told = (
-            f"{packing['bins']:,} bins, {share:.3%} padding; {packing['pieces'] / bins:.1f} "
+            f"{pluralize(packing['bins'], 'bin')}, {share:.3%} padding; {packing['pieces'] / bins:.1f} "
             f"documents a bin, {packing['most_pieces']:,} at most"
         )
         for happened in ("split", "dropped"):
@@ -121,7 +125,7 @@ class ConvertReport:
         for reason, count in sorted(self.dropped.items()):
             # Empty documents are told of beside those that are not.
             if reason != "empty":
-                dropped += f"; {count:,} {reason}"
+                dropped += f"; {count_of(reason, count)}"
         return (
             f"{mean_tokens:,.0f} tokens per document; {tokens_per_second:,.0f} tokens/s, "
             f"{megabytes_per_second:,.1f} MB/s{dropped}"

@@ -23,6 +23,17 @@ log = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 5
 """Skipped records that are shown, where there are too many."""
+NOUNS = {
+    "broken record": ("broken record", "broken records"),
+    "duplicates": ("duplicate", "duplicates"),
+    "hostile path": ("hostile path", "hostile paths"),
+    "samples without the member": ("sample without the member", "samples without the member"),
+    "sequences of other modes": ("sequence of another mode", "sequences of other modes"),
+    "tokens cut off": ("token cut off", "tokens cut off"),
+    "unreadable file": ("unreadable file", "unreadable files"),
+    "unreadable row": ("unreadable row", "unreadable rows"),
+}
+"""Reasons that are nouns."""
 TOLD = 20
 """Units that are named, where some are not done."""
 
@@ -37,6 +48,12 @@ def check_all_done(numbers: Sequence[int], done: Collection[int]) -> None:
             f"{named}; start the tasks again that have not ended (task i of N does the units i, "
             f"i + N, ...), with the same inputs and options as here"
         )
+
+
+def count_of(reason: str, documents: int) -> str:
+    """How many documents were left out for a reason."""
+    singular, plural = NOUNS.get(reason, (reason, reason))
+    return pluralize(documents, singular, plural)
 
 
 def check_errors(
@@ -72,7 +89,7 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
         messages += record.messages
         for reason, count in record.counts.items():
             counts[reason] = counts.get(reason, 0) + count
-    told = [f"; {count:,} {reason}" for reason, count in sorted(counts.items())]
+    told = [f"; {count_of(reason, count)}" for reason, count in sorted(counts.items())]
     told += [f"\n  {message}" for message in messages[:3]]
     return "".join(told)
 

@@ -31,6 +31,7 @@ from streammega.dataset.verify_bytes import Progress, TokenChecks, check_shown, 
 from streammega.dataset.verify_report import VerifyReport
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 from streammega.storage import Store, open_store
 from streammega.storage.moves import read_whole
 
@@ -285,11 +286,11 @@ def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> It
     pairs = [
         (f"tokens of {arrays.dtype}", f"tokens of {manifest.dtype}"),
         (modes[has_modes], modes[manifest.multimodal]),
-        (f"{arrays.num_documents} documents", f"{expected.documents} documents"),
-        (f"{arrays.num_sequences} sequences", f"{expected.sequences} sequences"),
+        (pluralize(arrays.num_documents, "document"), pluralize(expected.documents, "document")),
+        (pluralize(arrays.num_sequences, "sequence"), pluralize(expected.sequences, "sequence")),
     ]
     if manifest.pack is None:  # else the tokens of bins count too, which are no sequence's
-        pairs.append((f"{arrays.num_tokens} tokens", f"{expected.tokens} tokens"))
+        pairs.append((pluralize(arrays.num_tokens, "token"), pluralize(expected.tokens, "token")))
     for found, said in pairs:
         if found != said:
             yield f"has {found}, the manifest says {said}; copy both again, or convert again"

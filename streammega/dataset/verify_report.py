@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from streammega.errors.words import pluralize, without_controls
+
 MB = 1e6
 
 
@@ -36,10 +38,10 @@ class VerifyReport:
         lines = [f"  {problem}" for problem in self.problems]
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(self._summary())
-        return "\n".join(lines)
+        return without_controls("\n".join(lines))
 
     def _summary(self) -> str:
-        state = f"{len(self.problems)} problems" if self.problems else "sound"
+        state = pluralize(len(self.problems), "problem") if self.problems else "sound"
         ids = ""
         if self.highest_id is not None:
             ids = f", ids {self.lowest_id} to {self.highest_id}"
@@ -48,6 +50,7 @@ class VerifyReport:
         # A dataset of nothing may take no time that the clock can tell.
         speed = megabytes / max(self.seconds, 1e-9)
         return (
-            f"{self.name}: {state}; {self.shards} shards, {self.documents:,} documents, "
-            f"{self.tokens:,} tokens{ids}, {checksums}; {megabytes:,.1f} MB at {speed:,.0f} MB/s"
+            f"{self.name}: {state}; {pluralize(self.shards, 'shard')}, "
+            f"{pluralize(self.documents, 'document')}, {pluralize(self.tokens, 'token')}{ids}, "
+            f"{checksums}; {megabytes:,.1f} MB at {speed:,.0f} MB/s"
         )

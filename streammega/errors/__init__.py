@@ -23,6 +23,7 @@ keeps working.
 """
 
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import without_controls
 
 __all__ = [
     "AccessDeniedError",
@@ -46,8 +47,11 @@ class StreammegaError(Exception):
     """The root: catch this to catch everything below."""
 
     def __init__(self, *args: object) -> None:
-        # here, where every error passes: a URL with a password in it is easily put in a message
-        shown = [redact_urls(arg) if isinstance(arg, str) else arg for arg in args]
+        # here, where every error passes: a URL with a password in it is easily put in a message,
+        # and so is a name that a terminal would obey
+        shown = [
+            without_controls(redact_urls(arg)) if isinstance(arg, str) else arg for arg in args
+        ]
         super().__init__(*shown)
 
 

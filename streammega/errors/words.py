@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -17,3 +18,12 @@ def without_controls(text: str) -> str:
     stay.
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+@lru_cache(maxsize=64)
+def in_one_line(name: str) -> str:
+    """A name from outside as a message shows it: control characters are spelt, and newlines too.
+
+    Kept, since the records of a file have all the same.
+    """
+    return without_controls(name).replace("\n", "\\n").replace("\t", "\\t")

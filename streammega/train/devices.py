@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from streammega.errors import ConfigError
+from streammega.errors.words import pluralize
 from streammega.train.config import ParallelConfig, TrainConfig
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -216,7 +217,7 @@ def _why_no_gpu(without: Sequence[Seat], seats: Sequence[Seat], train: TrainConf
         names = ", ".join(str(seat.rank) for seat in without[:NAMED])
         if len(without) > NAMED:
             names += ", ..."
-        who = f"{_ranks(len(without))} ({names}; host {host})"
+        who = f"{pluralize(len(without), 'rank')} ({names}; host {host})"
         return f"{who} see no GPU, others do: mend that host, or set train.device = cpu"
     where = f"torch.cuda.is_available() is False on {host}"
     return f"train.device = {train.device}, but {where}: set train.device = cpu or auto"
@@ -231,10 +232,5 @@ def _shared(seats: Sequence[Seat]) -> str | None:
         ranks = len(seats_of_host)
         gpus = len({seat.gpu for seat in seats_of_host})
         if gpus < ranks:
-            plural = "s" if gpus > 1 else ""
-            return f"{_ranks(ranks)} on {host} have {gpus} GPU{plural}"
+            return f"{pluralize(ranks, 'rank')} on {host} have {pluralize(gpus, 'GPU')}"
     return None
-
-
-def _ranks(count: int) -> str:
-    return f"{count} ranks" if count > 1 else "1 rank"

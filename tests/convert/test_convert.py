@@ -178,7 +178,7 @@ def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"body": "a"}\n{\n')
     with pytest.raises(
         ConvertError,
-        match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
+        match=r"nothing was written; 2 broken records\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
     ):
         convert(
             [str(tmp_path / "in.jsonl")],
@@ -285,7 +285,7 @@ def test_convert_and_describe_as_a_user_runs_them(
         "convert", str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer, env=environment
     )
     assert made.returncode == 0, made.stderr
-    assert "2 documents (1 empty ones left out), 17 tokens of uint16" in made.stdout
+    assert "2 documents (1 empty one left out), 17 tokens of uint16" in made.stdout
     told = run(
         "describe",
         url,

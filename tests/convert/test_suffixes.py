@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,55 @@ def test_records_of_json_lines_may_be_of_any_suffix_but_not_their_list(tmp_path:
     written(tmp_path / "list", str(written(tmp_path / "corpus", RECORDS)).encode())
     convert_to(tmp_path, Path(f"@{tmp_path}/list"), read_as="json")
     assert made(tmp_path) == [json.loads(line)["text"] for line in RECORDS.splitlines()]
+
+
+# --- names from inputs ----------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]0;owned\x07\nb\x9b2J"
+
+
+def archive(path: Path, names: list[str], data: bytes) -> Path:
+    with tarfile.open(path, "w") as file:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            file.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize(
+    "kind", ["file", "key", "column", "member", "members", "hostile member", "unknown", "damaged"]
+)
+def test_no_name_of_an_input_is_obeyed_by_a_terminal(
+    kind: str, on_error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.dumps({HOSTILE: 1}).encode() + b"\n"
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if kind == "file":
+        written(folder / f"{HOSTILE}.jsonl", b"{broken\n")
+    elif kind == "key":
+        written(folder / "a.jsonl", record)
+    elif kind == "column":
+        table(folder / "a.csv", [["id", HOSTILE], ["1", "2"]])
+    elif kind == "member":
+        archive(folder / "a.tar", [f"{HOSTILE}.txt"], b"\xff")
+    elif kind == "members":
+        archive(folder / "a.tar", [f"{HOSTILE}.txt", f"{HOSTILE}.json"], b"{}")
+    elif kind == "hostile member":
+        archive(folder / "a.tar", [f"../{HOSTILE}.txt"], b"x")
+    elif kind == "unknown":
+        written(folder / HOSTILE, b"x")
+    else:
+        written(folder / f"{HOSTILE}.jsonl.gz", gzip.compress(RECORDS)[:-3])
+    written(tmp_path / "z.jsonl", RECORDS)
+    main(
+        ["convert", str(folder), str(tmp_path / "z.jsonl"), str(tmp_path / "out"),
+         "--tokenizer", "bytes", "--on-error", on_error, "--workers", "1"]
+    )  # fmt: skip
+    printed = "".join(capsys.readouterr())
+    assert "owned" in printed, "the name is shown"
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
+    assert "\nb" not in printed
+    assert "\\nb" in printed

@@ -841,7 +841,7 @@ def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> Non
     said = run("convert", source, f"{tmp_path}/web-a", "--tokenizer", "bytes", "--append-to", web)
     assert f"{web}@1: 2 shards, 40 documents" in said
     said = run("versions", web)
-    assert f"{web}@0  1 shards, 20 documents" in said
+    assert f"{web}@0  1 shard, 20 documents" in said
     assert f"in no version: {tmp_path}/web-b" in said
     assert "@2: 3 shards" in run("append", web, f"{tmp_path}/web-b")
     assert "had all of it already" in run("append", web, f"{tmp_path}/web-b")

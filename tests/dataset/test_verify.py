@@ -395,8 +395,8 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     ]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "1 documents (1 empty ones left out), 4 tokens of uint16" in text
-    assert "1 broken record; 1 duplicates" in text
+    assert "1 document (1 empty one left out), 4 tokens of uint16" in text
+    assert "1 broken record; 1 duplicate" in text
     assert "bad.jsonl:2: broken JSON" in text
     found = json.loads((dataset / "r.json").read_text())
     assert found["dropped"] == {"broken record": 1, "empty": 1, "duplicates": 1}

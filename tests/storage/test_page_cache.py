@@ -166,7 +166,7 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(
     assert "1 in use and kept" in cleared
     del cached
     assert "0 damaged" in told("verify")[1]
-    assert "1 objects removed" in told("clear")[1]
+    assert "1 object removed" in told("clear")[1]
     assert not list(tmp_path.glob("chunks/*/*.data"))
     assert "holds no cache" in told("ls", "/nonexistent")[1]
 

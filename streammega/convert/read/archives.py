@@ -24,6 +24,7 @@ from streammega.convert.read.suffixes import JSON_SUFFIXES, suffix_of
 from streammega.convert.read.tar_end import GOES_ON, TarEnd
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import in_one_line
 
 READ_BYTES = 1 << 20
 _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
@@ -43,7 +44,7 @@ class _Archive:
 
     def __str__(self) -> str:
         """For messages: webdataset adds this to errors within a member."""
-        return f"{self._path}!{self._member}"
+        return in_one_line(f"{self._path}!{self._member}")
 
     def wants(self, name: str) -> bool:
         """Whether a member holds documents, or a name that has to be told of."""
@@ -105,7 +106,7 @@ def read_tar(
                     options,
                     skipped,
                     "hostile path",
-                    f"{where}: a member outside of its archive; who made this tar?",
+                    f"{in_one_line(where)}: a member outside of its archive; who made this tar?",
                 )
             else:
                 yield from _member(document_suffix(name), _decompressed(name, data), where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from streammega.convert.read.inputs import SIGNS
+from streammega.convert.read.keys import listed
 from streammega.convert.read.slices import Skipped
 from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name
 from streammega.errors import ConfigError, ConvertError
@@ -80,7 +81,7 @@ class MemberChoice:
         if self._wanted is None:
             return
         if not self._any and self._known:
-            known = ", ".join(self._known)
+            known = listed(self._known)
             raise ConvertError(
                 f"{self._path}: no sample has a member {self._wanted!r} (they have: {known})"
             )
@@ -114,8 +115,8 @@ class MemberChoice:
             _, member = self._split(name)
             members.setdefault(_plain(member or ""))
         return ConfigError(
-            f"{self._path}: of sample {self._sample} more than one member may be the document "
-            f"({', '.join(self._names)}); name one by --member, {' or '.join(members)} for "
+            f"{self._path}: of sample {self._sample!r} more than one member may be the document "
+            f"({listed(self._names)}); name one by --member, {' or '.join(map(repr, members))} for "
             f"instance, or take each as a document by --member '*'"
         )
 

@@ -18,6 +18,7 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.read.suffixes import split_query, suffix_of, without_queries
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
+from streammega.errors.words import without_controls
 from streammega.storage.open import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
@@ -55,7 +56,7 @@ class Skipped:
         self.counts[kind] = self.counts.get(kind, 0) + count
         self.errors += count
         if len(self.messages) < MOST_MESSAGES:
-            self.messages.append(redact_urls(message))
+            self.messages.append(without_controls(redact_urls(message)))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from streammega.convert.read.suffixes import format_of, suffix_of, without_queri
 from streammega.dataset.conversations import not_utf8
 from streammega.errors import ConvertError, FormatError, StreammegaError
 from streammega.errors.redaction import redact
+from streammega.errors.words import in_one_line
 
 LONG_BYTES = 4 << 20
 """From which on a file is not held."""
@@ -79,4 +80,4 @@ def unreadable(
     """The message for a file that a library could not read. where: in it, behind a blank."""
     told = without_queries(f"{type(error).__name__}: {error}")
     reason = redact(told, storage_options)
-    return f"{path}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"
+    return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"

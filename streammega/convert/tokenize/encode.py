@@ -405,7 +405,7 @@ def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        if document.where != document.path:  # a line of a file, whose other lines may be text
+        if document.line or document.offset >= 0:  # a line of a file, whose other lines may be text
             raise not_utf8(document.where, error) from None
         raise no_text(document.where, error) from None
 

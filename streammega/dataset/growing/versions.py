@@ -19,6 +19,7 @@ from streammega.dataset.manifest import (
 from streammega.dataset.shards import set_name, strip_suffix
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 from streammega.storage import open_store
 from streammega.storage.moves import exists
 
@@ -40,8 +41,8 @@ class DatasetVersion:
     def __str__(self) -> str:
         manifest = self.manifest
         return (
-            f"{len(manifest.shards):,} shards, {manifest.documents:,} documents, "
-            f"{manifest.tokens:,} tokens"
+            f"{pluralize(len(manifest.shards), 'shard')}, "
+            f"{pluralize(manifest.documents, 'document')}, {pluralize(manifest.tokens, 'token')}"
         )
 
 
