@@ -14,6 +14,7 @@ import typer
 
 from streammega.cli import convert_options as option
 from streammega.cli.options import (
+    AsJson,
     StorageFile,
     StorageOption,
     parse_size,
@@ -22,7 +23,7 @@ from streammega.cli.options import (
 )
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
+from streammega.errors.redaction import redact, redact_urls
 
 if TYPE_CHECKING:
     from streammega.convert import ConvertOptions, ConvertReport, Runner
@@ -39,6 +40,7 @@ def convert(
     include: option.Include = None,
     exclude: option.Exclude = None,
     read_as: option.ReadAs = None,
+    hf_split: option.HfSplit = None,
     member: option.Member = None,
     chat: option.Chat = False,
     chat_template: option.ChatTemplate = None,
@@ -123,7 +125,46 @@ def convert(
     typer.echo(done.as_text())
     if append_to is not None:
         _append(append_to, done.prefix, conversion["storage"])
-    _write_outputs(done, report, plot)
+    storages = (conversion["storage"], conversion["input_storage"])
+    _write_outputs(done, report, plot, command_words(context.obj, storages))
+
+
+def list_inputs(
+    inputs: option.Inputs,
+    include: option.Include = None,
+    exclude: option.Exclude = None,
+    read_as: option.ReadAs = None,
+    hf_split: option.HfSplit = None,
+    on_error: option.OnError = "stop",
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Say what convert would read, as what format, and what it would leave out and why."""
+    from streammega.convert import ConvertOptions
+    from streammega.convert.read import listing
+
+    options = ConvertOptions(
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        read_as=read_as,  # type: ignore[arg-type]  # checked by the options
+        hf_split=hf_split,
+        on_error=on_error,  # type: ignore[arg-type]  # checked by the options
+    )
+    found = listing.list_inputs(
+        inputs, options, storage_config(storage, storage_file, looks_only=True)
+    )
+    typer.echo(found.as_json() if as_json else found.as_text())
+
+
+def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]) -> list[str]:
+    """The words of a command, without the secrets of its URLs and storage options."""
+    from streammega.convert.read.suffixes import without_queries
+
+    shown = [without_queries(word) for word in words or ()]
+    for storage in storages:
+        shown = [redact(word, dict(storage.storage_options)) for word in shown]
+    return shown
 
 
 def _options(given: Mapping[str, Any]) -> ConvertOptions:
@@ -262,9 +303,11 @@ def _append(grows: str, added: str, storage: StorageConfig) -> None:
     typer.echo(f"{redact_urls(grows)}@{version.number}: {version}")
 
 
-def _write_outputs(done: ConvertReport, report: str | None, plot: str | None) -> None:
+def _write_outputs(
+    done: ConvertReport, report: str | None, plot: str | None, command: Sequence[str]
+) -> None:
     if report:
-        Path(report).write_text(done.as_json(), encoding="utf-8")
+        Path(report).write_text(done.as_json(command), encoding="utf-8")
     if plot:
         from streammega.cli.plotting import write_lengths
 
@@ -294,7 +337,6 @@ def _total_bytes(
     """Bytes of the inputs, where they are read as they are; what decompression makes of others is
     not known, nor of a pipe.
     """
-    from streammega.convert.read.folders import FilePatterns
     from streammega.convert.read.inputs import find_inputs
     from streammega.convert.read.pipes import is_pipe
     from streammega.convert.read.suffixes import is_compressed
@@ -302,9 +344,8 @@ def _total_bytes(
     # without a bar nobody asks, and buckets need not be listed for it
     if not sys.stderr.isatty() or any(map(is_pipe, inputs)):
         return None
-    patterns = FilePatterns(include=options.include, exclude=options.exclude)
     total = 0
-    for item in find_inputs(inputs, storage, patterns, read_as=options.read_as):
+    for item in find_inputs(inputs, storage, options):
         if item.format not in READ_AS_THEY_ARE or is_compressed(item.path):
             return None
         total += item.size

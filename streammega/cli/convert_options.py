@@ -61,6 +61,15 @@ ReadAs = Annotated[
         "one, or JSON records.",
     ),
 ]
+HfSplit = Annotated[
+    str | None,
+    _option(
+        INPUTS,
+        metavar="NAME",
+        help="Read only files of this split, by their names (train, validation, test, ...); all: "
+        "of every split.",
+    ),
+]
 Member = Annotated[
     str | None,
     _option(

@@ -17,7 +17,7 @@ import typer
 import streammega
 from streammega.cli import commands, growing, looks
 from streammega.cli.cat import cat
-from streammega.cli.convert import convert
+from streammega.cli.convert import convert, list_inputs
 from streammega.cli.diff_orders import diff_orders
 from streammega.cli.options import Overrides, RunFile
 from streammega.cli.trace import trace
@@ -56,6 +56,7 @@ def _root(
 
 
 app.command(no_args_is_help=True)(convert)
+app.command(name="ls", no_args_is_help=True)(list_inputs)
 app.command(no_args_is_help=True)(commands.verify)
 app.command(no_args_is_help=True)(commands.gc)
 app.command(no_args_is_help=True)(growing.append)
@@ -196,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(name)s: %(message)s",
     )
     try:
-        app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        app(args=words, standalone_mode=True, obj=["streammega", *words])
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:

@@ -34,6 +34,10 @@ class ConvertOptions:
     """
     exclude: tuple[str, ...] = ()
     """Of folders and globs, patterns of the files that are not read."""
+    hf_split: str | None = None
+    """Read only inputs of this split, which names of files or folders say (`train`, `validation`,
+    `test`, `train_sft`, ...); `all`: of every one. None: inputs of several splits are an error.
+    """
     keys: tuple[str, ...] = ("text",)
     """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the
     document; `text,content` is the first of them that a record has, and `key:1` gives its tokens
@@ -319,7 +323,7 @@ class ConvertOptions:
         """
         settings = asdict(self)
         # An end by too many errors is gone on from by the same command with a higher limit.
-        del settings["include"], settings["exclude"], settings["max_errors"]
+        del settings["include"], settings["exclude"], settings["hf_split"], settings["max_errors"]
         if not self.origins:
             # What was begun before there were origins goes on.
             del settings["origins"], settings["id_field"]

@@ -14,8 +14,8 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_encoder
 from streammega.convert.progress import Progress, no_progress
-from streammega.convert.read.folders import FilePatterns, PassedOver
-from streammega.convert.read.inputs import Input, find_inputs
+from streammega.convert.read.folders import PassedOver
+from streammega.convert.read.inputs import Input, OwnOutput, find_inputs
 from streammega.convert.read.pipes import check_output
 from streammega.convert.tokenize.chat_sources import as_option, find_template
 from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
@@ -53,8 +53,8 @@ def prepare(
         template = find_template(options.chat_template, options.tokenizer, options.template_vars)
         options = replace(options, chat_template=as_option(template))
     passed_over = PassedOver()
-    patterns = FilePatterns(include=options.include, exclude=options.exclude)
-    found = find_inputs(inputs, input_storage, patterns, passed_over, options.read_as)
+    own = OwnOutput(prefix=prefix, work=work_folder(prefix, runner.work))
+    found = find_inputs(inputs, input_storage, options, passed_over, own)
     options, labels = _labelled(found, options, tokenizer, input_storage)
     check_encoder(found, tokenizer, options, input_storage)
     _check_ray(prefix, runner)
@@ -64,7 +64,7 @@ def prepare(
         runner=runner,
         storage=storage,
         input_storage=input_storage,
-        work=work_folder(prefix, runner.work),
+        work=own.work,
         inputs=found,
         tokenizer=tokenizer,
         progress=progress or no_progress,

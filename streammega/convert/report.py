@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+import streammega
 from streammega.config import StorageConfig
 from streammega.convert.told import count_of
 from streammega.convert.write.final_order import DocumentSet, document_tokens
@@ -32,7 +33,9 @@ class ConvertReport:
     """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b
     has [2^b, 2^(b+1)) tokens.
 
-    files_passed_over: of folders and globs, those that were not read, by reason. packing: of bins,
+    inputs: path, format and bytes of each. files_passed_over: what was found and is no input, by
+    reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix, or
+    what they are. packing: of bins,
     how many there are, their padding in tokens, the documents in them (pieces) and the most of one,
     the documents that were split or dropped because they are longer than a bin; {} without bins.
     tokens counts the padding too, and one token behind each shard.
@@ -53,7 +56,10 @@ class ConvertReport:
     dropped: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
     files_passed_over: dict[str, int] = field(default_factory=dict)
+    names_passed_over: dict[str, list[str]] = field(default_factory=dict)
+    members_left_out: dict[str, int] = field(default_factory=dict)
     packing: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -76,6 +82,10 @@ class ConvertReport:
             reasons = sorted(self.files_passed_over.items())
             files = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
             lines.append(f"files not read: {files}")
+        if self.members_left_out:
+            kinds = sorted(self.members_left_out.items())
+            members = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+            lines.append(f"members of archives not read: {members}")
         shown = self.messages[:SHOWN_MESSAGES]
         lines += [f"  left out: {message}" for message in shown]
         more = len(self.messages) - len(shown)
@@ -83,12 +93,16 @@ class ConvertReport:
             lines.append(f"  and {more} more; --report FILE.json has them")
         return without_controls("\n".join(lines))
 
-    def as_json(self) -> str:
-        """Everything."""
-        # Tokens of a document: [edge, next edge).
-        edges = [2**bin_number for bin_number in range(len(self.histogram) + 1)]
-        derived = {"compression": self.compression, "histogram_edges": edges}
-        return json.dumps(asdict(self) | derived, indent=1)
+    def as_json(self, command: Sequence[str] = ()) -> str:
+        """Everything; command: the words that asked for it, without secrets."""
+        values = {"streammega": streammega.__version__, "command": list(command)} | asdict(self)
+        values["compression"] = self.compression
+        histogram = np.trim_zeros(np.array(values.pop("histogram")), "b").tolist()
+        values["document_lengths"] = [
+            {"from_tokens": 2**number, "to_tokens": 2 ** (number + 1) - 1, "documents": documents}
+            for number, documents in enumerate(histogram)
+        ]
+        return json.dumps(values, indent=1)
 
     def _line_of_output(self) -> str:
         empty = ""
@@ -186,6 +200,7 @@ def make_report(
         seconds=seconds,
         dropped=dropped | total.counts,
         messages=total.messages,
+        members_left_out=total.members,
         histogram=histogram,
         packing={} if packing is None else asdict(packing),
     )
@@ -198,6 +213,8 @@ def _sum_of(records: Sequence[UnitRecord]) -> UnitRecord:
     for record in records:
         for reason, count in record.counts.items():
             total.count(reason, count)
+        for kind, count in record.members.items():
+            total.members[kind] = total.members.get(kind, 0) + count
         room = KEPT_MESSAGES - len(total.messages)
         total.messages += record.messages[:room]
         histogram += np.array(record.histogram)

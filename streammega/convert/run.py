@@ -16,6 +16,7 @@ from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_writable
 from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.progress import Progress
+from streammega.convert.read.inputs import described
 from streammega.convert.read.pipes import (
     check_output,
     forget_pipes,
@@ -110,7 +111,12 @@ def _convert_files(
         time.monotonic() - began,
         written.packing,
     )
-    return replace(report, files_passed_over=passed_over.counts)
+    return replace(
+        report,
+        inputs=described(conversion.inputs),
+        files_passed_over=passed_over.counts,
+        names_passed_over=passed_over.names,
+    )
 
 
 def _run(

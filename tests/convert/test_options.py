@@ -20,6 +20,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--include *.txt --include b": {"include": ("*.txt", "b")},
     "--exclude c": {"exclude": ("c",)},
     "--as lines": {"read_as": "lines"},
+    "--hf-split train": {"hf_split": "train"},
     "--member txt": {"member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
     "--chat --chat-template c --template-var a=false --template-var b=c=d --template-var e=[1]": {

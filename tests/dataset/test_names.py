@@ -28,7 +28,7 @@ from botocore.config import Config
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.prepare import prepare
-from streammega.convert.read.folders import FilePatterns, PassedOver
+from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.write.job import Job
 from streammega.convert.write.plan import plan_units
@@ -130,7 +130,7 @@ FOLDER = {
 
 def chosen(root: str, **patterns: Any) -> tuple[list[str], dict[str, int]]:
     passed = PassedOver()
-    found = find_inputs([root], None, FilePatterns(**patterns), passed)
+    found = find_inputs([root], None, ConvertOptions(**patterns), passed)
     return [os.path.relpath(item.path, root) for item in found], passed.counts
 
 
@@ -163,7 +163,7 @@ def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
         ConvertError, match=r"holds no files but .*10 not included|holds no files but"
     ):
         chosen(root, include=("*.parquet",))
-    found = find_inputs([f"{root}/*/*"], None, FilePatterns(include=("*.jsonl",)))
+    found = find_inputs([f"{root}/*/*"], None, ConvertOptions(include=("*.jsonl",)))
     assert [item.path for item in found] == [
         f"{root}/data/a.jsonl",
         f"{root}/data/b.jsonl",
@@ -186,7 +186,9 @@ def test_folders_of_object_stores_are_chosen_from_alike(
     for name, data in FOLDER.items():
         client.put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
     passed = PassedOver()
-    found = find_inputs([f"s3://{bucket}/in"], s3_storage, FilePatterns(exclude=("old/*",)), passed)
+    found = find_inputs(
+        [f"s3://{bucket}/in"], s3_storage, ConvertOptions(exclude=("old/*",)), passed
+    )
     assert [item.path for item in found] == [
         f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")
     ]

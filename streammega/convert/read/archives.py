@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import tarfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,24 +33,13 @@ _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S
 
 
 class _Archive:
-    """The file of an archive, as webdataset reads it."""
+    """The file of an archive, as tarfile reads it."""
 
-    def __init__(self, file: Any, path: str, choice: MemberChoice) -> None:
+    def __init__(self, file: Any, path: str) -> None:
         self._file = file
         self._path = redact_urls(path)
-        self._choice = choice
-        self._member = ""
         self._end = TarEnd()
         self._begun = False
-
-    def __str__(self) -> str:
-        """For messages: webdataset adds this to errors within a member."""
-        return in_one_line(f"{self._path}!{self._member}")
-
-    def wants(self, name: str) -> bool:
-        """Whether a member holds documents, or a name that has to be told of."""
-        self._member = name
-        return is_hostile(name) or self._choice.takes(name)
 
     def read(self, size: int) -> bytes:
         """Read on.
@@ -85,33 +75,47 @@ def is_hostile(name: str) -> bool:
 def read_tar(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
-    """Documents of all members, in their order.
+    """Documents of all members, in their order; members that are none are counted.
 
     Raises ConvertError for an archive without an end.
     """
-    # imports torch, which only conversions of tars shall wait for
-    from webdataset.tariterators import tar_file_iterator
-
     path = piece.input.path
     choice = MemberChoice(options.member, path)
     with open_stream(piece.input.url, storage, piece.input.etag) as opened:
-        file = _Archive(opened, path, choice)
-        for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
-            name = member["fname"]
-            data = member["data"]
-            where = f"{path}!{name}"
-            choice.check_sample()
-            if is_hostile(name):
-                fault(
-                    options,
-                    skipped,
-                    "hostile path",
-                    f"{in_one_line(where)}: a member outside of its archive; who made this tar?",
-                )
-            else:
-                yield from _member(document_suffix(name), _decompressed(name, data), where)
+        file = _Archive(opened, path)
+        with tarfile.open(fileobj=file, mode="r|*") as archive:  # type: ignore[call-overload]
+            for member in archive:
+                archive.members = []  # there may be millions
+                name = member.name
+                where = f"{path}!{name}"
+                if not member.isreg():
+                    if not member.isdir():
+                        is_link = member.issym() or member.islnk()
+                        skipped.add_member("links" if is_link else "devices and pipes")
+                elif is_hostile(name):
+                    message = (
+                        f"{in_one_line(where)}: a member outside of its archive; who made this tar?"
+                    )
+                    fault(options, skipped, "hostile path", message)
+                elif choice.takes(name):
+                    choice.check_sample()
+                    data = _data_of(archive, member, where)
+                    yield from _member(document_suffix(name), _decompressed(name, data), where)
+                else:
+                    skipped.add_member(document_suffix(name) or "without a suffix")
         file.check_end()
         choice.check_end(skipped)
+
+
+def _data_of(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
+    """The bytes of a regular member."""
+    try:
+        return archive.extractfile(member).read()  # type: ignore[union-attr]
+    except tarfile.TarError as error:
+        path = where.partition("!")[0]
+        raise ConvertError(
+            f"{path}: cannot be read within {in_one_line(where)} ({error}); is the archive whole?"
+        ) from None
 
 
 def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:

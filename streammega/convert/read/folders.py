@@ -1,16 +1,20 @@
-"""Which files of a folder are inputs: patterns that were asked for, and what lies beside data
-without being any.
+"""Which files of a folder are inputs: patterns that were asked for, what is beside data without
+being any, and which split a name says.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read.suffixes import format_of
+from streammega.convert.read.walk import FILE, FOLDERS, Row, shows_hidden, within
+from streammega.errors import ConvertError
 
 LEFTOVERS = (
     "*.origins",
@@ -29,75 +33,129 @@ _ABOUT = re.compile(
 """What tells people of a dataset: documents only where no file of another format is."""
 
 
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""The words by which the datasets library knows splits in names."""
+MOST_NAMES = 1000
+"""Of files that are left out, for each reason: there may be millions."""
+
+
 @dataclass
 class PassedOver:
-    """Files of folders that are no inputs: how many of each kind."""
+    """What was found and is not read, by its reason: how many, and the first names."""
 
     counts: dict[str, int] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, kind: str, count: int = 1) -> None:
+    def add(self, reason: str, *paths: str) -> None:
         """Count some."""
-        if count:
-            self.counts[kind] = self.counts.get(kind, 0) + count
+        if paths:
+            self.counts[reason] = self.counts.get(reason, 0) + len(paths)
+            names = self.names.setdefault(reason, [])
+            names += paths[: MOST_NAMES - len(names)]
+
+    def merge(self, other: PassedOver) -> None:
+        """Count what another has."""
+        for reason, count in other.counts.items():
+            self.add(reason, *other.names[reason])
+            self.counts[reason] += count - len(other.names[reason])
 
     def as_text(self) -> str:
         """For a message: "2 hidden, 1 like README"; empty if there are none."""
-        told = [f"{count:,} {kind}" for kind, count in sorted(self.counts.items())]
-        return ", ".join(told)
+        counted = [f"{count:,} {reason}" for reason, count in sorted(self.counts.items())]
+        return ", ".join(counted)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilePatterns:
-    """Patterns of files: `include` those that are read (empty: all), `exclude` those that are not.
+def chosen(
+    rows: Iterable[Row],
+    root: str,
+    pattern: Sequence[str],
+    options: ConvertOptions,
+    passed: PassedOver,
+) -> list[Row]:
+    """Of what is below a folder, or matches a pattern, the files that are read.
 
-    A pattern with a slash is compared with the path within the folder, one without with the file's
-    name.
+    A pattern of the options (`include`, `exclude`) with a slash is compared with the path within
+    the folder, one without with the file's name. What a glob matches is meant as it is: of that
+    only what is hidden, or was not asked for, is left out.
+
+    Raises ConvertError for what cannot be listed, unless faults are passed over.
     """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-
-    def of_matches(self, paths: Iterable[str], passed: PassedOver) -> list[str]:
-        """Of files that a glob matches: they are meant as they are, so that only what was asked for
-        is passed over.
-        """
-        return [path for path in paths if self._wants(path, passed)]
-
-    def of_folder(self, paths: Iterable[str], folder: str, passed: PassedOver) -> list[str]:
-        """Of all files below a folder."""
-        root = folder.rstrip("/") + "/"
-        kept = []
-        for path in paths:
-            within = path.removeprefix(root)
-            if _is_hidden(within):
-                passed.add("hidden")
-            elif not self._included(within) and _matches(within, LEFTOVERS):
-                passed.add("leftovers and checksums")
-            elif self._wants(within, passed):
-                kept.append(path)
-        beside = set()
-        for path in _about(kept, root):
-            if not self._included(path.removeprefix(root)):
-                beside.add(path)
-        passed.add("beside the data (README, LICENSE, ...)", len(beside))
-        return [path for path in kept if path not in beside]
-
-    def _included(self, path: str) -> bool:
-        return bool(self.include) and _matches(path, self.include)
-
-    def _wants(self, path: str, passed: PassedOver) -> bool:
-        if _matches(path, self.exclude):
-            passed.add("excluded")
-            return False
-        if self.include and not self._included(path):
-            passed.add("not included")
-            return False
-        return True
+    kept = []
+    hidden: dict[str, None] = {}
+    for row in rows:
+        path = within(row.path, root)
+        if _hidden_name(path) and not shows_hidden(pattern):
+            # of all that is in a hidden folder, once
+            hidden[row.path.removesuffix(path) + _hidden_name(path)] = None
+        elif row.kind in FOLDERS:
+            if _matches(f"{path}/", options.exclude):
+                passed.add("excluded", row.path)
+            else:
+                _count(row, options, passed)
+        elif not pattern and not _included(path, options) and _matches(path, LEFTOVERS):
+            passed.add("leftovers and checksums", row.path)
+        elif _matches(row.path if pattern else path, options.exclude):
+            passed.add("excluded", row.path)
+        elif options.include and not _included(row.path if pattern else path, options):
+            passed.add("not included", row.path)
+        elif row.kind != FILE:
+            _count(row, options, passed)
+        else:
+            kept.append(row)
+    passed.add("hidden", *hidden)
+    if pattern:
+        return kept
+    beside = set()
+    for path in _about([row.path for row in kept], root):
+        if not _included(within(path, root), options):
+            beside.add(path)
+    passed.add("beside the data (README, LICENSE, ...)", *sorted(beside))
+    return [row for row in kept if row.path not in beside]
 
 
-def _is_hidden(path: str) -> bool:
-    """Whether a file or a folder above it begins with a dot."""
-    return path.startswith(".") or "/." in path
+def _count(row: Row, options: ConvertOptions, passed: PassedOver) -> None:
+    if row.fault and options.on_error == "stop":
+        raise ConvertError(row.fault)
+    passed.add(row.kind, row.path)
+
+
+def _included(path: str, options: ConvertOptions) -> bool:
+    return bool(options.include) and _matches(path, options.include)
+
+
+def splits_of(path: str) -> Iterator[tuple[int, str]]:
+    """The splits that names on a path say, each with the place where its name begins."""
+    start = 0
+    for name in path.split("/"):
+        split = _split_of(name)
+        if split is not None:
+            yield start, split
+        start += len(name) + 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _split_of(name: str) -> str | None:
+    splits = [split for split in SPLITS if is_of_split(name, split)]
+    return splits[0] if len(splits) == 1 else None
+
+
+def is_of_split(path: str, split: str) -> bool:
+    """Whether a name on a path says a split: one of its words is that, or means it."""
+    words = next((words for words in SPLITS.values() if split in words), (split,))
+    any_word = "|".join(map(re.escape, words))
+    return re.search(rf"(?<![a-z])(?:{any_word})(?![a-z])", path, re.I) is not None
+
+
+def _hidden_name(path: str) -> str:
+    """The path up to a name that begins with a dot, which is that of a hidden file or folder; ""
+    if there is none.
+    """
+    above, dot, rest = f"/{path}".partition("/.")
+    return f"{above}{dot}{rest.partition('/')[0]}".lstrip("/") if dot else ""
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
@@ -126,7 +184,10 @@ def _about(paths: Iterable[str], root: str) -> set[str]:
             of_any_data.append(path)
             continue
         file_format = format_of(path)
-        if file_format == "text":  # beside texts alone a README is a document like them
+        if file_format in (
+            "text",
+            "unknown",
+        ):  # beside texts alone a README is a document like them
             continue
         folders = list(_folders_above(path, root))
         above_data.update(folders)

@@ -1,45 +1,58 @@
 """Which files a conversion reads: inputs as given, folders, globs, lists and URLs, and what format
-each is in.
+each is in. Every file that is found is read, is part of what is read, or is counted with the reason
+why it is left out.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
-from streammega.convert.read.folders import FilePatterns, PassedOver
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.folders import PassedOver, chosen, is_of_split, splits_of
 from streammega.convert.read.suffixes import (
     FORMAT_READ_AS,
     Format,
     format_of,
     split_query,
-    without_queries,
+)
+from streammega.convert.read.walk import (
+    Place,
+    Row,
+    failure_of,
+    open_place,
+    split_pattern,
+    walk,
+    within,
 )
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
-from streammega.dataset.shards import SUFFIXES
+from streammega.dataset.manifest import MANIFEST
+from streammega.dataset.origins import ENDING as ORIGINS
+from streammega.dataset.shards import SUFFIXES, may_belong, strip_suffix
 from streammega.errors import (
+    AccessDeniedError,
     ConfigError,
     ConvertError,
-    EndpointError,
     ObjectNotFoundError,
+    StreammegaError,
 )
-from streammega.storage.backends.fsspec_store import driver_error
-from streammega.storage.endpoints import endpoint_of
-from streammega.storage.open import file_system, is_remote
-from streammega.storage.retry import RetryPolicy
-from streammega.storage.store_files import StoreFiles
+from streammega.errors.redaction import redact_urls
+from streammega.storage.open import is_remote, resolved
 
 PROBE = ".streammega-writable"
-"""Of the object by which a conversion tries its rights: no input, where it could not be removed."""
+"""Of the object by which a conversion tries its rights: a hidden file, and so no input."""
 CLAIM = ".streammega-claim"
 """Of the object by which a conversion says in a bucket that it writes there; see `claims`."""
-SIGNS = "*?["
-"""What makes a pattern of a name, if nothing is called just that."""
+DATASETS = "streammega datasets beside files of other formats"
+OWN = "of this conversion's own output"
+AGAIN = "other names of files that are read"
+UNNAMED = "beside shards whose index does not name them"
+ALL_SPLITS = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,73 +75,76 @@ class Input:
         return self.path + self.query
 
 
+@dataclass(kw_only=True)
+class _Found:
+    """An input. parts: the files that belong to it. is_dataset: a manifest lists it. is_read_as:
+    its format is what `read_as` says.
+
+    identity: the same for all names of what it holds.
+    """
+
+    input: Input
+    identity: Any
+    parts: list[str] = field(default_factory=list)
+    is_dataset: bool = False
+    is_read_as: bool = False
+
+    def leave(self, passed: PassedOver, reason: str) -> None:
+        """Count it, and what belongs to it."""
+        passed.add(reason, self.input.path, *self.parts)
+
+
+class OwnOutput(NamedTuple):
+    """What a conversion writes, which is no input of it. prefix: of the dataset; work: the folder
+    for what is unfinished.
+    """
+
+    prefix: str
+    work: str
+
+
 def find_inputs(
     inputs: Sequence[str],
     storage: StorageConfig | None = None,
-    choice: FilePatterns | None = None,
+    options: ConvertOptions | None = None,
     passed: PassedOver | None = None,
-    read_as: str | None = None,
+    own: OwnOutput | None = None,
 ) -> list[Input]:
-    """Input files in a fixed order: files as given, globs and folders expanded in name order,
-    `@list` files line by line.
+    """Input files in a fixed order: as given, globs and folders in the order of the names of their
+    files, `@list` files line by line. A file with several names is read once, by its first.
 
-    What is there by the very name is taken before that is read as a glob. choice: of the files in
-    folders and of globs; what is left out there is counted in `passed`. read_as: how plain text and
-    files of unknown suffix are read (`FORMAT_READ_AS`).
+    What is there by the very name is taken before that is read as a glob. What is left out is
+    counted in `passed`.
 
-    Raises ObjectNotFoundError for an input that is not there, ConvertError for a folder without
-    files, and for a file whose suffix names no format, ConfigError for a `read_as` without a file.
+    Raises ObjectNotFoundError for an input that is not there; ConvertError for a folder without
+    files, for what cannot be listed (unless `on_error` is "skip"), for a file whose suffix names no
+    format (unless `read_as` says it), and for files of several splits (unless `hf_split` names
+    one); ConfigError for a `read_as` without a file.
     """
     storage = storage or StorageConfig()
-    choice = choice or FilePatterns()
+    options = options or ConvertOptions()
     if passed is None:
         passed = PassedOver()
-    found: list[Input] = []
+    found: list[_Found] = []
     for item in _listed(inputs):
-        files = _files_of(item, storage, choice, passed)
-        if not files:
-            shown, _query = split_query(item)
-            told = passed.as_text()
-            others = f" but {told} ones" if told else ""
-            raise ConvertError(f"{shown}: the folder holds no files{others}")
-        found += _of_known_format(files, item, passed) if read_as is None else files
-    if read_as is None:
-        return found
-    return _read_as(found, read_as)
-
-
-def _of_known_format(files: list[Input], item: str, passed: PassedOver) -> list[Input]:
-    """The files whose suffix names a format.
-
-    Of a folder, the others are counted. Raises ConvertError if there are none but others, or if a
-    file was named.
-    """
-    known = [file for file in files if file.format != "unknown"]
-    for file in files:
-        is_in_folder = file.path.startswith(item.rstrip("/") + "/")
-        if file.format == "unknown" and not (known and is_in_folder):
-            raise ConvertError(
-                f"{file.path!r}: its suffix names no format that is known; say how it is read: --as "
-                f"text (the file is one text), lines (a text a line) or json (a JSON record a line), "
-                f"or leave it out of a folder or glob by --exclude"
-            )
-    passed.add("of unknown suffix", len(files) - len(known))
-    return known
-
-
-def _read_as(files: list[Input], read_as: str) -> list[Input]:
-    """The files, of which plain text and unknown ones have the format that was named."""
-    file_format = FORMAT_READ_AS[read_as]
-    changed = [
-        replace(file, format=file_format) if file.format in ("text", "unknown") else file
-        for file in files
-    ]
-    if changed and all(file.format not in ("text", "unknown") for file in files):
+        with _in_plain_words(item, storage):
+            found += _found_by(item, storage, options, passed, own)
+    found = _each_once(found, passed)
+    found = _of_one_split(found, options.hf_split, passed)
+    if options.read_as is not None and not any(item.is_read_as for item in found):
         raise ConfigError(
-            f"read_as (--as) is {read_as!r}, but the suffixes of all inputs name another format "
-            f"({files[0].path!r}); leave it out"
+            f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
+            f"format ({found[0].input.path!r}); leave it out"
         )
-    return changed
+    return [item.input for item in found]
+
+
+def described(inputs: Sequence[Input]) -> list[dict[str, Any]]:
+    """Path, format and bytes of each, for reports."""
+    return [
+        {"path": redact_urls(item.path), "format": item.format, "bytes": item.size}
+        for item in inputs
+    ]
 
 
 def _listed(inputs: Sequence[str]) -> Iterator[str]:
@@ -145,281 +161,365 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
             raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
 
 
-def _files_of(
-    item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver
-) -> list[Input]:
-    if is_remote(item):
-        return _remote(item, storage, choice, passed)
-    return _local(item, choice, passed)
+@contextmanager
+def _in_plain_words(item: str, storage: StorageConfig) -> Iterator[None]:
+    """Errors of disks and clients become ours, without secrets."""
+    shown, _query = split_query(item)
+    try:
+        yield
+    except StreammegaError:
+        raise
+    except OSError as error:
+        if is_remote(item):
+            failure = failure_of(shown, error, storage)
+            is_missing = isinstance(failure, ObjectNotFoundError)
+            raise (_nothing_there(item) if is_missing else failure) from None
+        if isinstance(error, PermissionError):
+            message = f"{error.filename or item}: permission denied; make it readable"
+            raise AccessDeniedError(message) from None
+        raise ConvertError(
+            f"{error.filename or item}: cannot be read ({error.strerror or error})"
+        ) from None
+    except Exception as error:  # clients raise whatever they like
+        raise failure_of(shown, error, storage) from None
 
 
-def _local(item: str, choice: FilePatterns, passed: PassedOver) -> list[Input]:
-    if os.path.isdir(item):
-        below = _walk(item, passed)
-        return _files(choice.of_folder(below, item, passed), _local_stat, _local_bytes)
-    for suffix in ("", ".idx", ".manifest.json"):
-        if os.path.isfile(item + suffix):
-            return _files([item + suffix], _local_stat, _local_bytes, named=True)
-    if os.path.exists(item):
+def _nothing_there(item: str) -> ObjectNotFoundError:
+    shown, query = split_query(item)
+    if query:
+        return ObjectNotFoundError(
+            f"{shown}: no such object, folder or match; has its signature expired?"
+        )
+    kind, where = ("object", "URL") if is_remote(item) else ("file", "path")
+    return ObjectNotFoundError(
+        f"{shown}: no such {kind}, folder or match; check the {where}, and quote globs"
+    )
+
+
+def _found_by(
+    item: str,
+    storage: StorageConfig,
+    options: ConvertOptions,
+    passed: PassedOver,
+    own: OwnOutput | None,
+) -> list[_Found]:
+    """The inputs that one name stands for."""
+    place = open_place(item, storage)
+    # a signature is that of one object
+    endings = ("",) if place.query else ("", ".idx", MANIFEST)
+    for ending in endings:
+        row = None if item.endswith("/") else place.file(place.name + ending)
+        if row is not None:
+            found = _Files([row], place).inputs()
+            return _of_known_format(found, options.read_as, PassedOver(), counts=False)
+    if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
             f"only once"
         )
-    there = glob.glob(_pattern(item), recursive=True)
-    matches = sorted(path for path in there if os.path.isfile(path))
-    if matches:
-        return _files(choice.of_matches(matches, passed), _local_stat, _local_bytes)
-    raise ObjectNotFoundError(
-        f"{item}: no such file, folder or match; check the path, and quote globs"
-    )
-
-
-def _local_stat(path: str) -> tuple[int, str]:
-    info = os.stat(path)
-    return info.st_size, f"{info.st_size:x}-{info.st_mtime_ns:x}"
-
-
-def _local_bytes(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def _pattern(item: str) -> str:
-    """A glob in which the signs of folders that are there are letters."""
-    folder = ""
-    below = item
-    while below:
-        name, _, rest = below.partition("/")
-        deeper = os.path.join(folder, name) or "/"  # no name stands before the first slash
-        if not os.path.isdir(deeper):
-            break
-        folder = deeper
-        below = rest.lstrip("/")
-    return os.path.join(glob.escape(folder), below)
-
-
-def _walk(folder: str, passed: PassedOver) -> list[str]:
-    """All files below a folder; folders that are hidden are not looked into, and count as one."""
-    found = []
-    for root, folders, names in os.walk(folder):
-        shown = sorted(name for name in folders if not name.startswith("."))
-        passed.add("hidden", len(folders) - len(shown))
-        folders[:] = shown  # which os.walk looks into, in this order
-        found += [os.path.join(root, name) for name in sorted(names)]
+    folder, pattern = split_pattern(place)
+    root = folder if pattern else place.root
+    if not is_remote(item) and not place.is_folder(root):
+        raise _nothing_there(item)
+    rows = sorted(walk(place, root, pattern), key=lambda row: row.path)
+    if not rows and (pattern or is_remote(item)):
+        raise _nothing_there(item)
+    left_out = PassedOver()
+    known = None if pattern else {row.path for row in rows}
+    rows = _without_own(rows, own, left_out)
+    rows = chosen(rows, root, pattern, options, left_out)
+    found = _Files(rows, place, left_out, known).inputs()
+    found = _of_known_format(found, options.read_as, left_out, counts=not pattern)
+    found = _without_datasets(found, left_out)
+    passed.merge(left_out)
+    if not found:
+        shown, _query = split_query(item)
+        others = left_out.as_text()
+        raise ConvertError(f"{shown}: holds no files" + (f" but {others}" if others else ""))
     return found
 
 
-def _remote(
-    item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver
-) -> list[Input]:
-    shown, query = split_query(item)
-    try:
-        found = _Place.of(item, storage).inputs(choice, passed)
-    except FileNotFoundError:
-        found = None
-    except Exception as error:  # clients raise whatever they like
-        raise _failure(shown, error, storage) from None
-    if found is not None:
-        return found
-    mend = "has its signature expired?" if query else "check the URL, and quote globs"
-    raise ObjectNotFoundError(f"{shown}: no such object, folder or match; {mend}")
+def _without_own(rows: list[Row], own: OwnOutput | None, passed: PassedOver) -> list[Row]:
+    """All but the files of the output, and of the work folder."""
+    if own is None:
+        return rows
+    paths = {row.path for row in rows}
+    return [row for row in rows if not _is_own(row.path, paths, own, passed)]
 
 
-def _failure(shown: str, error: BaseException, storage: StorageConfig) -> BaseException:
-    """Our error for one of a driver's, without the queries of URLs."""
-    failure = driver_error(shown, error, storage.storage_options)
-    failure.args = tuple(without_queries(str(words)) for words in failure.args)
-    return failure
+def _is_own(path: str, paths: Collection[str], own: OwnOutput, passed: PassedOver) -> bool:
+    folder, _, stem = own.prefix.rpartition("/")
+    work = own.work.rstrip("/")
+    within_work = f"/{work.rpartition('/')[2]}/"
+    is_own = within_work in path and resolved(path).startswith(f"{resolved(work)}/")
+    above, _, name = path.rpartition("/")
+    if name.startswith(stem) and resolved(above or ".") == resolved(folder or "."):
+        prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
+        # a .tar or .bin without its .idx, or with another ending, is somebody else's
+        has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
+        is_manifest = name == stem + MANIFEST
+        is_shard = prefix != name and has_index and may_belong(prefix, stem)
+        is_own = is_own or is_manifest or is_shard
+    if is_own:
+        passed.add(OWN, path)
+    return is_own
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A URL that was given, in its file system. `path`: as that has it; `shown`: the URL without
-    its query.
+class _Files:
+    """Files that were found, of which inputs are made: each is one, or a part of one, or is left
+    out.
+
+    passed: of what was found below a folder or by a pattern; None where a file is named itself.
+    known: all paths of the folder; None where others may be there.
     """
 
-    storage: StorageConfig
-    system: Any
-    path: str
-    shown: str
-    query: str
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        place: Place,
+        passed: PassedOver | None = None,
+        known: Collection[str] | None = None,
+    ) -> None:
+        self._place = place
+        self._passed = passed
+        self._known = known
+        self._rows = {row.path: row for row in rows}
+        """Those that are not part of an input yet."""
 
-    @classmethod
-    def of(cls, item: str, storage: StorageConfig) -> _Place:
-        """Nothing is asked of the endpoint yet."""
-        system, path = file_system(item, storage)
-        shown, query = split_query(item)
-        return cls(storage=storage, system=system, path=path, shown=shown, query=query)
+    def inputs(self) -> list[_Found]:
+        """All inputs, by the order of their paths."""
+        found = self._folders_of_loaders()
+        manifest_of, manifests = self._manifests()
+        for path, row in list(self._rows.items()):
+            if path not in self._rows:  # a part of an earlier one
+                continue
+            item = self._pair(row)
+            if item is None:
+                file_format = "megatron" if path in manifests else format_of(path)
+                item = _Found(input=self._input(row, file_format), identity=row.identity)
+            manifest = manifest_of.get(strip_suffix(path))
+            if manifest is not None and item.input.format == "megatron":
+                item.is_dataset = True
+                if manifest in manifests:
+                    manifests.remove(manifest)
+                    item.parts.append(manifest)
+            found.append(item)
+        if self._passed is not None:
+            self._passed.add("manifests without their shards", *sorted(manifests))
+        return sorted(found, key=lambda item: item.input.path)
 
-    @property
-    def scheme(self) -> str:
-        """What stands before `://`."""
-        return self.shown.partition("://")[0]
+    def _input(self, row: Row, file_format: Format) -> Input:
+        row = self._with_size(row)
+        return Input(
+            path=row.path + self._place.chain,
+            format=file_format,
+            size=row.size,
+            etag=row.etag,
+            query=self._place.query,
+        )
 
-    def inputs(self, choice: FilePatterns, passed: PassedOver) -> list[Input] | None:
-        """What is there by the very name, which is no pattern then, whatever signs are in it; else
-        what matches it, or lies below it. None where nothing does, which is not the same as files
-        of which none is chosen.
-        """
-        endings: tuple[str, ...] = ("", ".idx", ".manifest.json")
-        if self.query:  # a signature is that of one object
-            endings = ("",)
-        for ending in endings:
-            if self._is_file(self.path + ending):
-                named = [self.shown + ending]
-                return _files(named, self._stat, self._read, named=True, query=self.query)
-        if self._is_pattern():
-            matches = sorted(self._url(name) for name in self.system.glob(self.path))
-            if not matches:
-                return None
-            return _files(choice.of_matches(matches, passed), self._stat, self._read)
-        below = []
-        for name in sorted(self._url(name) for name in self.system.find(self.path)):
-            if not name.endswith((PROBE, CLAIM)):
-                below.append(name)
-        if not below:
+    def _with_size(self, row: Row) -> Row:
+        if row.size < 0:  # its listing did not say
+            row = self._place.file(row.path) or row
+        return row._replace(size=max(0, row.size))
+
+    def _folders_of_loaders(self) -> list[_Found]:
+        """Folders of MDS and litdata."""
+        folders: dict[str, tuple[_Found, set[str]]] = {}
+        for path, row in self._rows.items():
+            folder, _, name = path.rpartition("/")
+            index = _loader_index(self._place.read(path)) if name == "index.json" else None
+            if index is not None:
+                file_format, shards = index
+                whole = replace(self._input(row, file_format), path=folder or ".")
+                folders[folder] = (_Found(input=whole, identity=row.identity), shards)
+        for path in list(self._rows):
+            folder, _, name = path.rpartition("/")
+            if folder not in folders:
+                continue
+            del self._rows[path]
+            item, shards = folders[folder]
+            if name in shards or name == "index.json":
+                item.parts.append(path)
+            elif self._passed is not None:
+                self._passed.add(UNNAMED, path)
+        return [item for item, _ in folders.values()]
+
+    def _manifests(self) -> tuple[dict[str, str], set[str]]:
+        """The manifest of each prefix of a shard that one lists, and all manifests of ours."""
+        manifest_of = {}
+        manifests = set()
+        for path in list(self._rows):
+            data = self._place.read(path) if path.endswith(MANIFEST) else b""
+            if MANIFEST_FORMAT.encode() not in data[:200]:
+                continue
+            manifests.add(path)
+            if self._passed is not None:  # in a folder its shards are there too
+                del self._rows[path]
+            folder = path.rpartition("/")[0]
+            for name in _shard_names(data):
+                manifest_of[os.path.join(folder, name)] = path
+        return manifest_of, manifests
+
+    def _pair(self, row: Row) -> _Found | None:
+        """An .idx with its tokens; None if the file is neither."""
+        prefix = strip_suffix(row.path)
+        index_path = f"{prefix}.idx"
+        index = None if prefix == row.path else self._beside(index_path)
+        if index is None:
             return None
-        chosen = choice.of_folder(below, self._url(self.path), passed)
-        return _files(chosen, self._stat, self._read)
+        there = [self._beside(prefix + suffix) for suffix in SUFFIXES.values()]
+        tokens = next((row for row in there if row is not None), None)
+        if tokens is None:
+            raise ObjectNotFoundError(
+                f"{index_path}: has no .bin, .bin.zst or .tar beside it; copy both, or leave it out"
+            )
+        # of a folder, the .idx names both
+        path = index_path if index_path in self._rows else row.path
+        files = [index_path, *(prefix + suffix for suffix in SUFFIXES.values())]
+        parts = [file for file in files if self._rows.pop(file, None) is not None and file != path]
+        # what is read are the tokens, and a change of either file makes another dataset
+        index, tokens = self._with_size(index), self._with_size(tokens)
+        item = replace(
+            self._input(tokens, "megatron"),
+            path=path + self._place.chain,
+            etag=f"{index.etag}+{tokens.etag}",
+        )
+        return _Found(input=item, identity=(index.identity, tokens.identity), parts=parts)
 
-    def _is_file(self, path: str) -> bool:
-        """Whether there is a file of that name.
-
-        Raises EndpointError where the endpoint cannot be asked: fsspec's own `isfile` says no then.
-        """
-        if isinstance(self.system, StoreFiles):
-            return self.system.isfile(path)
-
-        def look() -> bool:
-            try:
-                return bool(self.system.info(path)["type"] == "file")
-            except Exception as error:
-                failure = _failure(self.shown, error, self.storage)
-                if isinstance(failure, EndpointError):
-                    raise failure from None
-                return False
-
-        host = self.shown.split("/")[2]
-        endpoint = endpoint_of(self.scheme, host, self.storage.storage_options)
-        return RetryPolicy.of(self.storage, endpoint).call(look)
-
-    def _is_pattern(self) -> bool:
-        if self.query:
-            return False
-        # of a URL of the web the path is all of it, and a password may hold any sign
-        within = self.path
-        if "://" in within:
-            _host, _, within = within.partition("://")[2].partition("/")
-        has_signs = any(sign in within for sign in SIGNS)
-        return has_signs and not self.system.isdir(self.path)
-
-    def _url(self, name: str) -> str:
-        """Of a file as the system names it."""
-        return name if "://" in name else f"{self.scheme}://{name}"
-
-    def _name(self, url: str) -> str:
-        """As the system names it: the web's files by their URLs."""
-        if self.scheme in ("http", "https"):
-            return f"{url}{self.query}"
-        return url.partition("://")[2]
-
-    def _stat(self, url: str) -> tuple[int, str]:
-        info = self.system.info(self._name(url))
-        version = info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"]
-        return int(info["size"] or 0), str(version)
-
-    def _read(self, url: str) -> bytes:
-        return bytes(self.system.cat_file(self._name(url)))
+    def _beside(self, path: str) -> Row | None:
+        """The file of a name that was found, or that may be there though it was not asked for."""
+        if path in self._rows:
+            return self._rows[path]
+        if self._known is not None and path not in self._known:
+            return None
+        return self._place.file(path)
 
 
-Stat = Callable[[str], tuple[int, str]]
-Read = Callable[[str], bytes]
-
-
-def _files(
-    paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False, query: str = ""
-) -> list[Input]:
-    """Inputs of some files; what belongs to another file of a format (its .bin, its index.json) is
-    not one by itself.
+def _loader_index(data: bytes) -> tuple[Format, set[str]] | None:
+    """The format of a folder with such an index.json, and the files that it names; None: it is the
+    index of neither.
     """
-    there = set(paths)
-    inputs = []
-    taken = set()
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        if name != "index.json":
-            continue
-        folder_format = _index_format(read(path))
-        if folder_format is not None:
-            size, etag = stat(path)
-            inputs.append(Input(path=folder or ".", format=folder_format, size=size, etag=etag))
-            taken.add(folder)
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        if folder in taken or name.endswith(".idx.json"):
-            continue
-        file_format = _format(path, there, stat, read, named=named)
-        if file_format is None:
-            continue
-        size, etag = stat(path)
-        if file_format == "megatron" and path.endswith(".idx"):
-            # what is read are the tokens, and a change of either file makes another dataset
-            size, etag_of_tokens = _data_beside(path, stat)
-            etag = f"{etag}+{etag_of_tokens}"
-        inputs.append(Input(path=path, format=file_format, size=size, etag=etag, query=query))
-    return inputs
-
-
-def _format(path: str, there: set[str], stat: Stat, read: Read, *, named: bool) -> Format | None:
-    """None: a part of another input."""
-    if path.endswith(".idx"):
-        return "megatron"
-    for suffix in SUFFIXES.values():
-        if path.endswith(suffix):
-            index = f"{path.removesuffix(suffix)}.idx"
-            if index in there:
-                return None
-            if _is_there(index, stat):
-                return "megatron"  # its documents and modes are in the .idx
-    if path.endswith(".manifest.json") and _is_manifest(read(path)):
-        return "megatron" if named else None  # in a folder, its shards are there too
-    return format_of(path)
-
-
-def _is_there(path: str, stat: Stat) -> bool:
-    try:
-        stat(path)
-    except OSError:
-        return False
-    return True
-
-
-def _data_beside(path: str, stat: Stat) -> tuple[int, str]:
-    for suffix in SUFFIXES.values():
-        try:
-            return stat(path.removesuffix(".idx") + suffix)
-        except OSError:
-            continue
-    raise ObjectNotFoundError(
-        f"{path}: has no .bin, .bin.zst or .tar beside it; copy both, or leave it out"
-    )
-
-
-def _index_format(data: bytes) -> Format | None:
-    """Of a folder with such an index.json; None: it is the index of neither."""
     try:
         index: Any = json.loads(data)
     except ValueError:
         return None
     if not isinstance(index, dict):
         return None
+    shards, chunks = index.get("shards"), index.get("chunks")
     # our manifests list shards, too
-    if isinstance(index.get("shards"), list) and index.get("format") != MANIFEST_FORMAT:
-        return "mds"
-    if isinstance(index.get("chunks"), list) and "config" in index:
-        return "litdata"
+    if isinstance(shards, list) and index.get("format") != MANIFEST_FORMAT:
+        files = [shard.get(name) or {} for shard in shards for name in ("raw_data", "zip_data")]
+        return "mds", {str(file.get("basename")) for file in files}
+    if isinstance(chunks, list) and "config" in index:
+        return "litdata", {str(chunk.get("filename")) for chunk in chunks}
     return None
 
 
-def _is_manifest(data: bytes) -> bool:
-    return MANIFEST_FORMAT.encode() in data[:200]
+def _shard_names(data: bytes) -> list[str]:
+    """The shards that a manifest lists; none of one that is damaged, which its reader will say."""
+    try:
+        manifest: Any = json.loads(data)
+        return [str(shard["name"]) for shard in manifest["shards"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def _of_known_format(
+    found: list[_Found], read_as: str | None, passed: PassedOver, *, counts: bool
+) -> list[_Found]:
+    """The inputs in the formats that their suffixes or `read_as` say. Others are counted, if they
+    are beside some, and `counts` allows it; else they are an error.
+    """
+    if read_as is not None:
+        for item in found:
+            if item.input.format in ("text", "unknown"):
+                item.input = replace(item.input, format=FORMAT_READ_AS[read_as])
+                item.is_read_as = True
+        return found
+    known = [item for item in found if item.input.format != "unknown"]
+    for item in found:
+        if item.input.format != "unknown":
+            continue
+        if not (known and counts):
+            raise ConvertError(
+                f"{item.input.path!r}: its suffix names no format that is known; say how it is read: "
+                f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
+                f"line), or leave it out of a folder or glob by --exclude"
+            )
+        item.leave(passed, "of unknown suffix")
+    return known
+
+
+def _without_datasets(found: list[_Found], passed: PassedOver) -> list[_Found]:
+    """Of files of other formats, those alone: a dataset beside them was made of them, perhaps."""
+    if all(item.input.format == "megatron" for item in found):
+        return found
+    for item in found:
+        if item.is_dataset:
+            item.leave(passed, DATASETS)
+    return [item for item in found if not item.is_dataset]
+
+
+def _each_once(found: list[_Found], passed: PassedOver) -> list[_Found]:
+    """All but the later names of one file."""
+    known = set()
+    kept = []
+    for item in found:
+        if item.identity in known:
+            item.leave(passed, AGAIN)
+        else:
+            kept.append(item)
+        known.add(item.identity)
+    return kept
+
+
+def _of_one_split(found: list[_Found], wanted: str | None, passed: PassedOver) -> list[_Found]:
+    """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
+    several splits if none is named.
+    """
+    if wanted == ALL_SPLITS:
+        return found
+    paths = [item.input.path for item in found]
+    # letter by letter, as `commonpath` cannot compare URLs
+    common = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071
+    groups = _splits_below(common, found)
+    examples = {split: item.input.path for group in groups for split, item in group.items()}
+    there = "; ".join(f"{split}: {path!r}" for split, path in sorted(examples.items()))
+    if wanted is None:
+        if groups:
+            raise ConvertError(
+                f"the inputs are of several splits ({there}); convert one of them by --hf-split "
+                f"NAME, choose files by --include GLOB, or take all by --hf-split {ALL_SPLITS}"
+            )
+        return found
+    kept = []
+    above = common.rpartition("/")[0]
+    for item in found:
+        if is_of_split(within(item.input.path, above), wanted):
+            kept.append(item)
+        else:
+            item.leave(passed, f"not of split {wanted}")
+    if not kept:
+        raise ConvertError(
+            f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"
+        )
+    return kept
+
+
+def _splits_below(root: str, found: list[_Found]) -> list[dict[str, _Found]]:
+    """Where names below a folder say several splits, an input of each: anywhere; of texts, beside
+    each other.
+    """
+    beside: dict[str, dict[str, _Found]] = {}
+    for item in found:
+        path = within(item.input.path, root)
+        for start, split in splits_of(path):
+            folder = path[:start] if item.input.format == "text" else "/"
+            beside.setdefault(folder, {}).setdefault(split, item)
+    groups = []
+    for folder, group in beside.items():
+        # folders of programs have a `dev` and a `test`, too
+        if len(group) > 1 and ("train" in group or folder == "/"):
+            groups.append(group)
+    return groups

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from streammega.convert.read.inputs import SIGNS
 from streammega.convert.read.keys import listed
 from streammega.convert.read.slices import Skipped
 from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name
+from streammega.convert.read.walk import SIGNS
 from streammega.errors import ConfigError, ConvertError
 
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Of members that are documents, where none was named."""
 WITHOUT = "samples without the member"
+WITHOUT_TEXT = "samples without text"
 MOST_NAMES = 20
 """Of members, in a message."""
 
@@ -37,9 +38,6 @@ class MemberChoice:
     """
 
     def __init__(self, wanted: str | None, path: str) -> None:
-        from webdataset.tariterators import base_plus_ext  # imports torch
-
-        self._split = base_plus_ext
         if wanted is not None:
             wanted = wanted.lower().removeprefix(".")
         self._wanted = wanted
@@ -57,7 +55,7 @@ class MemberChoice:
 
     def takes(self, name: str) -> bool:
         """Whether the next member is a document."""
-        sample, member = self._split(name)
+        sample, member = _split(name)
         if sample is None or sample != self._sample:
             self._end_sample()
             self._sample = sample
@@ -78,16 +76,15 @@ class MemberChoice:
     def check_end(self, skipped: Skipped) -> None:
         """Count samples without the member. Raises ConvertError if no sample has it."""
         self._end_sample()
-        if self._wanted is None:
-            return
-        if not self._any and self._known:
+        if self._wanted is not None and not self._any and self._known:
             known = listed(self._known)
             raise ConvertError(
                 f"{self._path}: no sample has a member {self._wanted!r} (they have: {known})"
             )
         if self._without:
             # without a message: there may be as many as samples
-            skipped.counts[WITHOUT] = skipped.counts.get(WITHOUT, 0) + self._without
+            reason = WITHOUT_TEXT if self._wanted is None else WITHOUT
+            skipped.counts[reason] = skipped.counts.get(reason, 0) + self._without
 
     def _end_sample(self) -> None:
         if self._taken:
@@ -112,13 +109,27 @@ class MemberChoice:
     def _ambiguous(self) -> ConfigError:
         members: dict[str, None] = {}  # in their order, each once
         for name in self._taken:
-            _, member = self._split(name)
+            _, member = _split(name)
             members.setdefault(_plain(member or ""))
+        if len(members) == 1:
+            (member,) = members
+            return ConfigError(
+                f"{self._path}: sample {self._sample!r} has the member {member!r} more than once "
+                f"({listed(self._names)}); take each as a document by --member '*{member}', or "
+                f"make the archive again with one of each name"
+            )
         return ConfigError(
             f"{self._path}: of sample {self._sample!r} more than one member may be the document "
             f"({listed(self._names)}); name one by --member, {' or '.join(map(repr, members))} for "
             f"instance, or take each as a document by --member '*'"
         )
+
+
+def _split(name: str) -> tuple[str | None, str | None]:
+    """The sample and the member that a name says: what is before and behind its first dot."""
+    folder, slash, last = name.rpartition("/")
+    sample, dot, member = last.partition(".")
+    return (folder + slash + sample, member) if sample and dot else (None, None)
 
 
 def _plain(member: str) -> str:

@@ -26,6 +26,8 @@ READ_BY_FSSPEC = {".lz4": "lz4", ".snappy": "python-snappy"}
 """Suffixes, and the packages that they need."""
 MOST_MESSAGES = 1000
 """Of what was passed over, in a report: a corpus may have millions of broken lines."""
+MOST_KINDS = 100
+"""Of members of archives: names may end in anything."""
 Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
 
 
@@ -43,13 +45,14 @@ class Slice:
 @dataclass
 class Skipped:
     """What was passed over: how many of each kind of fault, and the first of them with their
-    places.
+    places; and how many members of archives, by what they are.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     errors: int = 0
     """How many faults; other documents may be left out without being one."""
+    members: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: str, message: str, count: int = 1) -> None:
         """Count a fault, of so many documents."""
@@ -57,6 +60,12 @@ class Skipped:
         self.errors += count
         if len(self.messages) < MOST_MESSAGES:
             self.messages.append(without_controls(redact_urls(message)))
+
+    def add_member(self, kind: str) -> None:
+        """Count a member of an archive that is no document."""
+        if kind not in self.members and len(self.members) == MOST_KINDS:
+            kind = "others"
+        self.members[kind] = self.members.get(kind, 0) + 1
 
 
 @contextmanager

@@ -78,6 +78,8 @@ def unreadable(
     path: str, error: Exception, storage_options: dict[str, Any], where: str = ""
 ) -> str:
     """The message for a file that a library could not read. where: in it, behind a blank."""
+    if isinstance(error, PermissionError):
+        return f"{path}: permission denied; make it readable, or leave it out by --exclude"
     told = without_queries(f"{type(error).__name__}: {error}")
     reason = redact(told, storage_options)
     return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"

@@ -63,12 +63,14 @@ class Segment:
 class UnitRecord:
     """What a unit made.
 
-    `counts`: documents by what happened to them; `histogram`: of those kept.
+    `counts`: documents by what happened to them; `members`: of archives, those that are no
+    documents, by what they are; `histogram`: of those kept.
     """
 
     digest: str
     segments: list[Segment] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    members: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     errors: int = 0
     """Records that were skipped because something was wrong with them."""

@@ -54,6 +54,7 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     writer.flush()
     for reason, count in skipped.counts.items():
         record.count(reason, count)
+    record.members = skipped.members
     record.messages = skipped.messages
     record.errors = skipped.errors
     save_record(job, number, record)
