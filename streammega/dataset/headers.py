@@ -14,10 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.dataset.content import (
+    content_digest,
+    end_parts,
+    end_shards,
+    read_ends,
+    set_ends,
+)
 from streammega.dataset.find import open_shards, pair_told
 from streammega.dataset.idx import IndexHeader, check_end, index_bytes
 from streammega.dataset.index_file import READ_WHOLE
-from streammega.dataset.kept_headers import are_kept, kept_headers, rows_of_headers
+from streammega.dataset.kept_headers import adopt_kept, are_kept, rows_of_headers
 from streammega.dataset.listing import NOTHING, Told
 from streammega.dataset.node_cache import cache_folder
 from streammega.dataset.shards import KnownShard, split_name
@@ -61,6 +68,7 @@ class PairBounds:
     bin_info: ObjectInfo
     dtype: np.dtype[Any]
     num_sequences: int
+    num_documents: int
 
     @property
     def multimodal(self) -> bool:
@@ -132,16 +140,19 @@ def _bounds(files: ShardFiles) -> PairBounds:
         _ = index.info  # its size is compared
         dtype = entry.dtype
         num_sequences = entry.sequences
+        num_documents = entry.documents
     else:
         header = _checked_header(files, bin_info.size)
         dtype = header.dtype
         num_sequences = header.sequence_count
+        num_documents = header.document_count - 1
     return PairBounds(
         files=files,
         store=store,
         bin_info=bin_info,
         dtype=_little_endian(dtype),
         num_sequences=num_sequences,
+        num_documents=num_documents,
     )
 
 
@@ -178,12 +189,13 @@ def known_pairs(
     if not are_kept(files):
         return {}
     folder = files[0].index.cache_dir / "idx"
+    all_files = range(len(files))  # each is a dataset
     try:
-        headers = kept_headers(folder, shards, files, lambda: _read(files, storage, keep=True))
+        adopt_kept(
+            folder, shards, files, all_files, lambda: _read(files, all_files, storage, keep=True)
+        )
     except (FormatError, ObjectChangedError, ObjectNotFoundError):
         return {}
-    for shard_files, header in zip(files, headers, strict=True):
-        shard_files.index.adopt(header)
     return dict(zip(shards, files, strict=True))
 
 
@@ -195,7 +207,9 @@ def read_dataset(
     beside: int = 1,
     known: ShardFiles | None = None,
 ) -> list[PairBounds]:
-    """Open all shards of a dataset by their sizes and headers, and by what listings told of it.
+    """Open all shards of a dataset by their sizes and headers, and by what listings told of it. What
+    `content_of` needs of its tokens is read too.
+
     `beside`: how many datasets are opened at the same time. known: its files, of `known_pairs`.
     Raises as read_bounds does.
     """
@@ -212,16 +226,47 @@ def read_dataset(
             take_as_old()
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"
-            read = functools.partial(_read, files, storage, beside)
-            headers = kept_headers(folder, [name], files, read)
-            for shard, header in zip(files, headers, strict=True):
-                shard.index.adopt(header)
-        # Where nothing is asked, threads would only take turns.
-        if all(_is_told(shard) for shard in files):
-            return [_bounds(shard) for shard in files]
-        return each(_bounds, files, min(OPENERS, storage.max_requests))
+            ends_of = end_shards([shard.stored.size for shard in files])
+            read = functools.partial(_read, files, ends_of, storage, beside)
+            adopt_kept(folder, [name], files, ends_of, read)
+        pairs = _open_pairs(files, storage)
+        read_ends([(pair.files, pair.store, pair.bin_info) for pair in _at_ends(pairs)])
+        return pairs
 
     return open_shards(name, storage, open_all, told=told, cache_dir=cache_folder(cache_dir))
+
+
+def content_of(pairs: Sequence[PairBounds]) -> str:
+    """A digest of what a dataset holds, of its pairs as `read_dataset` opened them."""
+    return content_digest(
+        dtypes=[pair.dtype for pair in pairs],
+        tokens=[pair.num_tokens for pair in pairs],
+        ends=[pair.files.ends for pair in _at_ends(pairs)],
+        sequences=sum(pair.num_sequences for pair in pairs),
+        documents=sum(pair.num_documents for pair in pairs),
+    )
+
+
+def _at_ends(pairs: Sequence[PairBounds]) -> list[PairBounds]:
+    """The first and the last pair that hold tokens."""
+    return [pairs[number] for number in end_shards([pair.bin_info.size for pair in pairs])]
+
+
+def _open_pairs(files: Sequence[ShardFiles], storage: StorageConfig) -> list[PairBounds]:
+    """The bounds of shards. The tokens at the ends of remote `.bin` shards are read meanwhile."""
+    # Where nothing is asked, threads would only take turns.
+    if all(_is_told(shard) for shard in files):
+        return [_bounds(shard) for shard in files]
+    ends = [files[number] for number in sorted({0, len(files) - 1})]
+    jobs: list[Callable[[], Any]] = [functools.partial(_bounds, shard) for shard in files]
+    if all(shard.kind == "bin" and shard.shard.stored is not None for shard in ends):
+        jobs.append(functools.partial(_read_ends_of, ends))
+    opened = each(lambda job: job(), jobs, min(OPENERS, storage.max_requests))
+    return opened[: len(files)]
+
+
+def _read_ends_of(files: Sequence[ShardFiles]) -> None:
+    read_ends([(shard, *shard.tokens()) for shard in files])
 
 
 def _readers(most: int, beside: int, storage: StorageConfig) -> int:
@@ -230,10 +275,32 @@ def _readers(most: int, beside: int, storage: StorageConfig) -> int:
 
 
 def _read(
-    files: Sequence[ShardFiles], storage: StorageConfig, beside: int = 1, *, keep: bool = False
+    files: Sequence[ShardFiles],
+    ends_of: Sequence[int],
+    storage: StorageConfig,
+    beside: int = 1,
+    *,
+    keep: bool = False,
 ) -> NDArray[np.int64]:
-    """The headers of shards, which end where their tokens do, as they are kept. `keep`: pointers
-    will be read of them, if what was read of all is not too much to be held.
+    """What is kept of shards. `ends_of`: the numbers of those whose tokens are looked at. `keep`: see
+    `_read_headers`.
+    """
+    rows = _read_headers(files, ends_of, storage, beside, keep=keep)
+    ends = [shard.ends or 0 for shard in files]
+    return np.column_stack([rows, np.array(ends, np.int64)])
+
+
+def _read_headers(
+    files: Sequence[ShardFiles],
+    ends_of: Sequence[int],
+    storage: StorageConfig,
+    beside: int,
+    *,
+    keep: bool,
+) -> NDArray[np.int64]:
+    """The headers of shards, which end where their tokens do: int64 [shards, FIELDS]. The ends of
+    the tokens of those numbered `ends_of` are read meanwhile. `keep`: pointers will be read of the
+    headers, if what was read of all is not too much to be held.
     """
     keep = (
         keep and sum(min(shard.index.info.size, READ_WHOLE) for shard in files) <= MOST_KEPT_BYTES
@@ -247,24 +314,32 @@ def _read(
         return header
 
     if not are_small(files):
-        return rows_of_headers(each(read_one, files, _readers(READERS, beside, storage)))
+        jobs: list[Callable[[], Any]] = [functools.partial(read_one, shard) for shard in files]
+        jobs += [functools.partial(_read_ends_of, [files[number]]) for number in ends_of]
+        read = each(lambda job: job(), jobs, _readers(READERS, beside, storage))
+        return rows_of_headers(read[: len(files)])
     readers = _readers(SMALL_READERS, beside, storage)
     rows = []
     for first in range(0, len(files), READ_TOGETHER):
-        group = files[first : first + READ_TOGETHER]
-        rows.append(_read_small(group, readers, read_one, keep=keep))
+        stop = first + READ_TOGETHER
+        at_ends = [files[number] for number in ends_of if first <= number < stop]
+        rows.append(_read_small(files[first:stop], at_ends, readers, read_one, keep=keep))
     return np.concatenate(rows)
 
 
 def _read_small(
     files: Sequence[ShardFiles],
+    at_ends: Sequence[ShardFiles],
     readers: int,
     read_one: Callable[[ShardFiles], IndexHeader],
     *,
     keep: bool,
 ) -> NDArray[np.int64]:
-    """As `_read`, of small ones; what is not as it should be is for `read_one`."""
-    bodies = read_bodies(files, readers)
+    """As `_read_headers`, of small ones; what is not as it should be is for `read_one`."""
+    parts = [part for shard in at_ends for part in end_parts(shard.stored)]
+    all_bodies = read_bodies(files, readers, parts)
+    set_ends([(shard, shard.stored) for shard in at_ends], all_bodies[len(files) :])
+    bodies = all_bodies[: len(files)]
     rows, is_sound = rows_of(bodies, [shard.stored.size for shard in files])
     if keep:
         for shard, body in zip(files, bodies, strict=True):

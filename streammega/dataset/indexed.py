@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig, local_folder
+from streammega.dataset.content import content_digest, end_shards, read_ends
 from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.joined import KEEP_BYTES, Version, join_indices, kept_indices
@@ -104,6 +105,7 @@ class IndexedDataset(Sequence["Item"]):
         """Look up the tokens of all shards; returns the shards' names."""
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
         opened = each(ShardFiles.tokens, self._files, OPENERS)
+        self._opened = opened
         self._sizes = [info.size for _, info in opened]
         self.store: Store
         self.bin_key: str
@@ -119,10 +121,21 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_index(self) -> None:
         # Looked up together, and kept: one after the other they would take a round trip each.
-        each(lambda files: files.index.info, self._files, OPENERS)
+        at_ends = end_shards(self._sizes)
+        jobs = [partial(getattr, files.index, "info") for files in self._files]
+        jobs.append(partial(read_ends, [(self._files[n], *self._opened[n]) for n in at_ends]))
+        each(lambda job: job(), jobs, OPENERS)
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
+        self.content = content_digest(
+            dtypes=[self.dtype] * len(self._sizes),
+            tokens=[size // self.dtype.itemsize for size in self._sizes],
+            ends=[self._files[number].ends for number in at_ends],
+            sequences=len(self),
+            documents=len(self.document_indices) - 1,
+        )
+        """A digest of what it holds, the same wherever it lies."""
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)

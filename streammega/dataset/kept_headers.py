@@ -1,5 +1,5 @@
-"""The headers of many shards' `.idx`, kept on local disk: opened again, a folder of thousands takes a
-listing.
+"""The headers of many shards' `.idx`, and digests of their first and last tokens, kept on local disk:
+opened again, a folder of thousands takes a listing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _PREFIX = "headers-"
 """What names of kept files begin with."""
 UNUSED_DAYS = 60
 """After so many without use what is kept is removed: of a blend that changed, for instance."""
-_KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS))}
+_KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS + 1))}
+"""The last column is the digest of a shard's first and last tokens: 0 where it is not needed."""
 
 
 def are_kept(files: Sequence[ShardFiles]) -> bool:
@@ -52,15 +53,16 @@ def are_kept(files: Sequence[ShardFiles]) -> bool:
     )
 
 
-def kept_headers(
+def adopt_kept(
     folder: Path,
     names: Iterable[str],
     files: Sequence[ShardFiles],
+    ends_of: Sequence[int],
     read: Callable[[], NDArray[np.int64]],
-) -> list[IndexHeader]:
-    """The header of each shard's `.idx`, which ends where its tokens do: as they were found by
-    `read` when the shards were the same, by their ETags and sizes, or by `read` now, which gives
-    them as `rows_of_headers` does.
+) -> None:
+    """Give each shard the header of its `.idx`, and those numbered `ends_of` the digest of their
+    tokens: as `read` found them when the shards were the same, by their ETags and sizes, or as
+    `read` finds them now.
 
     names: of the datasets of which they are all. What was kept of the same ones before is removed,
     and of others what nobody used for long. Where headers cannot be kept, they are read every time.
@@ -86,7 +88,12 @@ def kept_headers(
         remove_unused(folder, _PREFIX, UNUSED_DAYS)
     else:
         note_use(folder / f"{key}-headers.npy")
-    return _from_array(np.asarray(arrays["headers"]), files, folder / f"{key}-headers.npy")
+    rows = np.asarray(arrays["headers"])
+    headers = _from_array(rows[:, :FIELDS], files, folder / f"{key}-headers.npy")
+    for shard, header in zip(files, headers, strict=True):
+        shard.index.adopt(header)
+    for number in ends_of:
+        files[number].ends = int(rows[number, FIELDS])
 
 
 def _versions(files: Iterable[ShardFiles]) -> Iterable[str]:
@@ -99,7 +106,7 @@ def _versions(files: Iterable[ShardFiles]) -> Iterable[str]:
 
 
 def rows_of_headers(headers: Sequence[IndexHeader]) -> NDArray[np.int64]:
-    """What is kept, int64 [headers, FIELDS]."""
+    """What is kept of headers, int64 [headers, FIELDS]."""
     rows = []
     for header in headers:
         code = dtype_code(header.dtype)

@@ -23,7 +23,7 @@ from streammega.dataset.index_file import READ_WHOLE
 from streammega.dataset.kept_headers import FIELDS
 from streammega.dataset.token_file import ShardFiles
 from streammega.storage import Buffer, Store
-from streammega.storage.store import reads_objects
+from streammega.storage.store import Part, reads_parts
 
 Integers = NDArray[np.int64]
 NEAR = 0.004
@@ -33,8 +33,10 @@ SMALL_READERS = 256
 """Requests at once, of all datasets together: of 10,000 with 20 ms each, all are answered within a
 second.
 """
-READ_TOGETHER = 1 << 13
-"""Bodies that are in memory at once, twice while they are checked: 64 MiB at most."""
+READ_TOGETHER = 1 << 12
+"""Shards of which what is read is in memory at once: 96 MiB at most, and a third of that twice while
+it is checked.
+"""
 MOST_KEPT_BYTES = 64 << 20
 """Of all bodies together, if pointers are to be read of them: what is opened at once holds them."""
 _STORED = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("counts", "<u8", 2)])
@@ -45,22 +47,27 @@ assert _STORED.itemsize == HEADER_BYTES == HEADER.size
 def are_small(files: Sequence[ShardFiles]) -> bool:
     """Whether all `.idx` are small ones of one store that reads many of them at once."""
     store = files[0].index.store
-    if not reads_objects(store):
+    if not reads_parts(store):
         return False
     roots = {id(file.index.store) for file in files}
     return len(roots) == 1 and all(file.index.info.size <= READ_WHOLE for file in files)
 
 
-def read_bodies(files: Sequence[ShardFiles], most_readers: int) -> list[Buffer]:
-    """Each `.idx`, whole. Raises StorageError."""
+def read_bodies(
+    files: Sequence[ShardFiles], most_readers: int, more: Sequence[Part] = ()
+) -> list[Buffer]:
+    """Each `.idx`, whole, and behind them more parts of objects of the same store. Raises
+    StorageError.
+    """
     store: Store = files[0].index.store
-    assert reads_objects(store)
+    assert reads_parts(store)
     infos = [file.index.info for file in files]
+    parts = [*((info, 0, info.size) for info in infos), *more]
     began = time.monotonic()
-    first = store.read_objects(infos[:1], 1)
+    first = store.read_parts(parts[:1], 1)
     is_near = time.monotonic() - began < NEAR
     readers = min(NEAR_READERS, most_readers) if is_near else most_readers
-    return first + store.read_objects(infos[1:], readers)
+    return first + store.read_parts(parts[1:], readers)
 
 
 def rows_of(

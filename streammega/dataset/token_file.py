@@ -51,6 +51,8 @@ class ShardFiles:
         # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
         # be looked up one by one.
         self._stored: ObjectInfo | None = None
+        self.ends: int | None = None
+        """A digest of its first and last tokens, where `read_ends` took it."""
 
     @property
     def url(self) -> str:

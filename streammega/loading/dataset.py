@@ -28,6 +28,7 @@ from streammega.order.cursor import make_state, parse_state
 from streammega.order.phase_starts import in_samples
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
+from streammega.samples.phases import names_in_identity
 from streammega.samples.seams import Seams
 from streammega.samples.source import SampleSource, dataset_of_samples
 
@@ -367,7 +368,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
         steps.begin(saved.consumed)
-        saved.check(steps.identity(saved.consumed, reached))
+        identity = steps.identity(saved.consumed, reached)
+        saved.check(identity, names_in_identity(steps.samples.config, steps.split))
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from streammega.errors import StateError
@@ -19,24 +19,12 @@ from streammega.order.folded import (
     is_folded,
 )
 
-STATE_VERSION = 3
-"""3: long lists of the identity are folded into digests. What is short is still written as 2.
-
-2: the identity is one JSON string, and blend weights in it are divided by their sum.
-
-1: a dict, with weights as given.
-"""
-WHOLE_VERSION = 2
-"""Of states that hold their identity whole."""
+STATE_VERSION = 4
+"""4: the digest of a dataset is also of its first and last tokens. No earlier version is read."""
 READABLE = "readable_identity"
 """What a state is given by who kept the whole identity beside it: for messages alone."""
 
 KEYS = ("version", "consumed_samples", "batch_offset", "identity", "fingerprint")
-
-ROUNDING = 2e-7
-"""What weights of version 1, kept with eight digits, may be off by when they are divided by their
-sum.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +34,6 @@ class SavedState:
     Nothing is known yet of whether it counts in the order of this run.
     """
 
-    version: int
     consumed: int
     offset: int
     identity: Mapping[str, Any]
@@ -59,11 +46,13 @@ class SavedState:
         lanes = self.identity.get("lanes")
         return lanes if type(lanes) is int and lanes > 0 else None
 
-    def check(self, identity: Mapping[str, Any]) -> None:
+    def check(
+        self, identity: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Raise StateError, listing what differs, unless `identity` describes the order this state
-        counts in.
+        counts in. names: of this run's datasets, by their paths in the identity: "datasets[0]".
         """
-        differences = self._differences(identity)
+        differences = self._differences(identity, names)
         if differences:
             raise StateError(
                 "the checkpoint counts samples of another order, so its position means nothing "
@@ -72,14 +61,12 @@ class SavedState:
                 + "\nrestore these settings, or start a new run without the data state"
             )
 
-    def _differences(self, identity: Mapping[str, Any]) -> list[str]:
-        if self.version == 1:
-            return describe_differences(_in_shares(self.identity, identity), identity)
+    def _differences(self, identity: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
         if not has_folded(self.identity):
-            return describe_differences(self.identity, identity)
-        lines = _differences_of_folded(self.identity, identity)
+            return describe_differences(self.identity, identity, names=names)
+        lines = _differences_of_folded(self.identity, identity, names)
         if lines and self.readable is not None:
-            return describe_differences(self.readable, identity) or lines
+            return describe_differences(self.readable, identity, names=names) or lines
         return lines
 
 
@@ -94,10 +81,8 @@ def make_state(
     of the consumed samples belong to a global batch that is not finished.
     """
     short = folded(identity)
-    # an earlier release goes on from what it can read, and refuses the rest by its version
-    version = STATE_VERSION if has_folded(short) else WHOLE_VERSION
     return {
-        "version": version,
+        "version": STATE_VERSION,
         "consumed_samples": consumed_samples,
         "batch_offset": batch_offset,
         "identity": canonical(short),
@@ -109,7 +94,7 @@ def keep_readable(state: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
     """What to keep beside a state of this identity, so that a mismatch says what differs and not
     only where; None where the state holds all of it.
     """
-    return dict(identity) if state["version"] > WHOLE_VERSION else None
+    return dict(identity) if has_folded(json.loads(state["identity"])) else None
 
 
 def with_readable(state: Mapping[str, Any], readable: Any) -> Mapping[str, Any]:
@@ -118,7 +103,7 @@ def with_readable(state: Mapping[str, Any], readable: Any) -> Mapping[str, Any]:
 
 
 def parse_state(state: Mapping[str, Any]) -> SavedState:
-    """A state of this release or of an earlier one.
+    """A state as `make_state` made it.
 
     Raises StateError for an empty, foreign or damaged state.
     """
@@ -138,11 +123,10 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader"
         )
     version = state["version"]
-    # A bool is an int, and True would be version 1.
-    if type(version) is not int or not 1 <= version <= STATE_VERSION:
+    if type(version) is not int or version != STATE_VERSION:
         raise StateError(
-            f"the data state has version {version!r}, this release reads versions 1 to "
-            f"{STATE_VERSION}"
+            f"the data state has version {version!r}, this release reads version {STATE_VERSION}; "
+            "resume with the release that saved it, or start a new run without the data state"
         )
     for name in ("consumed_samples", "batch_offset"):
         count = state[name]
@@ -161,7 +145,6 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             "edited"
         )
     return SavedState(
-        version=version,
         consumed=consumed,
         offset=offset,
         identity=identity,
@@ -174,8 +157,12 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return digest_of(identity)
 
 
-def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """Lines `name: checkpoint has X, this run Y` for all leaves that differ."""
+def describe_differences(
+    saved: Any, current: Any, path: str = "", names: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """Lines `path: checkpoint has X, this run Y` for all leaves that differ. names: of datasets, by
+    their paths.
+    """
     if path == PHASES:  # one may have none: each phase of the other is a line
         saved = saved or {}
         current = current or {}
@@ -183,99 +170,47 @@ def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
         lines = []
         for name in dict.fromkeys([*saved, *current]):
             inner_path = f"{path}.{name}" if path else str(name)
-            lines += describe_differences(saved.get(name), current.get(name), inner_path)
+            lines += describe_differences(saved.get(name), current.get(name), inner_path, names)
         return lines
     are_lists = isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple))
     if are_lists and len(saved) == len(current):
         lines = []
         for number, (item, current_item) in enumerate(zip(saved, current, strict=True)):
-            lines += describe_differences(item, current_item, f"{path}[{number}]")
+            lines += describe_differences(item, current_item, f"{path}[{number}]", names)
         return lines
     # As JSON: what was saved came through it, and has lists for tuples.
     saved_text = json.dumps(saved, sort_keys=True)
     current_text = json.dumps(current, sort_keys=True)
     if saved_text == current_text:
         return []
-    return [f"{path}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
+    where = f"{path} ({names[path]!r})" if path in names else path
+    return [f"{where}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
 
 
-def _differences_of_folded(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def _differences_of_folded(
+    saved: Mapping[str, Any], current: Mapping[str, Any], names: Mapping[str, str]
+) -> list[str]:
     """As `describe_differences`, for an identity that has folded lists."""
     lines = []
     for name in dict.fromkeys([*saved, *current]):
         value = saved.get(name)
         if isinstance(value, Mapping) and is_folded(value):
-            lines += folded_differences(name, value, current.get(name))
+            lines += folded_differences(name, value, current.get(name), names)
         else:
-            lines += describe_differences(value, current.get(name), name)
+            lines += describe_differences(value, current.get(name), name, names)
     return lines
 
 
 def _readable(kept: Any, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What was kept beside a state, if it is the identity that the state has folded."""
-    whole = _parse_identity(kept)
-    if whole is None or canonical(folded(whole)) != canonical(identity):
-        return None
-    return whole
+    is_of_state = isinstance(kept, Mapping) and canonical(folded(kept)) == canonical(identity)
+    return kept if is_of_state else None
 
 
 def _parse_identity(identity: Any) -> Mapping[str, Any] | None:
-    """The identity of a state: JSON text, or of version 1 a mapping. None for anything else."""
-    if isinstance(identity, str):
-        try:
-            identity = json.loads(identity)
-        except ValueError:
-            return None
-    if not isinstance(identity, Mapping):
-        return None
+    """The identity of a state, which is JSON text of a mapping. None for anything else."""
     try:
-        plain: dict[str, Any] = json.loads(canonical(identity))
-    except (TypeError, ValueError):  # keys or values that no state of ours has
+        plain = json.loads(identity)
+    except (TypeError, ValueError):
         return None
-    return plain
-
-
-def _in_shares(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A version 1 identity of a stream order with its weights divided by their sum; those that
-    equal the current ones, as those.
-
-    A dataset is "digest*weight" there, and a later segment of the blend schedule [first sample,
-    weights].
-    """
-    if saved.get("order") != "stream" or not isinstance(saved.get("datasets"), list):
-        return saved
-    digests = []
-    weights = []
-    for text in saved["datasets"]:
-        digest, _, weight = str(text).partition("*")
-        digests.append(digest)
-        weights.append(weight)
-    current_shares = [str(text).partition("*")[2] for text in current.get("datasets", [])]
-    current_schedule = current.get("schedule", [])
-    try:
-        shares = _shares(weights, current_shares)
-        schedule = []
-        for number, (first_sample, later_weights) in enumerate(saved.get("schedule", [])):
-            current_later = []
-            if number < len(current_schedule):
-                _, current_later = current_schedule[number]
-            later_shares = _shares(later_weights, current_later)
-            schedule.append([first_sample, [float(share) for share in later_shares]])
-    except (TypeError, ValueError, ZeroDivisionError):
-        return saved  # no weights of ours: the differences will be listed
-    datasets = [f"{digest}*{share}" for digest, share in zip(digests, shares, strict=True)]
-    return {**saved, "datasets": datasets, "schedule": schedule}
-
-
-def _shares(weights: list[Any], current_shares: list[Any]) -> list[str]:
-    """Weights divided by their sum, eight digits; a share that rounding alone tells from the
-    current one is the current one.
-    """
-    total = sum(float(weight) for weight in weights)
-    shares = [f"{float(weight) / total:.8g}" for weight in weights]
-    if len(current_shares) != len(shares):
-        return shares
-    for number, current_share in enumerate(current_shares):
-        if math.isclose(float(shares[number]), float(current_share), rel_tol=ROUNDING):
-            shares[number] = str(current_share)
-    return shares
+    return plain if isinstance(plain, Mapping) else None

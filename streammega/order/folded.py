@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from streammega.order.phase_chain import chain_differences, chain_of
@@ -39,7 +40,7 @@ def folded(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An identity as a state holds it: itself where that is short, else with its long lists folded.
 
     A folded list is {"count", "digest"} and digests of GROUPS stretches of it, end to end: as
-    "items", or of datasets with their shares as "sizes" and "weights". Phases are a chain.
+    "items", or of datasets with their shares as "contents" and "weights". Phases are a chain.
     """
     # Twice: in a state it is text within JSON, where each quote takes another character.
     if len(json.dumps(canonical(identity))) <= MOST_CHARACTERS:
@@ -62,8 +63,15 @@ def has_folded(identity: Mapping[str, Any]) -> bool:
     return any(is_folded(value) for value in identity.values())
 
 
-def folded_differences(name: str, saved: Mapping[str, Any], current: Any) -> list[str]:
-    """Lines that say how a list differs from the one that was folded; none where they are equal."""
+def folded_differences(
+    name: str,
+    saved: Mapping[str, Any],
+    current: Any,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Lines that say how a list differs from the one that was folded; none where they are equal.
+    names: see `describe_differences`.
+    """
     if name == PHASES:
         return chain_differences(saved, current)
     count = saved["count"]
@@ -80,7 +88,10 @@ def folded_differences(name: str, saved: Mapping[str, Any], current: Any) -> lis
             continue
         stretches = _stretches(str(saved.get(column)), str(here.get(column)), count)
         for first, last in stretches:
-            where = f"number {first}" if first == last else f"numbers {first} to {last}"
+            first_name, last_name = (_with_name(number, name, names) for number in (first, last))
+            where = f"numbers {first_name} to {last_name}"
+            if first == last:
+                where = f"number {first_name}"
             lines.append(f"{name}: their {column} differ, of {where} (of 0 to {count - 1})")
     return lines or [f"{name}: the checkpoint has other ones, by their digest"]
 
@@ -97,9 +108,18 @@ def _fold(values: Sequence[Any]) -> dict[str, Any]:
         return short | {"items": _digests_of_groups(values)}
     # apart: one weight that changes changes the share of every dataset
     columns = [text.partition("*") for text in texts]
-    sizes = [size for size, _, _ in columns]
+    contents = [content for content, _, _ in columns]
     weights = [weight for _, _, weight in columns]
-    return short | {"sizes": _digests_of_groups(sizes), "weights": _digests_of_groups(weights)}
+    return short | {
+        "contents": _digests_of_groups(contents),
+        "weights": _digests_of_groups(weights),
+    }
+
+
+def _with_name(number: int, list_name: str, names: Mapping[str, str]) -> str:
+    """A number of a list, and the name of the dataset that it is of, if it is of one."""
+    name = names.get(f"{list_name}[{number}]")
+    return str(number) if name is None else f"{number} ({name!r})"
 
 
 def _digests_of_groups(values: Sequence[Any]) -> str:

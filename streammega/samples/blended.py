@@ -159,7 +159,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         first = self.datasets[0].order_identity()
         shared = {name: value for name, value in first.items() if name not in OF_ONE_DATASET}
         parts = [
-            f"{dataset.key[:KEY_DIGITS]}*{weight:.8g}"
+            f"{dataset.identity_key(dataset.key)[:KEY_DIGITS]}*{weight:.8g}"
             for dataset, weight in zip(self.datasets, self.weights, strict=True)
         ]
         return (

@@ -21,7 +21,7 @@ from streammega.samples.following import (
     record_of,
     with_joined,
 )
-from streammega.samples.lanes import digest_of
+from streammega.samples.lanes import digests_of
 from streammega.samples.phases import PhasedSource, numbers_of
 from streammega.samples.skipped_names import with_names_read
 
@@ -108,7 +108,7 @@ class FollowingSource(PhasedSource):
     @property
     def _run(self) -> dict[str, Any]:
         """What tells the record of this run from others: not where its data lies."""
-        digests = [digest_of(dataset) for dataset in self.phases[0].order.datasets]
+        digests = digests_of(self.phases[0].order, self.files)
         return {"seed": self.config.seed, "datasets": digests}
 
     def _take_lanes(self, lanes: int) -> None:

@@ -164,6 +164,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             etag=info.etag,
             modes=modes_of_dataset(indexed, config),
             documents=documents,
+            content=indexed.content,
         )
         self.files: Sequence[Sequence[TokenFile]] = [[file]]
 
@@ -285,7 +286,13 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         """The scalars that define this order, and what is not seen of its samples, for the state of
         a loader.
         """
-        return self.order_identity() | skips_identity(self.skipped, consumed)
+        dataset = {"dataset": self.identity_key(self.digest)}
+        return self.order_identity() | dataset | skips_identity(self.skipped, consumed)
+
+    def identity_key(self, order_digest: str) -> str:
+        """A digest of a digest of the order, and of what the dataset holds: 16 hex digits."""
+        described = f"{order_digest} {self.indexed.content}"
+        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
     def order_identity(self) -> dict[str, Any]:
         """The scalars that define this order: what built indices depend on."""

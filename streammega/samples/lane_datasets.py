@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from streammega.config import DataConfig
 from streammega.dataset.find import told_of_prefixes
-from streammega.dataset.headers import PairBounds, known_pairs, read_dataset
+from streammega.dataset.headers import PairBounds, content_of, known_pairs, read_dataset
 from streammega.dataset.labels import tokenizers_of
 from streammega.dataset.listing import Told
 from streammega.dataset.token_file import ShardFiles
@@ -116,6 +116,7 @@ def _open_dataset(
             f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
     modes_of_pair = modes_of_pairs(name, pairs, config)
+    content = content_of(pairs)
     files = [
         TokenFile(
             store=pair.store,
@@ -125,6 +126,7 @@ def _open_dataset(
             etag=pair.bin_info.etag,
             modes=modes,
             documents=_documents_of(pair, config),
+            content=content,
         )
         for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]

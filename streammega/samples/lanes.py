@@ -68,8 +68,7 @@ class LaneSource:
         return without_padding(extents, self._all_files, file_of_rows(self, extents))
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define the order, and a digest of sizes and dtype of each dataset with
-        its share.
+        """The scalars that define the order, and a digest of each dataset with its share.
 
         Of the blend schedule it holds what began before `consumed`: the future may still be
         changed. None: all of it.
@@ -81,6 +80,7 @@ class LaneSource:
             if first == 0 or consumed is None or first < consumed
         ]
         _, first_shares = begun[0]
+        digests = digests_of(order, self.files)
         packed = {"packed": True} if self._is_packed else {}
         return packed | {
             "order": "stream",
@@ -92,8 +92,7 @@ class LaneSource:
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
             "datasets": [
-                f"{digest_of(dataset)}*{share}"
-                for dataset, share in zip(order.datasets, first_shares, strict=True)
+                f"{digest}*{share}" for digest, share in zip(digests, first_shares, strict=True)
             ],
             "schedule": [
                 [first, [float(share) for share in shares]] for first, shares in begun[1:]
@@ -219,10 +218,15 @@ def shares_of(weights: Sequence[float]) -> list[str]:
     return [f"{weight / total:.8g}" for weight in relative]
 
 
-def digest_of(dataset: StreamDataset) -> str:
-    """Of the token counts of a dataset's parts and its token width: what its order depends on.
-
-    12 hex digits.
+def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
+    """A digest of each dataset of an order, 12 hex digits: of what it holds, and of the token counts
+    of its parts and its token width, on which the order depends. files: of each dataset, by its
+    number.
     """
-    sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
-    return hashlib.blake2b(sizes.tobytes() + bytes([dataset.itemsize]), digest_size=6).hexdigest()
+    digests = []
+    for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
+        sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
+        content = files[number][0].content
+        described = sizes.tobytes() + bytes([dataset.itemsize]) + content.encode()
+        digests.append(hashlib.blake2b(described, digest_size=6).hexdigest())
+    return digests

@@ -86,7 +86,7 @@ def identity_differences(
 def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
     """A sample before which nothing differs: identities of the past that agree are one order.
 
-    They do not tell datasets of the same sizes apart, so the names are compared too.
+    They do not tell two copies of a dataset apart, so the names are compared too.
     """
     # one may have more of them, in phases to come
     in_both = zip(one.datasets, other.datasets, strict=False)
@@ -107,11 +107,20 @@ def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
 
 
 def _numbers_of(one: Provenance, other: Provenance) -> NDArray[np.int64]:
-    """For each dataset of one, a number that means the same dataset in both."""
-    known: dict[str, int] = {}
-    for name in (*other.datasets, *one.datasets):
-        known.setdefault(redact_urls(name), len(known))
-    return np.array([known[redact_urls(name)] for name in one.datasets], np.int64)
+    """For each dataset of one, a number that means a dataset of the same name and content in both."""
+    known: dict[tuple[str, str], int] = {}
+    for dataset in (*_datasets_of(other), *_datasets_of(one)):
+        known.setdefault(dataset, len(known))
+    return np.array([known[dataset] for dataset in _datasets_of(one)], np.int64)
+
+
+def _datasets_of(provenance: Provenance) -> list[tuple[str, str]]:
+    """The name and the content of each dataset."""
+    files = provenance.source.files
+    return [
+        (redact_urls(name), of_dataset[0].content)
+        for name, of_dataset in zip(provenance.datasets, files, strict=True)
+    ]
 
 
 def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:

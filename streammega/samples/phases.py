@@ -28,7 +28,7 @@ from streammega.samples.lanes import (
     LaneSource,
     blend_of,
     check_lanes,
-    digest_of,
+    digests_of,
     first_order,
     shares_of,
     weights_of,
@@ -133,7 +133,7 @@ class PhasedSource(Phased):
         identity = self.phases[0].identity(consumed)
         identity |= skips_identity(self.skipped, consumed, self._drawn_before(consumed))
         begun = {
-            str(number): _identity_of(source.order)
+            str(number): _identity_of(source.order, self.files)
             for number, source in enumerate(self.phases)
             if number and (consumed is None or source.order.first_sample < consumed)
         }
@@ -239,6 +239,19 @@ def numbers_of(config: DataConfig, split: str) -> dict[Name, int]:
 def prefixes_of(config: DataConfig, split: str) -> list[str]:
     """The prefix of each dataset of a split, by its number over all phases."""
     return [prefix for prefix, _ in numbers_of(config, split)]
+
+
+def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
+    """The name of each dataset, by its path in the identity of an order: "datasets[0]", or
+    "dataset" of a single one, and in phases "phases.1.datasets[0]".
+    """
+    names = {}
+    for number, blend in enumerate(_blends_of(config, split)):
+        phase = f"{PHASES}.{number}." if number else ""
+        for place, (prefix, _) in enumerate(blend.names):
+            names[f"{phase}datasets[{place}]"] = redact_urls(prefix)
+            names[f"{phase}dataset"] = redact_urls(prefix)
+    return names
 
 
 def numbers_of_phases(config: DataConfig, split: str) -> list[list[int]]:
@@ -367,16 +380,15 @@ def source_at(source: SampleSource, sample: int) -> SampleSource:
     return source
 
 
-def _identity_of(order: StreamOrder) -> dict[str, Any]:
+def _identity_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> dict[str, Any]:
     """What defines a later phase: each of its datasets is "number:digest*share"."""
     _, weights = order.schedule[0]
-    datasets = zip(order.dataset_numbers.tolist(), order.datasets, shares_of(weights), strict=True)
+    numbers = order.dataset_numbers.tolist()
+    datasets = zip(numbers, digests_of(order, files), shares_of(weights), strict=True)
     restart = {"restart": sorted(order.restart)} if order.restart else {}
     return restart | {
         "first_sample": order.first_sample,
         "sequence_length": order.sequence_length,
         "lanes": order.lanes,
-        "datasets": [
-            f"{number}:{digest_of(dataset)}*{share}" for number, dataset, share in datasets
-        ],
+        "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
     }

@@ -38,7 +38,7 @@ Integers = NDArray[np.int64]
 class Provenance:
     """What one split of a config is made of, forwards and backwards.
 
-    Nothing but `.idx` files is read, and of these what was asked for. Raises ConfigError for a
+    Of `.idx` files what was asked for is read, and of tokens those of the opening. Raises ConfigError for a
     split that holds nothing, StorageError and FormatError for the files.
 
     Args:

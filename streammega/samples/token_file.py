@@ -22,7 +22,8 @@ class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
     `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where
-    they make the loss mask. `documents`: where they begin, where somebody asks for it.
+    they make the loss mask. `documents`: where they begin, where somebody asks for it. `content`: the
+    digest of its dataset, the same for all files of that.
     """
 
     store: Store
@@ -32,6 +33,7 @@ class TokenFile:
     etag: str = ""
     modes: TokenModes | None = None
     documents: DocumentBounds | None = None
+    content: str = ""
 
     @property
     def url(self) -> str:

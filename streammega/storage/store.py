@@ -117,18 +117,22 @@ def gives_bodies(store: object) -> TypeGuard[BodyStore]:
     return hasattr(store, "read_bodies")
 
 
-class ReadsObjects(Protocol):
-    """A store that reads many small objects for little more than their requests."""
+Part = tuple[ObjectInfo, int, int]
+"""Bytes [start, stop) of an object."""
 
-    def read_objects(self, infos: Sequence[ObjectInfo], at_once: int) -> list[Buffer]:
-        """All of each object, of the size and version that is told, by at most so many requests at
-        once, each tried again by itself. Raises as `Store.read_ranges` does.
+
+class ReadsParts(Protocol):
+    """A store that reads small parts of many objects for little more than their requests."""
+
+    def read_parts(self, parts: Sequence[Part], at_once: int) -> list[Buffer]:
+        """Parts of objects of the version that is told, by at most so many requests at once, each
+        tried again by itself. Raises as `Store.read_ranges` does.
         """
 
 
-def reads_objects(store: object) -> TypeGuard[ReadsObjects]:
-    """Whether a store is a `ReadsObjects`."""
-    return hasattr(store, "read_objects")
+def reads_parts(store: object) -> TypeGuard[ReadsParts]:
+    """Whether a store is a `ReadsParts`."""
+    return hasattr(store, "read_parts")
 
 
 class PlacedWriter(ObjectWriter, Protocol):

@@ -59,7 +59,7 @@ def test_opened_again_it_takes_a_listing_and_one_look_at_an_etag(
 ) -> None:
     server, _ = served
     first, requests = opened(server, tmp_path / "cache")
-    assert requests == PAIRS + 1
+    assert requests == PAIRS + 3, "one of each index, and of the tokens of the first and the last"
     again, requests = opened(server, tmp_path / "cache")
     assert requests == 1
     assert first == again == [(2, 30 + number, "uint16") for number in range(PAIRS)]
@@ -145,15 +145,15 @@ def test_of_very_many_indices_only_some_are_in_memory_at_once(
     expected_parts, _ = opened_blend(server, tmp_path / "cache", "60,40,0")
     read_together = []
 
-    def read(files: Sequence[ShardFiles], readers: int) -> list[Buffer]:
+    def read(files: Sequence[ShardFiles], readers: int, more: Any) -> list[Buffer]:
         read_together.append(len(files))
-        return read_bodies(files, readers)
+        return read_bodies(files, readers, more)
 
     monkeypatch.setattr("streammega.dataset.headers.READ_TOGETHER", 5)
     monkeypatch.setattr("streammega.dataset.headers.read_bodies", read)
-    assert opened(server, tmp_path / "another") == (expected, PAIRS + 1)
+    assert opened(server, tmp_path / "another") == (expected, PAIRS + 3)
     assert read_together == [5, 5, 2]
-    assert opened_blend(server, tmp_path / "third", "60,40,0") == (expected_parts, PAIRS + 1)
+    assert opened_blend(server, tmp_path / "third", "60,40,0") == (expected_parts, 2 * PAIRS + 1)
     (folder / "p11.idx").write_bytes((folder / "p11.idx").read_bytes()[:-8])
     with pytest.raises(FormatError, match=r"p11\.idx"):
         opened(server, tmp_path / "another")
@@ -167,9 +167,9 @@ def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
         shutil.copytree(folder, folder.parent / f"other{number}")
     most_readers = []
 
-    def read(files: Sequence[ShardFiles], readers: int) -> list[Buffer]:
+    def read(files: Sequence[ShardFiles], readers: int, more: Any) -> list[Buffer]:
         most_readers.append(readers)
-        return read_bodies(files, readers)
+        return read_bodies(files, readers, more)
 
     monkeypatch.setattr("streammega.dataset.headers.read_bodies", read)
     names = ["s3://b/web/", *(f"s3://b/other{number}/" for number in range(3))]
@@ -195,11 +195,11 @@ def test_what_was_read_is_not_held_for_pointers_where_it_is_much(
     server, _ = served
     monkeypatch.setattr("streammega.dataset.headers.are_small", lambda files: are_small)
     expected, requests = opened_blend(server, tmp_path / "cache", "60,40,0")
-    assert requests == PAIRS + 1
+    assert requests == 2 * PAIRS + 1
     monkeypatch.setattr("streammega.dataset.headers.MOST_KEPT_BYTES", 0)
     parts, requests = opened_blend(server, tmp_path / "another", "60,40,0")
     assert parts == expected
-    assert requests == PAIRS + 1 + PAIRS
+    assert requests == 2 * PAIRS + 1 + PAIRS
 
 
 def test_headers_that_are_not_those_of_the_shards_are_an_error_that_names_the_file(
@@ -222,7 +222,7 @@ def test_without_room_for_them_headers_are_read_each_time(
     (tmp_path / "cache").write_text("a file where a folder should be")
     for _ in range(2):
         bounds, requests = opened(server, tmp_path / "cache")
-        assert (len(bounds), requests) == (PAIRS, PAIRS + 1)
+        assert (len(bounds), requests) == (PAIRS, PAIRS + 3)
 
 
 def opened_blend(
@@ -250,7 +250,7 @@ def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
     server, folder = served
     pointers = 0 if split == "1,0,0" else PAIRS  # each is cut at its second sequence
     first, requests = opened_blend(server, tmp_path / "cache", split)
-    assert requests == PAIRS + 1
+    assert requests == 2 * PAIRS + 1, "one of each index, and of the tokens of each"
     again, requests = opened_blend(server, tmp_path / "cache", split)
     assert requests == pointers + 1
     assert first == again

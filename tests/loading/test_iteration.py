@@ -549,71 +549,14 @@ def test_weights_of_the_same_shares_are_the_same_order(
         )
 
 
-STATES_OF_VERSION_1: dict[str, Any] = {
-    "stream": {
-        "version": 1,
-        "consumed_samples": 48,
-        "batch_offset": 0,
-        "identity": {
-            "order": "stream",
-            "order_version": 1,
-            "split": "train",
-            "sequence_length": 16,
-            "add_extra_token": True,
-            "seed": 1234,
-            "lanes": 1024,
-            "block_bytes": 262144,
-            "datasets": ["40dbcafeb362*0.1", "f26615e302f5*0.33333333"],
-            "schedule": [[24, [3.0, 1.0]]],
-        },
-        "fingerprint": "295586880163dc211e1989fa4adac515",
-    },
-    "megatron": {
-        "version": 1,
-        "consumed_samples": 48,
-        "batch_offset": 0,
-        "identity": {
-            "order": "megatron",
-            "order_version": 1,
-            "split": "train",
-            "sequence_length": 16,
-            "seed": 1234,
-            "add_extra_token": True,
-            "drop_last": True,
-            "num_samples": 104,
-            "exhaustive": False,
-            "datasets": ["30c92e5c788e*0.23076923", "7b7d7341e389*0.76923077"],
-        },
-        "fingerprint": "e56fa196130d1a58d6e951d2e0d7fb94",
-    },
-}
-"""Written by the release before states were flat."""
-
-
-@pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_state_of_the_first_version_goes_on(
-    pair: str, config: DataConfig, tmp_path: Path, order: Any
+@pytest.mark.parametrize("version", [1, 3, 5, True, "4", None])
+def test_a_state_of_another_version_is_refused_by_its_version(
+    config: DataConfig, version: Any
 ) -> None:
-    write_random_pair(str(tmp_path / "b"), seed=1)
-    config = replace(
-        config, order=order, blend=[(pair, 0.1), (str(tmp_path / "b"), 1 / 3)], split="1,0,0"
-    )
-    if order == "stream":
-        config = replace(config, blend_schedule=((24, (3.0, 1.0)), (1000, (1.0, 1.0))))
-    state = STATES_OF_VERSION_1[order]
     with StreamLoader(config, **SIZES) as loader:
-        loader.load_state_dict(state)
-        assert loader.consumed_samples == 48
-        assert loader.state_dict()["version"] == 2
-    with (
-        StreamLoader(replace(config, seed=5), **SIZES) as loader,
-        pytest.raises(StateError, match="seed"),
-    ):
-        loader.load_state_dict(state)
-    if order == "stream":
-        changed = replace(config, blend=[(pair, 0.1), (str(tmp_path / "b"), 0.3333)])
-        with StreamLoader(changed, **SIZES) as loader, pytest.raises(StateError, match="datasets"):
-            loader.load_state_dict(state)
+        state = loader.state_dict()
+        with pytest.raises(StateError, match=r"has version .*, this release reads version 4"):
+            loader.load_state_dict({**state, "version": version})
 
 
 @settings(max_examples=25)

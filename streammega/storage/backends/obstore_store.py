@@ -42,6 +42,7 @@ from streammega.storage.store import (
     NotListedBetween,
     ObjectInfo,
     ObjectWriter,
+    Part,
     Span,
     check_object_key,
     checked,
@@ -77,7 +78,7 @@ _OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
 _NO_SIZE = "Content-Length Header missing"
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come, so that they are never in memory twice."""
-OBJECTS_TOGETHER = 16
+PARTS_TOGETHER = 16
 """Small objects that a thread reads one after the other before it looks for more."""
 PAGE = 1000
 """Objects of a listing that are handed to Python at once: those of one answer. Of fewer, each hand-over
@@ -229,38 +230,40 @@ class ObstoreStore:
             self._fall_back_from_ranges(key, error)
             return self.read_bodies(key, spans, etag)
 
-    def read_objects(self, infos: Sequence[ObjectInfo], at_once: int) -> list[Buffer]:
-        """One GET each, as `store.ReadsObjects` says."""
+    def read_parts(self, parts: Sequence[Part], at_once: int) -> list[Buffer]:
+        """One GET each, as `store.ReadsParts` says."""
         instead = self._after_fork() or self._fallback
         if instead is not None:
 
-            def read_instead(info: ObjectInfo) -> Buffer:
-                return instead.read_ranges(self._full(info.key), [0], [info.size], info.etag)[0]
+            def read_instead(part: Part) -> Buffer:
+                info, start, stop = part
+                return instead.read_ranges(self._full(info.key), [start], [stop], info.etag)[0]
 
-            return each(read_instead, infos, at_once)
+            return each(read_instead, parts, at_once)
         client, _ = self._client()
 
-        def read_some(some: Sequence[ObjectInfo]) -> list[Buffer]:
-            return [self._policy.call(partial(self._read_object, client, info)) for info in some]
+        def read_some(some: Sequence[Part]) -> list[Buffer]:
+            return [self._policy.call(partial(self._read_part, client, part)) for part in some]
 
         # Several to a thread at a time: handing one over costs as much as a small answer does.
-        few = max(1, min(OBJECTS_TOGETHER, len(infos) // (4 * at_once)))
-        parts = [infos[first : first + few] for first in range(0, len(infos), few)]
-        return [body for bodies in each(read_some, parts, at_once) for body in bodies]
+        few = max(1, min(PARTS_TOGETHER, len(parts) // (4 * at_once)))
+        groups = [parts[first : first + few] for first in range(0, len(parts), few)]
+        return [body for bodies in each(read_some, groups, at_once) for body in bodies]
 
-    def _read_object(self, client: Any, info: ObjectInfo) -> Buffer:
-        """All of an object, by one try."""
+    def _read_part(self, client: Any, part: Part) -> Buffer:
+        """Part of an object, by one try."""
+        info, start, stop = part
         key = info.key
-        if info.size == 0:
+        if start == stop:
             return memoryview(b"")  # there is no range request for no bytes
         try:
-            answer = self._get(client, key, 0, info.size, info.etag)
+            answer = self._get(client, key, start, stop, info.etag)
             body = memoryview(answer.bytes())
         except BaseException as error:
             self._fall_back_from_ranges(key, error)
-            return self.read_objects([info], at_once=1)[0]
-        if len(body) != info.size:
-            raise wrong_length(self.url(key), 0, info.size, len(body))
+            return self.read_parts([part], at_once=1)[0]
+        if len(body) != stop - start:
+            raise wrong_length(self.url(key), start, stop, len(body))
         return body
 
     def _fall_back_from_ranges(self, key: str, error: BaseException) -> None:

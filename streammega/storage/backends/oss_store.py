@@ -13,7 +13,15 @@ from streammega.storage.backends.oss import obstore_arguments
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.oss_native import OssNativeStore
 from streammega.storage.locks import process_lock
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, ended_early
+from streammega.storage.store import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Part,
+    Span,
+    ended_early,
+)
 
 Result = TypeVar("Result")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -47,9 +55,9 @@ class OssStore(ObstoreStore):
         """The same, their bodies as they came."""
         return self._renewing(lambda: super(OssStore, self).read_bodies(key, spans, etag))
 
-    def read_objects(self, infos: Sequence[ObjectInfo], at_once: int) -> list[Buffer]:
+    def read_parts(self, parts: Sequence[Part], at_once: int) -> list[Buffer]:
         """One GET each; a refused key is renewed once."""
-        return self._renewing(lambda: super(OssStore, self).read_objects(infos, at_once))
+        return self._renewing(lambda: super(OssStore, self).read_parts(parts, at_once))
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
