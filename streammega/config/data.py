@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from streammega.config.skips import (
     skipped_lists,
     skipped_names,
 )
-from streammega.config.storage import MiB, StorageConfig
+from streammega.config.storage import MiB, StorageConfig, with_prefixes
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
@@ -134,11 +134,18 @@ class DataConfig(FieldsConfig):
     """
     storage: StorageConfig = field(default_factory=StorageConfig)
     """How its bytes are fetched."""
+    storage_by_prefix: Mapping[str, StorageConfig] = field(default_factory=dict)
+    """Storage of another account, endpoint or region: {"s3://other/": StorageConfig}. The longest
+    prefix that a URL begins with counts; for all other URLs it is `storage`. A value says transport,
+    storage_options, timeout, stall_timeout and upload_part_bytes; the rest is `storage`'s, for it
+    counts for the whole loader.
+    """
 
     def __repr__(self) -> str:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
         self._check_blends()
         super().__post_init__()
         self._check_numbers()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 from streammega.config.setting_checks import check_number, checked_folder
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,6 +35,17 @@ STORAGE_LEAST = {
     "upload_part_bytes": 5 * MiB,
 }
 """The least that fields of StorageConfig may be; of parts of an upload it is S3's own."""
+
+
+SETTINGS_OF_A_STORE = (
+    "transport",
+    "storage_options",
+    "timeout",
+    "stall_timeout",
+    "upload_part_bytes",
+)
+"""Fields of StorageConfig that each account or endpoint may have for itself."""
+_BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +113,8 @@ class StorageConfig:
     """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
     hedge: bool = True
     """Send a second request for one that takes far longer than others did."""
+    # Not a setting: `with_prefixes` sets it.
+    _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "obstore", "fsspec"):
@@ -122,6 +138,11 @@ class StorageConfig:
         if self.cache_dir:
             # the way to set a field of what is frozen
             object.__setattr__(self, "cache_dir", checked_folder("cache_dir", self.cache_dir))
+
+    def for_url(self, url: str) -> StorageConfig:
+        """The settings of the longest prefix that a URL begins with; these, where none does."""
+        prefixes = [prefix for prefix in self._by_prefix if url.startswith(prefix)]
+        return self._by_prefix[max(prefixes, key=len)] if prefixes else self
 
 
 def load_storage(path: str) -> StorageConfig:
@@ -158,3 +179,32 @@ def load_storage(path: str) -> StorageConfig:
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def with_prefixes(storage: StorageConfig, by_prefix: Mapping[str, StorageConfig]) -> StorageConfig:
+    """`storage`, but for URLs that begin with a prefix what `by_prefix` has of SETTINGS_OF_A_STORE.
+
+    Raises ConfigError for a prefix without a bucket, and for other settings that differ.
+    """
+    routed = replace(storage)
+    chosen = {}
+    for prefix, other in by_prefix.items():
+        where = f"storage_by_prefix[{redact_urls(str(prefix))!r}]"
+        if not isinstance(prefix, str) or not _BUCKET.match(prefix):
+            raise ConfigError(
+                f"{where}: is no beginning of URLs; write the scheme, the bucket or host, and a slash: "
+                "'s3://bucket/'"
+            )
+        if not isinstance(other, StorageConfig):
+            raise ConfigError(f"{where}: is a {type(other).__name__}; it must be a StorageConfig")
+        for item in fields(StorageConfig):
+            value = getattr(other, item.name)
+            is_of_a_store = item.name in SETTINGS_OF_A_STORE
+            if not is_of_a_store and value not in (item.default, getattr(storage, item.name)):
+                raise ConfigError(
+                    f"{where}: {item.name} counts for the whole loader; set it in storage"
+                )
+        own = {name: getattr(other, name) for name in SETTINGS_OF_A_STORE}
+        chosen[prefix] = replace(storage, **own)
+    object.__setattr__(routed, "_by_prefix", chosen)
+    return routed

@@ -104,6 +104,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     Nothing is connected yet: clients open at the first read, once per process.
     Raises ConfigError for a URL without a bucket or a transport that cannot serve its scheme.
     """
+    config = config.for_url(url)
     raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
         local: Store = LocalStore() if config.local == "mmap" else PreadStore(config)
@@ -168,7 +169,7 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         bucket, _, _ = path.partition("/")
         root = "" if key == path else f"{bucket}/"
         return StoreFiles(store, root), path
-    options = driver_options(scheme, config) if is_remote(url) else {}
+    options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
     if "::" in url and _is_no_chain(url):

@@ -26,6 +26,7 @@ from streammega.train.config import RunConfig
 
 MAY_DIFFER = {
     "storage",
+    "storage_by_prefix",
     "index_cache_dir",
     "shared_index_url",
     "out_dir",

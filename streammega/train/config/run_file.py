@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ from typing import Any, get_type_hints
 
 import dacite
 
-from streammega.config import PhaseConfig
+from streammega.config import PhaseConfig, StorageConfig
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 from streammega.train.config.whole_run import RunConfig
 
 if sys.version_info >= (3, 11):
@@ -59,6 +61,13 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     settings = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float})
     try:
         return dacite.from_dict(RunConfig, table, settings)
+    except dacite.WrongTypeError as error:
+        if "storage" not in str(error.field_path):
+            raise ConfigError(f"{path}: {error}") from None
+        # without its value, which may be a secret
+        raise ConfigError(
+            f"{path}: {error.field_path} must be of type {error.field_type}"
+        ) from None
     except dacite.DaciteError as error:
         raise ConfigError(f"{path}: {error}") from None
     except TypeError as error:
@@ -143,6 +152,11 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
             raise ConfigError(f"unknown setting {path}{name}; {_hint(name, known, path)}")
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(value, hints[name], f"{path}{name}.")
+        if name == "storage_by_prefix" and isinstance(value, Mapping):
+            for prefix, storage in value.items():
+                if isinstance(storage, Mapping):
+                    inner_path = f"{path}{name}.{json.dumps(redact_urls(prefix))}."
+                    _check_names(storage, StorageConfig, inner_path)
     if kind is RunConfig:
         for section in ("data", "model", "train"):
             if section not in table:

@@ -1,0 +1,170 @@
+"""One blend over two accounts or endpoints: each URL has the storage of its longest prefix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.cli.main import main
+from streammega.errors import ConfigError, StorageError
+from streammega.train.config import load_run
+from tests.conftest import write_random_pair
+from tests.support.servers import KEY, S3, moto_server
+
+OTHER_SECRET = "secret-of-the-other-account"
+SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def servers(moto: S3) -> Iterator[tuple[S3, S3]]:
+    """Two endpoints: a bucket `near` on one, `far` on the other."""
+    with moto_server() as other:
+        for server, bucket in ((moto, "near"), (other, "far")):
+            server.client().create_bucket(Bucket=bucket)
+            storage = StorageConfig(storage_options=server.options)
+            with IndexedDatasetWriter(f"s3://{bucket}/data/web", np.uint16, storage=storage) as out:
+                for document in range(40):
+                    out.add_item(np.arange(50) + len(bucket) + document)
+                    out.end_document()
+        yield moto, other
+
+
+def options_of(server: S3) -> dict[str, Any]:
+    return {"key": KEY, "secret": OTHER_SECRET, "endpoint_url": server.endpoint}
+
+
+def config_of(servers: tuple[S3, S3], order: Any, cache: Path, **settings: Any) -> DataConfig:
+    near, far = servers
+    return DataConfig(
+        **{
+            "blend": [("s3://near/data/web", 0.5), ("s3://far/data/web", 0.5)],
+            "sequence_length": 16,
+            "order": order,
+            "num_samples": (100, 0, 0),
+            "index_cache_dir": cache,
+            "storage": StorageConfig(storage_options=near.options, retries=1),
+            "storage_by_prefix": {"s3://far/": StorageConfig(storage_options=options_of(far))},
+            **settings,
+        }
+    )
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_blend_over_two_endpoints_is_read_and_resumed(
+    servers: tuple[S3, S3], tmp_path: Path, order: str
+) -> None:
+    config = config_of(servers, order, tmp_path)
+    with StreamLoader(config, **SIZES) as loader:
+        batches = [batch["tokens"].numpy().copy() for batch in loader]
+        loader.seek(8)
+        state = json.dumps(loader.state_dict())
+    assert len(batches) == 50
+    with StreamLoader(replace(config, seed=config.seed), **SIZES) as loader:
+        loader.load_state_dict(json.loads(state))
+        np.testing.assert_array_equal(next(iter(loader))["tokens"].numpy(), batches[4])
+    for secret in (OTHER_SECRET, KEY):
+        assert secret not in state
+        assert secret not in repr(config)
+    without = replace(config, storage_by_prefix={})
+    with pytest.raises(StorageError, match="far") as caught:
+        StreamLoader(without, **SIZES)
+    assert OTHER_SECRET not in str(caught.value)
+
+
+def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3]) -> None:
+    near, far = servers
+    by_prefix = {
+        "s3://far/": StorageConfig(storage_options=near.options, timeout=1.0),
+        "s3://far/data/": StorageConfig(storage_options=options_of(far), timeout=2.0),
+    }
+    config = config_of(servers, "stream", Path("unused"), storage_by_prefix=by_prefix)
+    for url, timeout in (
+        ("s3://far/other", 1.0),
+        ("s3://far/data/web.idx", 2.0),
+        ("s3://farther/data", 60.0),
+        ("/far/data", 60.0),
+    ):
+        assert config.storage.for_url(url).timeout == timeout
+    assert config.storage.for_url("s3://far/x").retries == 1, "as all of the loader"
+    assert replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").timeout == 60.0
+
+
+@pytest.mark.parametrize(
+    ("by_prefix", "words"),
+    [
+        ({"s3://far": StorageConfig()}, r"'s3://far'.*and a slash"),
+        ({"/data/": StorageConfig()}, "is no beginning of URLs"),
+        ({"s3://far/": {"key": OTHER_SECRET}}, "is a dict; it must be a StorageConfig"),
+        ({"s3://far/": StorageConfig(max_requests=3)}, "max_requests counts for the whole loader"),
+        ({"s3://u:secret@far/": {}}, r"s3://\*\*\*@far/"),
+    ],
+)
+def test_what_is_no_storage_of_a_prefix_is_refused(by_prefix: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        DataConfig(blend="x", sequence_length=8, storage_by_prefix=by_prefix)
+    assert OTHER_SECRET not in str(caught.value)
+
+
+def write_run(path: Path, servers: tuple[S3, S3], more: str = "") -> None:
+    near, far = servers
+    path.write_text(
+        '[data]\nblend = ["0.5", "s3://near/data/web", "0.5", "s3://far/data/web"]\n'
+        f'sequence_length = 16\norder = "stream"\nindex_cache_dir = "cache"\n'
+        f'[data.storage.storage_options]\nkey = "{KEY}"\nsecret = "x"\n'
+        f'endpoint_url = "{near.endpoint}"\n'
+        f'[data.storage_by_prefix."s3://far/"]\ntimeout = 20\n{more}'
+        f'[data.storage_by_prefix."s3://far/".storage_options]\nkey = "{KEY}"\n'
+        f'secret = "{OTHER_SECRET}"\nendpoint_url = "{far.endpoint}"\n'
+        "[model]\nvocab_size = 50304\n[train]\niters = 10\nmicro_batch_size = 1\n"
+        'global_batch_size = 2\nout_dir = "out"\n'
+    )
+
+
+def test_commands_of_a_run_file_read_both_endpoints(
+    servers: tuple[S3, S3],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run.toml"), servers)
+    for command in (
+        ["describe", "run.toml"],
+        ["order-report", "run.toml"],
+        ["trace", "run.toml", "--step", "1"],
+        ["diff-orders", "run.toml", "run.toml"],
+    ):
+        assert main(command) == 0, capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert OTHER_SECRET not in shown.out + shown.err
+    assert OTHER_SECRET not in repr(load_run("run.toml"))
+
+
+def test_a_mistyped_setting_of_a_prefix_is_named_without_its_value(
+    servers: tuple[S3, S3], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.toml"
+    write_run(path, servers, f'stall_timout = "{OTHER_SECRET}"\n')
+    with pytest.raises(ConfigError, match=r"did you mean .*stall_timeout") as caught:
+        load_run(str(path))
+    assert OTHER_SECRET not in str(caught.value)
+    write_run(path, servers, f'stall_timeout = "{OTHER_SECRET}"\n')
+    with pytest.raises(ConfigError, match="stall_timeout") as caught:
+        load_run(str(path))
+    assert OTHER_SECRET not in str(caught.value)
+
+
+def test_local_files_stand_beside_them(servers: tuple[S3, S3], tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "local"))
+    config = config_of(
+        servers, "stream", tmp_path, blend=[str(tmp_path / "local"), "s3://far/data/web"]
+    )
+    with StreamLoader(config, **SIZES) as loader:
+        assert next(iter(loader))["tokens"].shape == (2, 16)
