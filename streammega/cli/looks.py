@@ -150,9 +150,14 @@ def order_report(
     from streammega.cli import order_report as reporting
     from streammega.config import DataConfig
 
-    if blend[0].endswith(RUN):
-        _check_of_a_blend(context, blend[0], plot)
+    is_run = blend[0].endswith(RUN)
+    if is_run:
+        _check_of_a_blend(context, blend[0])
         reports = _reports_of_run(blend[0], blend[1:], ranks, steps)
+        if plot and len(reports) > 1:
+            raise ConfigError(
+                f"--plot: draws one order, and {blend[0]} has {len(reports)} phases; leave it out"
+            )
     else:
         config = DataConfig(
             blend=_blend_of(blend),
@@ -170,6 +175,11 @@ def order_report(
         typer.echo(json.dumps([reporting.as_values(report) for report in reports], indent=1))
     else:
         typer.echo("\n".join(reporting.as_text(report, ranks) for report in reports))
+        if is_run and not _is_given(context, "ranks"):
+            typer.echo(
+                f"note: a run's file does not name the number of data-parallel ranks; {ranks} are "
+                "assumed: give --ranks"
+            )
     if plot:
         reporting.write_plot(reports[0], plot)
         typer.echo(f"plot written to {plot}", err=as_json)
@@ -192,14 +202,17 @@ def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> 
     return phase_reports(run.provenance.source, run.steps.schedule, ranks, steps, run.end)
 
 
-def _check_of_a_blend(context: typer.Context, path: str, plot: str | None) -> None:
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option."""
+    given_by = context.get_parameter_source(name)
+    return given_by is not None and given_by.name == "COMMANDLINE"
+
+
+def _check_of_a_blend(context: typer.Context, path: str) -> None:
     """Raise ConfigError for options that a run's file says otherwise."""
     for name in (*OF_A_BLEND, "storage", "storage_file"):
-        given_by = context.get_parameter_source(name)
-        if given_by is not None and given_by.name == "COMMANDLINE":
+        if _is_given(context, name):
             option = name.replace("_", "-")
             raise ConfigError(
                 f"--{option}: {path} says it; to measure another, put section.name=value behind it"
             )
-    if plot is not None:
-        raise ConfigError(f"--plot: is of one order, and {path} may have several phases")

@@ -40,14 +40,14 @@ FAR_MORE = 1.5
 class OrderReport:
     """Figures of `samples` samples from `first_sample` on, where a phase begins.
 
-    `blend_drift`: largest distance from the target share, in samples, by prefix. `phase`: its
-    number; None where there is but one.
+    `blend_drift`: largest distance from the target share, in samples, by prefix. `plan`: None where
+    lanes share blocks, see `_plan_of_a_rank`. `phase`: its number; None where there is but one.
     """
 
     samples: int
     quality: ShuffleQuality
     full: ShuffleQuality
-    plan: FetchPlan
+    plan: FetchPlan | None
     open_bytes: int
     blend_prefixes: list[int]
     blend_drift: list[float]
@@ -136,10 +136,15 @@ def _report(
 
 def _plan_of_a_rank(
     config: DataConfig, source: SampleSource, order: StreamOrder | None, ids: NDArray[np.int64]
-) -> FetchPlan:
+) -> FetchPlan | None:
     """What one rank would fetch for its samples: in the stream order whole blocks, each open in a
     lane of its own; else every sample by itself.
+
+    None where a dataset has fewer blocks than there are lanes, which share them: how often the
+    loader then reads a block depends on what its memory holds.
     """
+    if order is not None and (order.geometry.groups > 1).any():
+        return None
     itemsize = max(file.dtype.itemsize for files in source.files for file in files)
     holders = ids
     block_tokens = config.sequence_length
@@ -165,7 +170,8 @@ def as_values(report: OrderReport) -> dict[str, Any]:
     for name in ("quality", "full"):
         figures = values[name]
         values[name] = {key: None if np.isnan(of) else of for key, of in figures.items()}
-    values["plan"]["amplification"] = report.plan.amplification
+    if report.plan is not None:
+        values["plan"]["amplification"] = report.plan.amplification
     return values
 
 
@@ -178,12 +184,17 @@ def as_text(report: OrderReport, dp_size: int) -> str:
     for name, title in NAMES.items():
         lines.append(f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}")
     plan = report.plan
-    fetched = plan.fetched_bytes / MiB
     blocks = report.open_bytes / MiB
-    lines.append(
-        f"each of {dp_size} ranks: {plan.requests:,} requests, {fetched:,.1f} MiB fetched, "
-        f"{plan.amplification:.4f} for each byte used; up to {blocks:,.0f} MiB of blocks open"
+    forecast = (
+        "requests and bytes cannot be told: the data has fewer blocks than lanes, which share them, "
+        "and the loader reads a block far less than once for each lane"
     )
+    if plan is not None:
+        forecast = (
+            f"{plan.requests:,} requests, {plan.fetched_bytes / MiB:,.1f} MiB fetched, "
+            f"{plan.amplification:.4f} for each byte used; up to {blocks:,.0f} MiB of blocks open"
+        )
+    lines.append(f"each of {dp_size} ranks: {forecast}")
     if report.blend_drift:
         lines.append(
             f"blend: at most {max(report.blend_drift):.1f} samples from its target at any of "
@@ -214,7 +225,7 @@ def _notes(report: OrderReport) -> list[str]:
             f"- stands where {report.samples:,} samples are too few for a figure; "
             f"look at more --steps"
         )
-    if report.plan.amplification > FAR_MORE:
+    if report.plan is not None and report.plan.amplification > FAR_MORE:
         notes.append(
             "more is fetched than used, since every lane has a block open, of which so few samples "
             "take little: over a whole epoch each byte is fetched about once; look at more --steps"

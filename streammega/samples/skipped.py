@@ -23,6 +23,7 @@ from streammega.samples.skipped_checks import check_ids, check_room
 from streammega.samples.skipped_names import NamedShards, ShardPlace, documents_of_list
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage.fetch.threads import each
+from streammega.storage.open import resolved
 
 Integers = NDArray[np.int64]
 OPENERS = 16
@@ -183,11 +184,13 @@ def skipped_tokens(
         OPENERS,
     )
     named = NamedShards(prefixes=prefixes, shards=shards)
+    same_shards = _same_shards(shards)
     documents_of_first: dict[int, dict[ShardPlace, list[Integers]]] = {}
     for skipped in skips:
         documents = documents_of_first.setdefault(skipped.first_sample, {})
-        for place, numbers in documents_of_list(skipped, named, config.storage).items():
-            documents.setdefault(place, []).append(numbers)
+        for found, numbers in documents_of_list(skipped, named, config.storage).items():
+            for place in same_shards[found]:
+                documents.setdefault(place, []).append(numbers)
     lists = []
     stretches = []
     for first in sorted(documents_of_first):
@@ -200,6 +203,22 @@ def skipped_tokens(
         stretches.append(found)
     check_ids([found.starts for found in stretches], files, config.eod_id)
     return SkippedTokens(*disjoint_stretches(stretches), lists)
+
+
+def _same_shards(
+    shards: Sequence[Sequence[ShardDocuments]],
+) -> dict[ShardPlace, list[ShardPlace]]:
+    """For each shard all places of the blend that are the same stored shard, itself among them: `web`
+    and `./web`, or `web@1` and `web`, hold the same documents.
+    """
+    places_of_url: dict[str, list[ShardPlace]] = {}
+    url_of_place = {}
+    for dataset, of_dataset in enumerate(shards):
+        for number, shard in enumerate(of_dataset):
+            place = ShardPlace(dataset, number)
+            url_of_place[place] = resolved(shard.files.url)
+            places_of_url.setdefault(url_of_place[place], []).append(place)
+    return {place: places_of_url[url] for place, url in url_of_place.items()}
 
 
 def _lay_out(

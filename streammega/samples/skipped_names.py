@@ -210,14 +210,28 @@ def _by_origin(words: Sequence[str], named: NamedShards, datasets: Sequence[int]
                 found.setdefault(word, set()).add((place, document))
     if found and without:
         # they may have documents of the same names
-        log.warning(
-            "skip_documents: %d names are ids or places, by which no document of %s is skipped: "
-            "of %d shards there are no origins (convert --origins) that may be read",
-            len(found),
-            redact_urls(", ".join(without[:SHOWN])),
-            len(without),
-        )
+        _warn_of_shards_without_origins(tuple(words), len(found), without)
     return found
+
+
+_warned_of: set[tuple[tuple[str, ...], str]] = set()
+"""Lists of names, and the first shard in which they were not looked for."""
+
+
+def _warn_of_shards_without_origins(
+    words: tuple[str, ...], num_found: int, without: Sequence[str]
+) -> None:
+    """Warn once for a list of names: a run opens its datasets again whenever a version joins."""
+    if (words, without[0]) in _warned_of:
+        return
+    _warned_of.add((words, without[0]))
+    log.warning(
+        "skip_documents: %d names are ids or places, by which no document of %s is skipped: "
+        "of %d shards there are no origins (convert --origins) that may be read",
+        num_found,
+        redact_urls(", ".join(without[:SHOWN])),
+        len(without),
+    )
 
 
 def _unknown(words: Sequence[str], named: NamedShards, datasets: Sequence[int]) -> str:

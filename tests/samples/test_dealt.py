@@ -170,7 +170,10 @@ def test_options_that_would_be_passed_over_are_refused(
 ) -> None:
     for command, message in (
         (["order-report", run_file, "--seed", "3"], "--seed: run.toml says it; to measure another"),
-        (["order-report", run_file, "--plot", "r.png"], "--plot: is of one order"),
+        (
+            ["order-report", run_file, "--plot", "r.png"],
+            "--plot: draws one order, and run.toml has 4 phases",
+        ),
         (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer: is of a dataset"),
         (["describe", WEB, "--json"], "--json: is of a run's file"),
         (["describe", run_file, "--last-step", "95"], "--last-step 95: steps are counted from 1"),

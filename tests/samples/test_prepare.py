@@ -13,9 +13,9 @@ import pytest
 
 from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
-from streammega.cli.order_report import as_text, order_report
+from streammega.cli.order_report import as_text, as_values, order_report
 from streammega.errors import ConfigError
-from streammega.order.quality import shuffle_quality
+from streammega.order.quality import FetchPlan, shuffle_quality
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
@@ -165,8 +165,21 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
         2,
         4,
     )
-    assert "every lane has a block open" not in as_text(made, 2)
-    fetched = replace(made, plan=replace(made.plan, fetched_bytes=36 * made.plan.useful_bytes))
+    assert made.plan is None
+    assert "requests and bytes cannot be told" in as_text(made, 2)
+    assert as_values(made)["plan"] is None
+    large = order_report(
+        DataConfig(
+            blend="mock://tokens=1000000,length=1000", sequence_length=64, order="stream", lanes=4
+        ),
+        "train",
+        4,
+        2,
+        4,
+    )
+    assert large.plan is not None, "each lane has blocks of its own"
+    assert " requests, " in as_text(large, 2)
+    fetched = replace(made, plan=FetchPlan(requests=1, fetched_bytes=36, useful_bytes=1))
     assert "36.0000 for each byte used" in as_text(fetched, 2)
     assert "every lane has a block open" in as_text(fetched, 2)
     (axes,) = drawn[0].axes  # of one dataset there is no blend to draw

@@ -641,6 +641,48 @@ def test_numbers_of_datasets_named_in_full_need_no_origins(tmp_path: Path) -> No
         skipped_of(replace(config, skip_documents=["id-3"]))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_document_is_skipped_in_every_dataset_that_holds_its_shard(
+    tmp_path: Path, order: str, first: int
+) -> None:
+    write_shard(f"{tmp_path}/web/web", np.random.default_rng(0), 20)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(tmp_path / "web" / f"web{suffix}")
+    blend = [
+        f"{tmp_path}/web/web",
+        f"{tmp_path}/web/",
+        f"{tmp_path}/web/../web/web",
+        f"{tmp_path}/link",
+    ]
+    config = config_of(
+        tmp_path,
+        order,
+        blend=[(name, 0.25) for name in blend],
+        skip_documents={blend[first]: [f"{blend[first].rstrip('/')}#5"]},
+    )
+    source = Provenance(config, global_batch_size=GLOBAL).source
+    assert source.skipped is not None
+    per_file: dict[int, list[tuple[int, int]]] = {}
+    for file, start, stop, _ in source.skipped.stretches():
+        per_file.setdefault(file, []).append((start, stop))
+    assert sorted(per_file) == [0, 1, 2, 3]
+    assert all(stretches == per_file[0] for stretches in per_file.values())
+
+
+def test_the_warning_of_names_comes_once_however_often_a_run_opens_its_datasets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        write_shard(f"{tmp_path}/{name}", rng, 20)
+    (tmp_path / "b.origins").unlink()
+    config = config_of(tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"], skip_documents=["id-1"])
+    for _ in range(3):
+        skipped_of(config)
+    assert caplog.text.count("no document of") == 1
+
+
 def test_shards_in_which_ids_are_not_looked_for_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
