@@ -188,8 +188,8 @@ def skipped_tokens(
     documents_of_first: dict[int, dict[ShardPlace, list[Integers]]] = {}
     for skipped in skips:
         documents = documents_of_first.setdefault(skipped.first_sample, {})
-        for found, numbers in documents_of_list(skipped, named, config.storage).items():
-            for place in same_shards[found]:
+        for named_place, numbers in documents_of_list(skipped, named, config.storage).items():
+            for place in same_shards[named_place]:
                 documents.setdefault(place, []).append(numbers)
     lists = []
     stretches = []
