@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 
 from streammega.config import StorageConfig
@@ -17,7 +18,7 @@ from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
-from streammega.storage.open import is_remote
+from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import written_whole
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,28 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
         raise ConvertError(f"{place}: cannot be written: {folder} is a file, not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
+
+
+def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
+    """Warn where the disk of the output cannot be thought to hold it.
+
+    Text becomes tokens of about half its bytes, which lie in the work folder and then in shards. A
+    quarter of the inputs' bytes, as they are stored, is less than nearly all conversions need.
+    """
+    if is_remote(prefix):
+        return
+    folder = os.path.dirname(local_path(prefix))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    stored = sum(item.size for item in inputs)
+    if stored // 4 > free:
+        log.warning(
+            "%s: its disk has %.1f GB left, which will hardly do for inputs of %.1f GB",
+            prefix,
+            free / 1e9,
+            stored / 1e9,
+        )
 
 
 def _remove_probe(store: Store, key: str, place: str, why_delete: str) -> None:

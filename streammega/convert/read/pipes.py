@@ -22,6 +22,7 @@ import xxhash
 from streammega.config import StorageConfig
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
 from streammega.convert.read.slices import open_stream
+from streammega.dataset.manifest import MANIFEST
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.errors.redaction import redact_urls
@@ -58,6 +59,20 @@ def check_output(output: str) -> None:
         raise ConfigError(
             f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
             f"pipe cannot take; give a prefix, out/web for instance"
+        )
+    shown = redact_urls(output)
+    _, scheme, path = output.partition("://")
+    if scheme and "/" not in path.rstrip("/") and is_remote(output):
+        raise ConfigError(
+            f"{shown!r}: is a bucket; give a name in it, {shown.rstrip('/')}/web for instance"
+        )
+    if output.endswith(MANIFEST):
+        raise ConfigError(
+            f"{shown!r}: is the name of a manifest; give the prefix {shown.removesuffix(MANIFEST)!r}"
+        )
+    if os.path.isdir(output):
+        raise ConfigError(
+            f"{shown!r}: is a folder; give a name in it, {os.path.join(shown, 'web')} for instance"
         )
     if strip_suffix(output).rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(

@@ -7,8 +7,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +21,7 @@ from streammega.convert.tokenize.tokenizer_folder import read_settings, special_
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
+FILE_SUFFIX = re.compile(r"\.[a-zA-Z]{2,9}$")
 EOD_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -405,15 +408,18 @@ def _check_is_no_path(name: str) -> None:
     """Raise ObjectNotFoundError for what can be no name on the hub, or looks like one of a file
     here: the hub would be asked for it, and its answer say nothing of the mistake.
     """
-    if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ObjectNotFoundError(
-            f"{name}: no such tokenizer file; give the path of a tokenizer.json"
-        )
-    if "/" in name:
-        return
-    similar = difflib.get_close_matches(name, os.listdir("."), n=1, cutoff=0.8)
-    if similar:
-        raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {similar[0]} meant?")
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    # The hub's names without an owner have no file suffix (`gpt2`, `opt-1.3b`).
+    has_suffix = bool(FILE_SUFFIX.search(name)) and "/" not in name
+    folder, _, file = name.rpartition("/")
+    similar: list[str] = []
+    with suppress(OSError):  # no such folder
+        similar = difflib.get_close_matches(file, os.listdir(folder or "."), n=1, cutoff=0.8)
+    if name.endswith(".json") or is_path or has_suffix or (similar and not folder):
+        hint = "give the path of a tokenizer.json"
+        if similar:
+            hint = f"is {os.path.join(folder, similar[0])} meant?"
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; {hint}")
 
 
 def _library_threads() -> int:

@@ -4,6 +4,7 @@ removed when asked.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
 from streammega.config import StorageConfig
@@ -12,6 +13,7 @@ from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
 from streammega.dataset.origins import ENDING as ORIGINS
 from streammega.dataset.shards import SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
+from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, join_url, open_store
 from streammega.storage.publish import finished_name
 
@@ -58,7 +60,21 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         is_marked = owner_of(shard) is not None
         if lists_marked or lacks_index or (has_dataset and is_marked):
             leftovers.append(info)
+    if manifest is None and not leftovers:
+        _check_there(prefix, stem, there)
     return leftovers
+
+
+def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
+    """Raise ObjectNotFoundError where no file has a name that begins with a dataset's."""
+    if any(name.startswith((f"{stem}.", f"{stem}-")) for name in there):
+        return
+    datasets = {name.removesuffix(MANIFEST).removesuffix(".idx") for name in there}
+    similar = difflib.get_close_matches(stem, datasets, 1)
+    hint = f"is {similar[0]} meant?" if similar else "check the name"
+    raise ObjectNotFoundError(
+        f"{redact_urls(prefix)}: no such dataset, nor what is left of one; {hint}"
+    )
 
 
 def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:
