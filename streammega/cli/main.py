@@ -136,6 +136,30 @@ def _cache_folder(folder: str) -> Path:
     return chunks
 
 
+@app.command()
+def warmup() -> None:
+    """Compile all kernels into numba's cache, so that no run on this machine or image does.
+
+    The cache is the folder that NUMBA_CACHE_DIR names; else it is beside the package, or, where
+    nobody may write there, in the user's cache folder.
+    """
+    from streammega.cli.progress import ProgressDisplay
+    from streammega.cli.warmup import warm_up
+
+    with ProgressDisplay("compiling kernels"):
+        done = warm_up()
+    if not done.folders:
+        raise ConfigError(
+            "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
+            "written"
+        )
+    typer.echo(
+        f"{done.compiled} kernels compiled, {done.loaded} were there already, in "
+        f"{', '.join(done.folders)} ({done.seconds:.0f} s)"
+    )
+    typer.echo("processes that may not write to this folder compile again: see NUMBA_CACHE_DIR")
+
+
 app.command(name="order-report", no_args_is_help=True)(looks.order_report)
 app.command(no_args_is_help=True)(commands.plot)
 app.command(no_args_is_help=True)(trace)
@@ -153,6 +177,7 @@ def prepare(
     """
     from dataclasses import replace
 
+    from streammega.cli.progress import ProgressDisplay
     from streammega.samples.prepare import prepare as run
     from streammega.train.config import load_run
 
@@ -161,11 +186,13 @@ def prepare(
     if not data.num_samples:
         data = replace(data, num_samples=settings.num_samples())
     count = 0
-    for done in run(data):
-        typer.echo(
-            f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
-        )
-        count += 1
+    with ProgressDisplay("preparing") as progress:
+        for done in run(data):
+            typer.echo(
+                f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
+            )
+            count += 1
+            progress.begin(f"preparing, {count} datasets done")
     if data.order == "stream":
         typer.echo("the stream order needs no indices")
         return
@@ -200,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, standalone_mode=True, obj=["streammega", *words])
     except SystemExit as stop:
+        if stop.code == EXIT_OF_INTERRUPT:  # typer says nothing of Ctrl-C
+            print("interrupted", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
+
+log = logging.getLogger(__name__)
+
+KERNELS: list[Any] = []
+"""All kernels of the modules that were imported."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -20,6 +28,33 @@ def kernel(function: Callable[..., Any]) -> Any:
     of other files call (keys, draws) removes `kernels/__pycache__` before believing a test.
     """
     try:
-        return numba.njit(function, cache=True, nogil=True)
+        compiled = numba.njit(function, cache=True, nogil=True)
     except RuntimeError:  # no folder for the cache
-        return numba.njit(function, nogil=True)
+        compiled = numba.njit(function, nogil=True)
+    KERNELS.append(compiled)
+    return compiled
+
+
+class _FirstCompilation(event.Listener):
+    """Says once that kernels are compiled, if the cache has none."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def on_start(self, event: Any) -> None:
+        """A function begins to be compiled, which was not in the cache."""
+        if not self._is_first or event.data["dispatcher"] not in KERNELS:
+            return
+        self._is_first = False
+        folder = event.data["dispatcher"].stats.cache_path
+        if folder is None or not any(Path(folder).glob("*.nbc")):
+            log.warning(
+                "compiling kernels, which takes up to a minute, once on this machine; "
+                "'streammega warmup' does it ahead, for an image for instance"
+            )
+
+    def on_end(self, event: Any) -> None:
+        """It was compiled."""
+
+
+event.register("numba:compile", _FirstCompilation())  # type: ignore[no-untyped-call]

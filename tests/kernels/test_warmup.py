@@ -1,0 +1,118 @@
+"""Kernels are compiled once, ahead if asked for, and not without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import IndexedDatasetWriter
+
+ONE_KERNEL = """
+import json, logging
+logging.basicConfig()
+import numpy as np
+from streammega.kernels.check import find_ids, id_range
+id_range(np.arange(3, dtype=np.uint16))
+id_range(np.arange(3, dtype=np.int32))
+print(json.dumps([id_range.stats.cache_path, sum(id_range.stats.cache_misses.values())]))
+"""
+READ_ONLY = """
+from numba.core import caching
+def refuse(self): raise OSError("read-only")
+caching.InTreeCacheLocator.ensure_cache_path = refuse
+"""
+FIRST_BATCHES = """
+import json, sys
+from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.kernels.jit import KERNELS
+from streammega.convert import convert
+name, texts, out, options = sys.argv[1:]
+convert([texts], out, tokenizer="bytes", shuffle_seed=1, dedup=True, pack=64)
+storage = StorageConfig(storage_options=json.loads(options))
+for order in ("stream", "megatron", "sequential"):
+    for blend in ([name], ["0.3", name, "0.7", name]):
+        config = DataConfig(
+            blend=blend, sequence_length=32, order=order, split="9,1,0", num_samples=(50, 8, 0),
+            eod_id=0, reset_attention_mask=True, reset_position_ids=True, storage=storage,
+        )
+        next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=0, dp_size=1)))
+print(json.dumps({k.__name__: sum(k.stats.cache_misses.values()) for k in KERNELS}))
+"""
+
+
+def run(code: str, *arguments: str, **environment: str) -> tuple[Any, str]:
+    """What a program printed, as JSON, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_one_line_tells_that_kernels_are_compiled(tmp_path: Path) -> None:
+    """Only where none is in the cache; the next process finds them there, and tells nothing."""
+    (folder, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    assert Path(folder).parent == tmp_path
+    assert misses == 2
+    assert stderr.count("streammega warmup") == 1
+    (_, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    assert misses == 0
+    assert stderr == ""
+
+
+def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_path: Path) -> None:
+    code = READ_ONLY + ONE_KERNEL
+    (folder, misses), _ = run(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
+    assert tmp_path in Path(folder).parents
+    assert misses == 2
+    (_, misses), _ = run(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
+    assert misses == 0
+
+
+@pytest.mark.parametrize("cache", ["usual", pytest.param("empty", marks=pytest.mark.soak)])
+def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
+    cache: str, tmp_path: Path
+) -> None:
+    """Of local files and of objects. An empty cache takes minutes to fill."""
+    from tests.support.servers import moto_server
+
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "numba")} if cache == "empty" else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "streammega", "warmup"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if cache == "empty":
+        assert str(tmp_path / "numba") in done.stdout
+    with IndexedDatasetWriter(str(tmp_path / "web"), np.uint16) as writer:
+        for _ in range(50):
+            writer.add_document(np.arange(1, 100), [99])
+    (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n{"text": "others"}\n' * 50)
+    words = [str(tmp_path / "texts.jsonl"), str(tmp_path / "out")]
+    misses, _ = run(FIRST_BATCHES, str(tmp_path / "web"), *words, "{}", **environment)
+    assert not any(misses.values()), misses
+    with moto_server() as server:
+        client = server.client()
+        client.create_bucket(Bucket="data")
+        for ending in (".bin", ".idx"):
+            client.put_object(
+                Bucket="data", Key=f"web{ending}", Body=(tmp_path / f"web{ending}").read_bytes()
+            )
+        options = json.dumps(server.options)
+        words[1] += "-of-objects"
+        misses, _ = run(FIRST_BATCHES, "s3://data/web", *words, options, **environment)
+    assert not any(misses.values()), misses
