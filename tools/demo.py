@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from streammega import IndexedDataset
 from streammega.cli.plotting import pyplot, sparkline
+from streammega.cli.progress import ProgressDisplay
 from streammega.convert import ConvertOptions, convert
 from streammega.dataset.verify import verify
 from streammega.errors import StreammegaError
@@ -137,7 +138,8 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
         shard_bytes=SHARD_BYTES,
         shuffle_seed=1,
     )
-    report = convert(inputs, f"s3://{BUCKET}/corpus", options=options, progress=Progress())
+    with ProgressDisplay("converting") as progress:
+        report = convert(inputs, f"s3://{BUCKET}/corpus", options=options, progress=progress)
     size = f"{report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens in {report.shards} shards"
     print(f"\n    {report.documents:,} documents, {size}")
     checked = verify(f"s3://{BUCKET}/corpus")
@@ -232,25 +234,6 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
     tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save(str(path))
     print(f"    byte-level BPE with {tokenizer.get_vocab_size():,} ids")
-
-
-class Progress:
-    """Prints conversion progress on one line."""
-
-    def __init__(self) -> None:
-        self.text_bytes = self.tokens = 0
-
-    def __call__(self, text_bytes: int, tokens: int) -> None:
-        """Note what a batch added."""
-        self.text_bytes = self.text_bytes + text_bytes
-        self.tokens = self.tokens + tokens
-        end = "\r" if sys.stdout.isatty() else ""
-        if end:
-            print(
-                f"    {self.text_bytes / 1e6:6.1f} MB -> {self.tokens:,} tokens",
-                end=end,
-                flush=True,
-            )
 
 
 def unigram_entropy() -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import StorageOption, storage_config
+from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
@@ -41,6 +41,7 @@ def cat(
         bool, typer.Option("--json", help="Print a JSON object for each document, a line each.")
     ] = False,
     storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
     """Show documents of a dataset as text.
 
@@ -50,7 +51,7 @@ def cat(
     from streammega.dataset import IndexedDataset
 
     ranges = [parse_documents(text) for text in documents]
-    settings = storage_config(storage, looks_only=True)
+    settings = storage_config(storage, storage_file, looks_only=True)
     several = len(ranges) > 1 or any(first < last for _, first, last in ranges)
     for name, first, last in ranges:
         indexed = IndexedDataset(name, settings)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from streammega.cli.options import StorageFile, StorageOption, progress_bar, storage_config
+from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -53,21 +53,17 @@ def verify(
 
     Exit status 1 if something is wrong.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import verify as run
 
     settings = storage_config(storage, storage_file)
     if repair:
-        for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force):
-            typer.echo(line)
-    with progress_bar("verifying", None) as advance:
-        checked = run(
-            name,
-            settings,
-            vocab_size=vocab_size,
-            eod_id=eod_id,
-            progress=lambda size: advance(size, 0),
-        )
+        with ProgressDisplay("repairing"):
+            lines = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
+        typer.echo("\n".join(lines))
+    with ProgressDisplay("looking for shards") as progress:
+        checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
     typer.echo(checked.as_text())
     if checked.problems:
         raise typer.Exit(1)
@@ -133,9 +129,10 @@ def plot(
     storage_file: StorageFile = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
-    from streammega.cli.plotting import latest, restarts, sparkline, write_run
+    from streammega.cli.plotting import latest, pyplot, restarts, sparkline, write_run
     from streammega.train.metrics import read_metrics
 
+    pyplot()  # is there
     is_url = "://" in run
     if is_url:
         path = _fetch_metrics(run, storage_config(storage, storage_file, looks_only=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +17,6 @@ from streammega.cli.options import (
     StorageFile,
     StorageOption,
     parse_size,
-    progress_bar,
     storage_config,
 )
 from streammega.config import StorageConfig
@@ -27,9 +25,6 @@ from streammega.errors.redaction import redact, redact_urls
 
 if TYPE_CHECKING:
     from streammega.convert import ConvertOptions, ConvertReport, Runner
-
-READ_AS_THEY_ARE = ("text", "lines", "jsonl", "megatron", "raw", "npy")
-"""Formats of which as many bytes are read as there are."""
 
 
 def convert(
@@ -97,6 +92,7 @@ def convert(
 
     Started again after an interruption, it goes on where it stopped.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.convert import convert_task
     from streammega.convert.tasks import parse_task
 
@@ -116,9 +112,8 @@ def convert(
         _print_plan(inputs, output, conversion)
         return
     if share is not None:
-        # nobody knows how much of the whole a task's share is
-        with progress_bar("converting", None) as advance:
-            done_share = convert_task(inputs, output, share, progress=advance, **conversion)
+        with ProgressDisplay("preparing") as progress:
+            done_share = convert_task(inputs, output, share, progress=progress, **conversion)
         typer.echo(done_share.as_text())
         return
     done = _convert_all(inputs, output, conversion, is_merge=task is not None)
@@ -255,23 +250,26 @@ def _storages(given: Mapping[str, Any]) -> dict[str, StorageConfig]:
 
 
 def _print_plan(inputs: Sequence[str], output: str, conversion: Mapping[str, Any]) -> None:
+    from streammega.cli.progress import ProgressDisplay
     from streammega.convert.dry_run import plan_conversion
 
-    typer.echo(plan_conversion(inputs, output, **conversion).as_text())
+    with ProgressDisplay("preparing") as progress:
+        plan = plan_conversion(inputs, output, progress=progress, **conversion)
+    typer.echo(plan.as_text())
 
 
 def _convert_all(
     inputs: Sequence[str], output: str, conversion: Mapping[str, Any], *, is_merge: bool
 ) -> ConvertReport:
     """Make the dataset: of the inputs, or of what all tasks have made of them."""
+    from streammega.cli.progress import ProgressDisplay
     from streammega.convert import convert as run
     from streammega.convert import merge_tasks
 
-    total = _total_bytes(inputs, conversion["input_storage"], conversion["options"])
-    with progress_bar("converting", total) as advance:
+    with ProgressDisplay("preparing") as progress:
         if is_merge:
-            return merge_tasks(inputs, output, progress=advance, **conversion)
-        return run(inputs, output, progress=advance, **conversion)
+            return merge_tasks(inputs, output, progress=progress, **conversion)
+        return run(inputs, output, progress=progress, **conversion)
 
 
 def _check_append(grows: str, output: str, options: ConvertOptions, storage: StorageConfig) -> None:
@@ -297,9 +295,11 @@ def _check_append(grows: str, output: str, options: ConvertOptions, storage: Sto
 
 
 def _append(grows: str, added: str, storage: StorageConfig) -> None:
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.growing.append import append
 
-    version = append(grows, [added], storage)
+    with ProgressDisplay("appending"):
+        version = append(grows, [added], storage)
     typer.echo(f"{redact_urls(grows)}@{version.number}: {version}")
 
 
@@ -329,24 +329,3 @@ def _check_outputs(report: str | None, plot: str | None) -> None:
         from streammega.cli.plotting import pyplot
 
         pyplot()
-
-
-def _total_bytes(
-    inputs: Sequence[str], storage: StorageConfig, options: ConvertOptions
-) -> int | None:
-    """Bytes of the inputs, where they are read as they are; what decompression makes of others is
-    not known, nor of a pipe.
-    """
-    from streammega.convert.read.inputs import find_inputs
-    from streammega.convert.read.pipes import is_pipe
-    from streammega.convert.read.suffixes import is_compressed
-
-    # without a bar nobody asks, and buckets need not be listed for it
-    if not sys.stderr.isatty() or any(map(is_pipe, inputs)):
-        return None
-    total = 0
-    for item in find_inputs(inputs, storage, options):
-        if item.format not in READ_AS_THEY_ARE or is_compressed(item.path):
-            return None
-        total += item.size
-    return total

@@ -35,9 +35,11 @@ def append(
     Any number of producers may do so at once. What is in already stays once, so a command that was
     killed may be repeated. Runs go on with the version that they name (PREFIX@NUMBER).
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.growing.append import append as run
 
-    version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
+    with ProgressDisplay("appending"):
+        version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
     how = "" if version.added else ", which had all of it already"
     typer.echo(f"{redact_urls(prefix)}@{version.number}: {version}{how}")
 

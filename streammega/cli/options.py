@@ -1,11 +1,9 @@
-"""What several commands share: options of a storage, sizes, and the bar that shows progress."""
+"""What several commands share: options of a storage, and sizes."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -88,31 +86,3 @@ def parse_size(text: str, option: str) -> int:
     if not parsed:
         raise ConfigError(f"{option} {text!r}: write a size as 512M, 1G or a number of bytes")
     return int(float(parsed["number"]) * BYTES_OF_UNIT[parsed["unit"]])
-
-
-@contextmanager
-def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal: bytes, tokens, their speed, and the time left where the total
-    is known.
-
-    Gives what is called with the bytes and tokens that were just done.
-    """
-    from tqdm import tqdm
-
-    on_terminal = sys.stderr.isatty()
-    with tqdm(unit="B", unit_scale=True, desc=title, total=total, disable=not on_terminal) as bar:
-        tokens = 0
-
-        def advance(more_bytes: int, more_tokens: int) -> None:
-            """Note what was just done."""
-            nonlocal tokens
-            tokens += more_tokens
-            if tokens and not bar.disable:
-                # of the first call, no time may have passed
-                elapsed = max(bar.format_dict["elapsed"], 1e-3)
-                speed = tokens / elapsed
-                # drawn by `update`, as seldom as the bar: a line for each call would cost more
-                bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
-            bar.update(more_bytes)
-
-        yield advance

@@ -82,7 +82,7 @@ def _convert(folder: Path) -> Iterator[str]:
 
 def _load(dataset: str) -> None:
     """Take a few batches in every order, with all fields that kernels make."""
-    from streammega import DataConfig, StorageConfig
+    from streammega.config import DataConfig, StorageConfig
 
     usual: dict[str, Any] = {
         "blend": [dataset],
@@ -114,7 +114,7 @@ def _load(dataset: str) -> None:
 
 def _load_in_phases(folder: Path) -> None:
     """Take batches before and after a change of the mix and of the sample's length."""
-    from streammega import DataConfig, PhaseConfig
+    from streammega.config import DataConfig, PhaseConfig
 
     first, second = str(folder / "plain"), str(folder / "zst")
     for length in (TOKENS, TOKENS // 2):
@@ -133,7 +133,7 @@ def _load_in_phases(folder: Path) -> None:
 
 def _take(config: Any, split: str, ids_only: bool) -> None:
     """Take batches, and go on from a state."""
-    from streammega import StreamLoader
+    from streammega.loading.loader import StreamLoader
 
     loader = StreamLoader(
         config,

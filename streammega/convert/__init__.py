@@ -7,11 +7,13 @@ from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert
 from streammega.convert.tasks import Task, TaskReport, convert_task, merge_tasks
 from streammega.convert.tokenize.chat import ChatEncoder
+from streammega.storage.progress import ProgressObserver
 
 __all__ = [
     "ChatEncoder",
     "ConvertOptions",
     "ConvertReport",
+    "ProgressObserver",
     "Runner",
     "Task",
     "TaskReport",

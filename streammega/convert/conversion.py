@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from streammega.config import StorageConfig
 from streammega.convert import resume
 from streammega.convert.cluster import SharedFiles
@@ -15,7 +17,6 @@ from streammega.convert.digests import digest_of_json
 from streammega.convert.engines import TaskList, run_tasks
 from streammega.convert.laying import lay_out, parts_of_datasets, parts_of_units
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.progress import Progress, no_progress
 from streammega.convert.read.inputs import Input
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.convert.told import (
@@ -36,7 +37,7 @@ from streammega.convert.write.layout import (
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
 from streammega.convert.write.packing import PackCounts
-from streammega.convert.write.plan import plan_units
+from streammega.convert.write.plan import plan_units, stored_bytes
 from streammega.convert.write.publish import Publisher
 from streammega.convert.write.shards import origins_written, read_pack_counts, write_shard
 from streammega.convert.write.units import run_unit
@@ -44,6 +45,7 @@ from streammega.dataset.manifest import Manifest, Shard
 from streammega.errors import ConfigError, ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.open import is_remote
+from streammega.storage.progress import Progress, ProgressObserver
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class Conversion:
     work: str
     inputs: list[Input]
     tokenizer: TextTokenizer | None
-    progress: Progress = no_progress
+    progress: ProgressObserver = field(default_factory=ProgressObserver)
     files: SharedFiles = field(default_factory=SharedFiles)
 
     def make(self) -> WrittenDataset:
@@ -126,6 +128,7 @@ class Conversion:
             sources = [record.digest for record in records]
             source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
+                self.progress.begin("removing duplicates", None)
                 parts, duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
         layout = self._layout(job, parts, sources, records)
         shards = self._shards(job, layout)
@@ -152,6 +155,7 @@ class Conversion:
 
     def publish(self, written: WrittenDataset, labels: Labels) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
+        self.progress.begin("publishing", None)
         layout = written.layout
         shards = written.shards
         if not layout.multimodal:
@@ -259,21 +263,21 @@ class Conversion:
                 len(done),
                 len(numbers),
             )
-        if done:
-            source_bytes = sum(record.source_bytes for record in done.values())
-            tokens = sum(record.tokens for record in done.values())
-            self.progress(source_bytes, tokens)
+        left = [number for number in numbers if number not in done]
+        self.progress.begin(
+            "converting", stored_bytes(piece for number in left for piece in job.units[number])
+        )
         work = TaskList(
             function=run_unit,
             shared=job,
-            numbers=[number for number in numbers if number not in done],
+            numbers=left,
             # Splitting sentences is Python throughout, and holds the GIL.
             threads=1 if self.options.split_sentences else THREADS,
             files=self.files,
         )
         records = dict(done)
         check_errors(records.values(), self.options)
-        for number, record in run_tasks(work, self.runner, self.progress):
+        for number, record in run_tasks(work, self.runner, self.progress.advance):
             records[number] = record
             if record.errors:
                 check_errors(records.values(), self.options)
@@ -283,6 +287,10 @@ class Conversion:
         """All shards, which are written in the end."""
         done = resume.shards_done(job, layout, self.publisher)
         numbers = [number for number in range(layout.num_shards) if number not in done]
+        itemsize = np.dtype(layout.dtype).itemsize
+        self.progress.begin(
+            "writing shards", layout.tokens * itemsize * len(numbers) // layout.num_shards
+        )
         work = TaskList(
             function=_write_shard,
             shared=(job, layout, self._threads_of_shard(len(numbers))),
@@ -291,12 +299,10 @@ class Conversion:
             threads=1 if self.options.kind == "tar" else num_threads(),
             files=self.files,
         )
-        # What was read as units has been told of already.
-        progress = self.progress if self._passes_as_it_is else no_progress
         # those that are shuffled or packed hold many documents
         holds_many = bool(layout.buckets) or self.options.pack is not None
         most_at_once = SHUFFLED_AT_ONCE if holds_many else None
-        for number, shard in run_tasks(work, self.runner, progress, most_at_once):
+        for number, shard in run_tasks(work, self.runner, self.progress.advance, most_at_once):
             done[number] = shard
         return [done[number] for number in range(layout.num_shards)]
 

@@ -37,6 +37,7 @@ from streammega.errors import ConfigError, ConvertError, FormatError, StorageErr
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.kernels.parallel import num_threads
+from streammega.storage.progress import ProgressObserver
 
 SAMPLED_UNITS = 8
 """Units that are looked into, spread over all: inputs differ."""
@@ -124,6 +125,7 @@ def plan_conversion(
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     input_storage: StorageConfig | None = None,
+    progress: ProgressObserver | None = None,
     **settings: Any,
 ) -> Plan:
     """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is
@@ -141,13 +143,14 @@ def plan_conversion(
             )
     options, runner = sorted_settings(options, runner, settings)
     conversion, labels, passed_over = prepare(
-        inputs, output, options, runner, storage, input_storage
+        inputs, output, options, runner, storage, input_storage, progress
     )
     conversion.names.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
     options = conversion.options
     job = conversion.job(all_units=True)
-    sample = _take_sample(job, conversion.tokenizer)
+    conversion.progress.begin("reading samples", None)
+    sample = _take_sample(job, conversion.tokenizer, conversion.progress)
     scale = 1.0
     if not sample.is_all_of_it:
         expected_bytes = _expected_bytes(conversion.inputs, input_storage)
@@ -181,7 +184,7 @@ def plan_conversion(
     )
 
 
-def _take_sample(job: Job, tokenizer: TextTokenizer | None) -> _Sample:
+def _take_sample(job: Job, tokenizer: TextTokenizer | None, progress: ProgressObserver) -> _Sample:
     """Of some units, spread over all."""
     sample = _Sample(job, tokenizer)
     if not job.units:
@@ -191,7 +194,9 @@ def _take_sample(job: Job, tokenizer: TextTokenizer | None) -> _Sample:
     # Once for nothing: what is loaded on the way is not what takes the time.
     _Sample(job, tokenizer).take(wanted[0], most=1)
     for unit in wanted:
+        bytes_before, tokens_before = sample.bytes, sample.tokens
         sample.take(unit)
+        progress.advance(sample.bytes - bytes_before, sample.tokens - tokens_before)
     if len(wanted) < len(job.units):
         sample.is_all_of_it = False
     return sample

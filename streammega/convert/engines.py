@@ -32,9 +32,9 @@ from typing import Any
 
 from streammega.convert.cluster import SharedFiles, check_answer, connected
 from streammega.convert.options import Runner
-from streammega.convert.progress import Progress
 from streammega.errors import ConvertError, StreammegaError
 from streammega.kernels.parallel import num_threads
+from streammega.storage.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -80,6 +80,7 @@ def lay_out(job: Job, parts: list[DocumentSet], output: Output, memory_bytes: in
     return ShardLayout(
         parts=parts,
         dtype=str(dtype),
+        tokens=kinds.tokens,
         multimodal=kinds.multimodal == {True},
         buckets=buckets,
         bounds=bounds,

@@ -13,7 +13,6 @@ from streammega.config import StorageConfig
 from streammega.convert.conversion import Conversion
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_encoder
-from streammega.convert.progress import Progress, no_progress
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import Input, OwnOutput, find_inputs
 from streammega.convert.read.pipes import check_output
@@ -25,6 +24,7 @@ from streammega.convert.write.labels import Labels, labels_of
 from streammega.dataset.shards import split_name
 from streammega.errors import ConfigError
 from streammega.storage.open import is_remote
+from streammega.storage.progress import ProgressObserver
 
 
 def prepare(
@@ -34,7 +34,7 @@ def prepare(
     runner: Runner,
     storage: StorageConfig,
     input_storage: StorageConfig,
-    progress: Progress | None = None,
+    progress: ProgressObserver | None = None,
 ) -> tuple[Conversion, Labels, PassedOver]:
     """A conversion that has not begun, and what its manifest will say; raises what can be known
     before its first document.
@@ -67,7 +67,7 @@ def prepare(
         work=own.work,
         inputs=found,
         tokenizer=tokenizer,
-        progress=progress or no_progress,
+        progress=progress or ProgressObserver(),
     )
     return conversion, labels, passed_over
 

@@ -13,9 +13,8 @@ from streammega.config import StorageConfig
 from streammega.convert.cluster import shared_files
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.preflight import check_writable
+from streammega.convert.preflight import check_writable, warn_of_little_room
 from streammega.convert.prepare import prepare, sorted_settings
-from streammega.convert.progress import Progress
 from streammega.convert.read.inputs import described
 from streammega.convert.read.pipes import (
     check_output,
@@ -26,6 +25,7 @@ from streammega.convert.read.pipes import (
     tell_of_pipes,
 )
 from streammega.convert.report import ConvertReport, make_report
+from streammega.convert.resume import can_resume
 from streammega.convert.work_folder import held_output, work_folder
 from streammega.convert.write.labels import Labels
 from streammega.convert.write.names import OutputNames
@@ -34,6 +34,7 @@ from streammega.dataset.growing.checks import check_not_grown
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.shards import split_name
 from streammega.storage.open import is_remote
+from streammega.storage.progress import ProgressObserver
 
 
 def convert(
@@ -45,7 +46,7 @@ def convert(
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     input_storage: StorageConfig | None = None,
-    progress: Progress | None = None,
+    progress: ProgressObserver | None = None,
     **settings: Any,
 ) -> ConvertReport:
     """Convert a corpus to token shards: text through a tokenizer, or tokens from one layout to
@@ -64,7 +65,7 @@ def convert(
         overwrite: replace an existing dataset.
         storage: of the output and the work folder.
         input_storage: of the inputs; by default `storage`.
-        progress: called with the bytes and tokens of what was just done.
+        progress: is told which stage of the work begins and what was just done.
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
@@ -89,7 +90,7 @@ def _convert_files(
     overwrite: bool,
     storage: StorageConfig,
     input_storage: StorageConfig,
-    progress: Progress | None,
+    progress: ProgressObserver | None,
     *,
     is_held: bool = False,
 ) -> ConvertReport:
@@ -124,6 +125,9 @@ def _run(
 ) -> tuple[WrittenDataset, Manifest]:
     """Make all shards and publish them. What is done when it fails is kept for a second run."""
     conversion.names.check(conversion.inputs, overwrite=overwrite)
+    # What is done already takes room, and is not done again.
+    if not (os.path.isdir(conversion.work) and can_resume(conversion.work)):
+        warn_of_little_room(conversion.prefix, conversion.inputs)
     check_not_grown(conversion.prefix, conversion.storage, overwrite=overwrite)
     check_writable(conversion.prefix, conversion.storage, replaces=overwrite)
     if is_remote(conversion.work):
@@ -151,7 +155,7 @@ def _convert_pipes(
     overwrite: bool,
     storage: StorageConfig,
     input_storage: StorageConfig,
-    progress: Progress | None,
+    progress: ProgressObserver | None,
 ) -> ConvertReport:
     """Convert inputs some of which can be read once: they are read into the work folder first."""
     prefix, _ = split_name(output)

@@ -18,13 +18,13 @@ from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
-from streammega.convert.progress import Progress
 from streammega.convert.read.pipes import check_output, is_pipe
 from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert
 from streammega.convert.work_folder import look_whether_free
 from streammega.errors import ConfigError
 from streammega.storage.open import is_remote
+from streammega.storage.progress import ProgressObserver
 
 MERGE = "merge"
 """In place of a task's number: make the dataset of what all tasks did."""
@@ -97,7 +97,7 @@ def convert_task(
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     input_storage: StorageConfig | None = None,
-    progress: Progress | None = None,
+    progress: ProgressObserver | None = None,
     **settings: Any,
 ) -> TaskReport:
     """Do one task's share of a conversion; `merge_tasks` makes the dataset.

@@ -5,6 +5,7 @@ Structure, sizes, checksums, the range of ids, and an end at every document.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,13 +28,15 @@ from streammega.dataset.manifest import (
 from streammega.dataset.origins import ENDING
 from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
-from streammega.dataset.verify_bytes import Progress, TokenChecks, check_shown, check_stored
+from streammega.dataset.verify_bytes import TokenChecks, check_shown, check_stored
 from streammega.dataset.verify_report import VerifyReport
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.storage import Store, open_store
 from streammega.storage.moves import read_whole
+from streammega.storage.open import is_remote
+from streammega.storage.progress import ProgressObserver
 
 
 def verify(
@@ -42,7 +45,7 @@ def verify(
     *,
     vocab_size: int | None = None,
     eod_id: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressObserver | None = None,
 ) -> VerifyReport:
     """Check a dataset: a prefix, a manifest, a folder or a glob. Every byte is read once, by all
     cores.
@@ -50,12 +53,13 @@ def verify(
     Args:
         vocab_size: ids must be below it; default: what the manifest says.
         eod_id: every document must end with it; default: what the manifest says.
-        progress: called with the bytes just looked at, by any of the threads.
+        progress: is told how many bytes there are, and of the bytes just looked at.
 
     Raises ObjectNotFoundError when nothing is there, StorageError when it cannot be read; what is
     wrong with it is in the report.
     """
     storage = storage or StorageConfig()
+    progress = progress or ProgressObserver()
     began = time.monotonic()
     report = VerifyReport(name=redact_urls(name))
     names, manifest = shards_of(name, storage, report)
@@ -72,8 +76,9 @@ def verify(
         manifest=manifest,
         vocab_size=vocab_size,
         eod_id=eod_id,
-        progress=progress or _no_progress,
+        progress=progress,
     )
+    progress.begin("verifying", _stored_bytes(names, manifest, storage))
     for number, shard_name in enumerate(names):
         expected = manifest.shards[number] if manifest is not None else None
         try:
@@ -92,6 +97,23 @@ def verify(
         _compare_sums(manifest, report)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _stored_bytes(
+    names: list[str], manifest: Manifest | None, storage: StorageConfig
+) -> int | None:
+    """Of shards together; None where that takes a request for each of many."""
+    if manifest is not None:
+        return sum(shard.bytes for shard in manifest.shards)
+    if len(names) > 1 and any(is_remote(name) for name in names):
+        return None
+    size = 0
+    for name in names:
+        prefix, kind = split_name(name)
+        store, key = open_store(prefix + SUFFIXES[kind], storage)
+        with contextlib.suppress(ObjectNotFoundError):  # which is said when it is looked at
+            size += store.info(key).size
+    return size
 
 
 def shards_of(
@@ -181,7 +203,7 @@ class _Asked:
     manifest: Manifest | None
     vocab_size: int | None
     eod_id: int | None
-    progress: Progress
+    progress: ProgressObserver
 
     @property
     def bin_tokens(self) -> int | None:
@@ -233,7 +255,7 @@ def _check_shard(name: str, expected: Shard | None, asked: _Asked, report: Verif
         checksums=same_size.checksums if same_size is not None else None,
         # The stored bytes of all other kinds are no tokens.
         tokens=tokens if kind == "bin" else None,
-        progress=asked.progress,
+        progress=asked.progress.advance,
     )
     report.checked_bytes += stored.size
     if index is None or tokens is None:
@@ -321,7 +343,3 @@ def _compare_sums(manifest: Manifest, report: VerifyReport) -> None:
         f"sequences and {manifest.tokens} tokens in all, there are {report.documents}, "
         f"{report.sequences} and {report.tokens}; copy the manifest again, or convert again"
     )
-
-
-def _no_progress(size: int) -> None:
-    pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -210,10 +211,29 @@ def open_object(store: Store, key: str, etag: str = "") -> io.BufferedReader:
     return io.BufferedReader(ObjectReader(store, info), BUFFER_BYTES)
 
 
+class CountedFile:
+    """A file whose bytes are counted as they are read. note: called with how many they were."""
+
+    def __init__(self, file: Any, note: Callable[[int], None]) -> None:
+        self.file = file
+        self._note = note
+
+    def read(self, size: int = -1) -> Any:
+        """As that of the file."""
+        data = self.file.read(size)
+        self._note(len(data))
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
 def expect_end(file: Any, stop: int) -> None:
     """Say that a file is read up to a byte and hardly on, so that little is read ahead in vain.
 
     Files that are no objects' need not know.
     """
+    if isinstance(file, CountedFile):
+        file = file.file
     if isinstance(file, io.BufferedReader) and isinstance(file.raw, ObjectReader):
         file.raw.expected_end = stop

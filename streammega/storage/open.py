@@ -23,6 +23,7 @@ from streammega.storage.backends.oss_native import OssNativeStore
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.descriptors import raise_limit
+from streammega.storage.file_view import CountedFile
 from streammega.storage.locks import process_lock
 from streammega.storage.store import Store, written_whole
 from streammega.storage.store_files import StoreFiles
@@ -198,11 +199,16 @@ def _is_no_chain(url: str) -> bool:
 
 @contextmanager
 def open_file(
-    url: str, config: StorageConfig, compression: str | None = None, etag: str = ""
+    url: str,
+    config: StorageConfig,
+    compression: str | None = None,
+    etag: str = "",
+    note: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
     """A file to read; `compression` as fsspec has it, "infer" by the suffix.
 
-    etag: of the version that is meant, of an object store. Raises ObjectChangedError if that is not
+    etag: of the version that is meant, of an object store. note: called with the number of stored
+    bytes that were just read. Raises ObjectChangedError if that is not
     there any more, ObjectNotFoundError and so on; drivers of fsspec raise whatever they like.
     """
     system, path = file_system(url, config)
@@ -210,6 +216,8 @@ def open_file(
     versioned = isinstance(system, StoreFiles)
     opened = system.open_version(path, etag) if versioned else system.open(path)
     with opened as file:
+        if note is not None:
+            file = CountedFile(file, note)
         if packed is None:
             yield file
             return

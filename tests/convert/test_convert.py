@@ -154,9 +154,9 @@ def test_lines_that_are_passed_over_cost_no_second_reading(
     opened: list[str] = []
     real = open_stream
 
-    def noted(path: str, storage: Any, etag: str = "") -> Any:
+    def noted(path: str, storage: Any, etag: str = "", note: Any = None) -> Any:
         opened.append(path)
-        return real(path, storage, etag)
+        return real(path, storage, etag, note)
 
     monkeypatch.setattr("streammega.convert.read.readers.open_stream", noted)
     report = convert(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import IndexedDataset
-from streammega.convert import convert
+from streammega.convert import ProgressObserver, convert
 from streammega.dataset import checksums
 from streammega.dataset.checksums import HashingWriter
 from streammega.errors import ObjectChangedError, ShortReadError, StorageError
@@ -167,14 +167,17 @@ def test_a_merge_that_is_interrupted_while_threads_copy_leaves_nothing_and_can_b
     (tmp_path / "out").mkdir()
     calls = 0
 
-    def interrupt(size: int, tokens: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
+    class Interrupt(ProgressObserver):
+        def advance(self, size: int, tokens: int = 0) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert([str(tmp_path / "in")], str(tmp_path / "out" / "o"), workers=3, progress=interrupt)
+        convert(
+            [str(tmp_path / "in")], str(tmp_path / "out" / "o"), workers=3, progress=Interrupt()
+        )
     assert copying_threads() == []
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     convert([str(tmp_path / "in")], str(tmp_path / "out" / "o"), workers=3)

@@ -81,7 +81,7 @@ def read_tar(
     """
     path = piece.input.path
     choice = MemberChoice(options.member, path)
-    with open_stream(piece.input.url, storage, piece.input.etag) as opened:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as opened:
         file = _Archive(opened, path)
         with tarfile.open(fileobj=file, mode="r|*") as archive:  # type: ignore[call-overload]
             for member in archive:

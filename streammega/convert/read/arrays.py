@@ -70,7 +70,7 @@ def read_raw(
 ) -> Iterator[Item]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
     path = piece.input.path
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         head = file.read(LLMC_HEADER_BYTES)
         header = _LlmcHeader.of(head)
         dtype = header.dtype(path)
@@ -121,7 +121,7 @@ def read_npy(
     """A one-dimensional array is tokens end to end; the rows of a two-dimensional one are
     documents.
     """
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         path = piece.input.path
         shape, dtype = _npy_header(file, path)
         if len(shape) == 1:

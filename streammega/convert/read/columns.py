@@ -74,11 +74,13 @@ def read_parquet(
         row = 0
         for group in range(piece.start):
             row += metadata.row_group(group).num_rows
+        rows = sum(metadata.row_group(group).num_rows for group in groups)
         for group in groups:
             first = row
             row += metadata.row_group(group).num_rows
             try:
                 for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=columns):
+                    skipped.note_read((piece.stored_bytes or 0) * batch.num_rows // max(1, rows))
                     yield from _rows(batch, paths, ids, options, piece.input.path, first)
                     first += batch.num_rows
             except Exception as error:  # of pyarrow, of codecs
@@ -109,6 +111,7 @@ def read_arrow(
         row = 0
         columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
         for batch in batches:
+            skipped.note_read(batch.nbytes)
             yield from _rows(batch.select(columns), paths, ids, options, piece.input.path, row)
             row += batch.num_rows
 
@@ -139,7 +142,7 @@ def read_csv(
     is_tsv = suffix_of(bare_name(path)) == ".tsv"
     # the module's own limit is 128 KiB
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL))
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         rows = csv.reader(_decoded_lines(file), delimiter="\t" if is_tsv else ",", strict=True)
         header = _next_row(rows, path)
         if not header:

@@ -39,14 +39,18 @@ def read_mds(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     """Samples of a folder of MDS shards."""
-    yield from _items(mds_items(piece.input.path, storage), options, piece.input.path)
+    yield from _items(
+        mds_items(piece.input.path, storage, skipped.note_read), options, piece.input.path
+    )
 
 
 def read_litdata(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     """Items of a folder of litdata chunks."""
-    yield from _items(litdata_items(piece.input.path, storage), options, piece.input.path)
+    yield from _items(
+        litdata_items(piece.input.path, storage, skipped.note_read), options, piece.input.path
+    )
 
 
 def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str) -> Iterator[Item]:
@@ -90,8 +94,8 @@ def _text_bytes(record: Any) -> int:
     return sum(len(text) for text in texts)
 
 
-def _read(path: str, storage: StorageConfig) -> bytes:
-    with open_file(path, storage) as file:
+def _read(path: str, storage: StorageConfig, note: Callable[[int], None] | None) -> bytes:
+    with open_file(path, storage, note=note) as file:
         return bytes(file.read())
 
 
@@ -119,9 +123,11 @@ def _cut(data: bytes, path: str) -> Iterator[bytes]:
         start = stop
 
 
-def mds_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def mds_items(
+    folder: str, storage: StorageConfig, note: Callable[[int], None] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, sample) of every sample of an MDS folder."""
-    index: Any = json.loads(_read(f"{folder}/index.json", storage))
+    index: Any = json.loads(_read(f"{folder}/index.json", storage, note))
     for shard in index["shards"]:
         if shard.get("format") != "mds":
             raise ConvertError(
@@ -131,7 +137,7 @@ def mds_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, dict[s
         compression, _, _level = (shard.get("compression") or "").partition(":")
         stored = shard.get("zip_data") or shard["raw_data"]
         path = f"{folder}/{_safe(stored['basename'], folder)}"
-        data = _decompress(_read(path, storage), compression, path)
+        data = _decompress(_read(path, storage, note), compression, path)
         columns = _mds_columns(shard, folder)
         for number, sample in enumerate(_cut(data, path)):
             yield f"{path}#{number}", _mds_sample(sample, columns)
@@ -219,9 +225,11 @@ def _decompress(data: bytes, compression: str, path: str) -> bytes:
     return b"".join(decompressed(io.BytesIO(data), suffix))
 
 
-def litdata_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, Any]]:
+def litdata_items(
+    folder: str, storage: StorageConfig, note: Callable[[int], None] | None = None
+) -> Iterator[tuple[str, Any]]:
     """(place, item) of every item of a litdata folder: an array, a text, or a dict of them."""
-    index: Any = json.loads(_read(f"{folder}/index.json", storage))
+    index: Any = json.loads(_read(f"{folder}/index.json", storage, note))
     config = index["config"]
     if config.get("encryption"):
         raise ConvertError(f"{folder}: is encrypted; decrypt it with litdata first")
@@ -236,7 +244,7 @@ def litdata_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, An
     names = _litdata_names(config.get("data_spec"))
     for chunk in index["chunks"]:
         path = f"{folder}/{_safe(chunk['filename'], folder)}"
-        data = _read(path, storage)
+        data = _read(path, storage, note)
         if compression:
             data = b"".join(decompressed(io.BytesIO(data), ".zst"))
         for number, item in enumerate(_cut(data, path)):

@@ -48,6 +48,7 @@ def read_pair(
         if modes is not None:
             modes = np.asarray(modes[first:end])
         tokens = sequence_tokens(indexed, first, end)
+        skipped.note_read(tokens.nbytes)
         yield Tokens(
             tokens=tokens,
             lengths=lengths,

@@ -92,14 +92,14 @@ def _text(
     text_bytes = 0  # not known
     if not is_compressed(path):
         text_bytes = piece.input.size
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         yield from read_text(file, path, text_bytes)
 
 
 def _lines(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         yield from _documents_of_lines(file, b"", piece, None, options)
 
 
@@ -108,7 +108,7 @@ def _jsonl(
 ) -> Iterator[Item]:
     path = piece.input.path
     most = LONG_RECORD if may_be_long(options) else None
-    with open_stream(piece.input.url, storage, piece.input.etag) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         head = b""
         if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
             head = file.read(HEAD_BYTES)

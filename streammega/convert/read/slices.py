@@ -40,6 +40,8 @@ class Slice:
     input: Input
     start: int = 0
     stop: int = -1
+    stored_bytes: int | None = None
+    """About how many bytes of the input it is, as they are stored; None: not known."""
 
 
 @dataclass
@@ -53,6 +55,12 @@ class Skipped:
     errors: int = 0
     """How many faults; other documents may be left out without being one."""
     members: dict[str, int] = field(default_factory=dict)
+    bytes_read: int = 0
+    """Of the inputs, as they are stored: readers note them for the progress."""
+
+    def note_read(self, size: int) -> None:
+        """Count bytes that were read."""
+        self.bytes_read += size
 
     def add(self, kind: str, message: str, count: int = 1) -> None:
         """Count a fault, of so many documents."""
@@ -69,15 +77,21 @@ class Skipped:
 
 
 @contextmanager
-def open_stream(path: str, storage: StorageConfig, etag: str = "") -> Iterator[Any]:
+def open_stream(
+    path: str,
+    storage: StorageConfig,
+    etag: str = "",
+    note: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
     """The decompressed bytes of a file, by its suffix; plain ones can be sought in.
 
-    etag: of the object that was found when the conversion began; "": whichever is there now. Raises
+    etag: of the object that was found when the conversion began; "": whichever is there now. note:
+    called with the number of stored bytes that were just read. Raises
     ConvertError if the bytes cannot be had, ObjectChangedError if the object is another one.
     """
     name, _ = split_query(path)
     suffix = suffix_of(name)
-    with open_file(path, storage, _compression(name, suffix), etag) as file:
+    with open_file(path, storage, _compression(name, suffix), etag, note) as file:
         if suffix in DECOMPRESSORS:
             yield PieceReader(decompressed(file, suffix))
         elif suffix == ".zip":

@@ -29,6 +29,8 @@ class ShardLayout:
 
     parts: list[DocumentSet]
     dtype: str
+    tokens: int
+    """Of all parts, duplicates too."""
     multimodal: bool
     buckets: int
     bounds: list[Place]

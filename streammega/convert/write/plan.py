@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
@@ -58,16 +58,19 @@ def _slices(item: Input, unit_bytes: int, storage: StorageConfig) -> Iterator[tu
     if is_large and _may_be_cut_at_lines(item, storage):
         for start in range(0, item.size, unit_bytes):
             stop = min(start + unit_bytes, item.size)
-            yield Slice(input=item, start=start, stop=stop), unit_bytes
+            yield Slice(input=item, start=start, stop=stop, stored_bytes=stop - start), unit_bytes
     elif item.format == "megatron":
         indexed = IndexedDataset(dataset_name(item.path), storage)
         documents = len(indexed.document_indices) - 1
         for first, stop in document_runs(indexed, 0, documents, UNIT_BYTES):
-            yield Slice(input=item, start=first, stop=stop), unit_bytes
+            share = item.size * (stop - first) // documents
+            yield Slice(input=item, start=first, stop=stop, stored_bytes=share), unit_bytes
     elif item.format == "parquet" and is_large:
         yield from _row_groups(item, unit_bytes, storage)
     else:
-        yield Slice(input=item), item.size
+        # Of a folder, only the size of its index is known.
+        is_folder = item.format in ("mds", "litdata")
+        yield Slice(input=item, stored_bytes=None if is_folder else item.size), item.size
 
 
 def _may_be_cut_at_lines(item: Input, storage: StorageConfig) -> bool:
@@ -93,11 +96,24 @@ def _row_groups(
             yield Slice(input=item), unit_bytes
             return
         last_group = metadata.num_row_groups - 1
+        sizes = [metadata.row_group(group).total_byte_size for group in range(last_group + 1)]
         first = 0
         size = 0
         for group in range(metadata.num_row_groups):
-            size += metadata.row_group(group).total_byte_size
+            size += sizes[group]
             if size >= unit_bytes or group == last_group:
-                yield Slice(input=item, start=first, stop=group + 1), unit_bytes
+                share = item.size * size // max(1, sum(sizes))
+                piece = Slice(input=item, start=first, stop=group + 1, stored_bytes=share)
+                yield piece, unit_bytes
                 first = group + 1
                 size = 0
+
+
+def stored_bytes(pieces: Iterable[Slice]) -> int | None:
+    """Of slices together; None where that of one is not known."""
+    total = 0
+    for piece in pieces:
+        if piece.stored_bytes is None:
+            return None
+        total += piece.stored_bytes
+    return total

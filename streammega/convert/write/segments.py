@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
-from streammega.convert.progress import Progress
 from streammega.convert.read.origins import origin_of
 from streammega.convert.write.duplicates import document_hashes
 from streammega.convert.write.encoders import encoder_of, eod_of
@@ -26,6 +25,7 @@ from streammega.dataset.origins import origins_of
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
+from streammega.storage.progress import Progress
 
 
 class SegmentWriter:

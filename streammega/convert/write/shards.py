@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.progress import Progress
 from streammega.convert.write.bins import copy_packed
 from streammega.convert.write.copying import copy_in_order, copy_shuffled
 from streammega.convert.write.encoders import eod_of
@@ -27,6 +26,7 @@ from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
 from streammega.storage.parts import sized_for
+from streammega.storage.progress import Progress
 
 
 def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:

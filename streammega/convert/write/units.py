@@ -7,19 +7,20 @@ it can be done anywhere, and again. The unit's record, written last, says that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
-from streammega.convert.progress import Progress
 from streammega.convert.read.long_records import text_file, with_fields
 from streammega.convert.read.origins import of_file
 from streammega.convert.read.readers import read_slice, with_line
 from streammega.convert.read.slices import Item, Skipped
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.job import Job, UnitRecord, save_record
+from streammega.convert.write.plan import stored_bytes
 from streammega.convert.write.segments import SegmentWriter
 from streammega.errors import ConvertError, FormatError
+from streammega.storage.progress import Progress
 
 BATCH_BYTES = 1 << 20
 """Raw documents that are encoded together."""
@@ -34,24 +35,33 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     record = UnitRecord(digest=job.unit_digest(number))
     skipped = Skipped()
     writer = SegmentWriter(job, number, record)
+    stored = stored_bytes(job.units[number])
+    bytes_told = 0
 
-    def note_read(size: int) -> None:
-        record.source_bytes += size
-        progress(size, 0)
+    def note(source_bytes: int, tokens: int) -> None:
+        """Count what was made of the unit, and tell how much of it was read, each byte once."""
+        nonlocal bytes_told
+        record.source_bytes += source_bytes
+        # Some bytes are read twice, or belong to the next unit.
+        bytes_read = skipped.bytes_read if stored is None else min(stored, skipped.bytes_read)
+        progress(bytes_read - bytes_told, tokens)
+        bytes_told = bytes_read
 
     for batch in batches_of(job, number, skipped):
         if isinstance(batch, LongText | LongRecord):
             record.read += 1
             if isinstance(batch, LongRecord):
-                note_read(batch.document.size)
-            _add_long(job, counted(batch, note_read), writer, skipped, progress)
+                note(batch.document.size, 0)
+            _add_long(job, counted(batch, note), writer, skipped, note)
             continue
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
         record.read += len(batch.documents if isinstance(batch, Tokens) else batch)
-        record.source_bytes += tokens.source_bytes
         writer.add(tokens)
-        progress(tokens.source_bytes, len(tokens.tokens))
+        note(tokens.source_bytes, len(tokens.tokens))
     writer.flush()
+    if stored is not None:  # columns that are not wanted are not read
+        skipped.bytes_read = stored
+    note(0, 0)
     for reason, count in skipped.counts.items():
         record.count(reason, count)
     record.members = skipped.members
@@ -95,13 +105,13 @@ def _documents_of(job: Job, number: int, skipped: Skipped) -> Iterator[Item]:
                 yield item
 
 
-def counted(item: LongText | LongRecord, note: Callable[[int], None]) -> LongText | LongRecord:
+def counted(item: LongText | LongRecord, note: Progress) -> LongText | LongRecord:
     """The same, whose bytes are counted as they are read."""
 
     def pieces() -> Iterator[bytes]:
         """Those of the item, counted."""
         for piece in item.pieces:
-            note(len(piece))
+            note(len(piece), 0)
             yield piece
 
     return replace(item, pieces=pieces())
