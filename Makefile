@@ -35,8 +35,9 @@ check: $(STAMP) format lint types test  ## what CI runs: format, lint, types, te
 format: $(STAMP)  ## fail if a file is not formatted (mend: .venv/bin/ruff format)
 	$(BIN)/ruff format --check .
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff, and no new small modules or Protocols of one class
 	$(BIN)/ruff check .
+	$(BIN)/python tools/style_report.py --gate
 
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy

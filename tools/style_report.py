@@ -1,20 +1,19 @@
-"""How dense the code of a folder is: figures of each Python file, and of all of them together. A
-report, no gate.
+"""The size and shape of the package, room by room; and the gate that keeps it from splintering.
 
-python tools/style_report.py [folder]        (default: streammega)
+python tools/style_report.py [--files] [--gate] [folder]        (default: streammega)
 
-    functions   how many, methods and inner functions too
-    median p90  lines of a function, from its `def` to its end, docstring and all
-    expr/line   expressions in a line of a function's body: calls, attributes, subscripts, operators, comparisons, conditions,
-                comprehensions, lambdas, awaits and yields. Names, literals and f-strings compute
-                nothing and do not count; neither do docstrings, blank lines, and lines of comments
-                alone
-    tuples      assignments of a tuple to a tuple (`a, b = 1, 2`) per 1000 lines of code: all but docstrings, blank lines and
-                comments. Taking apart what a call returns is none
-    long        lines of more than 100 columns, per 1000 lines
-    why         lines of comments, and of docstrings of attributes (a string after an assignment of a module or class), per
-                1000 lines. Headings of sections (`# ----`, `# --- reading ---`) and what is said to
-                tools (`# type: ignore`, `# noqa`, `# fmt: skip`, `# pragma: no cover`) do not count
+    files       Python files, without __init__.py and __main__.py
+    code        lines of code: no docstrings, comments or blank lines
+    statements  nodes of `ast.stmt`, which do not depend on how lines are broken
+    median p90  lines of a function, from its `def` to its end
+    taken       names that some other file imports from a file of the room
+
+--files prints a line for each file too. --gate fails (exit 1) for
+
+    a module of fewer than 60 code lines that only one other module imports: it belongs into that one
+    a Protocol that no two classes implement: one class is enough
+
+unless `tools/style_exceptions.txt` names it, and for an exception there that is no longer needed: the list only gets shorter.
 """
 
 from __future__ import annotations
@@ -22,26 +21,19 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import re
 import statistics
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 100
-COMPUTING = (
-    ast.Call, ast.Attribute, ast.Subscript, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.NamedExpr,
-    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom,
-)  # fmt: skip
-"""Nodes that count as expressions: of each, a reader has to know what comes out."""
-FOR_TOOLS = re.compile(r"#\s*(!|-\*-|type:|noqa|fmt:|pragma|ruff:|mypy:)")
-"""Begins of comments that say nothing to a reader."""
-HEADING = re.compile(r"#\s*$|#.*[-=#*─]{3}")
-"""A heading of a section has a rule drawn with it; an empty comment is part of its frame."""
-LAYOUT = (
+EXCEPTIONS = ROOT / "tools" / "style_exceptions.txt"
+SMALL = 60
+FACES = ("__init__.py", "__main__.py")
+NO_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
     tokenize.NEWLINE,
@@ -49,186 +41,213 @@ LAYOUT = (
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 )
-"""Tokens that make no line a line of code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What was counted in a file, or in several."""
+class Module:
+    """One file. name: as it is imported."""
 
-    lines: int
+    name: str
+    path: str
+    tree: ast.Module
     code_lines: int
-    body_lines: int
-    function_lines: tuple[int, ...]
-    expressions: int
-    tuple_assignments: int
-    long_lines: int
-    why_lines: int
+
+    @property
+    def is_face(self) -> bool:
+        return self.path.endswith(FACES)
+
+    @property
+    def room(self) -> str:
+        folder, slash, _ = self.path.partition("/")
+        return folder if slash else "."
+
+    @property
+    def statements(self) -> int:
+        return sum(isinstance(node, ast.stmt) for node in ast.walk(self.tree))
+
+    @property
+    def function_lines(self) -> list[int]:
+        functions = [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=ROOT / "streammega", help="a folder, or one file"
-    )
-    folder: Path = parser.parse_args().folder
-    paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
+    parser.add_argument("--files", action="store_true")
+    parser.add_argument("--gate", action="store_true")
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "streammega")
+    options = parser.parse_args()
     try:
-        figures = {
-            str(path.relative_to(folder) if folder.is_dir() else path): count(path.read_text())
-            for path in paths
-        }
+        modules = read_modules(options.folder)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         print(f"cannot be read as Python: {error}", file=sys.stderr)
         return 1
-    if not figures:
-        print(f"{folder}: no Python files; name a folder that has some", file=sys.stderr)
+    if not modules:
+        print(f"{options.folder}: no Python files; name a folder that has some", file=sys.stderr)
         return 1
-    print("\n".join(table(figures)))
-    return 0
+    print("\n".join(table(modules, files=options.files)))
+    if not options.gate:
+        return 0
+    wrong = list(complaints(modules, EXCEPTIONS.read_text().splitlines()))
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
 
 
-def count(source: str) -> Figures:
-    """The figures of one file. Raises SyntaxError."""
-    tree = ast.parse(source)
-    lines = source.splitlines()
-    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
-    comments, code = _comments_and_code(source)
-    code -= _lines_of_strings(tree)
-    bodies = _outermost(functions)
-    body_lines = {line for function in bodies for line in _span(function.body)} & code
-    return Figures(
-        lines=len(lines),
-        code_lines=len(code),
-        body_lines=len(body_lines),
-        function_lines=tuple(len(_span([function])) for function in functions),
-        expressions=sum(
-            isinstance(node, COMPUTING) for function in bodies for node in _walk_body(function)
-        ),
-        tuple_assignments=sum(_assigns_tuple(node) for node in ast.walk(tree)),
-        long_lines=sum(len(line) > WIDTH for line in lines),
-        why_lines=sum(_says_why(comment) for comment in comments)
-        + _attribute_docstring_lines(tree),
-    )
+def read_modules(folder: Path) -> list[Module]:
+    """All Python files below a folder. Raises OSError, SyntaxError, UnicodeDecodeError."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is not a folder")
+    modules = []
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_text()
+        inside = path.relative_to(folder)
+        parts = [folder.name, *inside.with_suffix("").parts]
+        modules.append(
+            Module(
+                name=".".join(part for part in parts if part != "__init__"),
+                path=inside.as_posix(),
+                tree=ast.parse(source),
+                code_lines=count_code_lines(source),
+            )
+        )
+    return modules
 
 
-def total(parts: list[Figures]) -> Figures:
-    """The figures of several files together."""
-    return Figures(
-        lines=sum(part.lines for part in parts),
-        code_lines=sum(part.code_lines for part in parts),
-        body_lines=sum(part.body_lines for part in parts),
-        function_lines=tuple(size for part in parts for size in part.function_lines),
-        expressions=sum(part.expressions for part in parts),
-        tuple_assignments=sum(part.tuple_assignments for part in parts),
-        long_lines=sum(part.long_lines for part in parts),
-        why_lines=sum(part.why_lines for part in parts),
-    )
+def count_code_lines(source: str) -> int:
+    """Lines that hold more than docstrings and comments. Raises SyntaxError."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_string = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
+        if is_string:
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
-def table(figures: dict[str, Figures]) -> Iterator[str]:
-    """A heading, a line for each file, and one for all of them."""
-    rows = {**figures, "total": total(list(figures.values()))}
-    width = max(len(name) for name in rows)
-    yield f"{'file':{width}}  lines functions median   p90 expr/line tuples  long   why"
-    for name, row in rows.items():
+def imports(module: Module, names: Mapping[str, Module]) -> set[tuple[str, str]]:
+    """(module, name) of what a file imports from the others; the name is empty for a module."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add((inner, "") if inner in names else (node.module, alias.name))
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+    return {(name, taken) for name, taken in found if name in names and name != module.name}
+
+
+def table(modules: Sequence[Module], *, files: bool) -> Iterator[str]:
+    """A line for each room, or each file, and one for all."""
+    names = {module.name: module for module in modules}
+    taken = Counter(names[name].path for name, _ in all_taken(modules))
+    groups: dict[str, list[Module]] = {}
+    for module in modules:
+        groups.setdefault(module.path if files else module.room, []).append(module)
+    groups["total"] = list(modules)
+    width = max(len(name) for name in groups)
+    yield f"{'':{width}}  files   code statements median   p90  taken"
+    for name, group in groups.items():
+        sizes = sorted(size for module in group for size in module.function_lines)
+        median = statistics.median(sizes) if sizes else 0
+        p90 = sizes[int(0.9 * len(sizes))] if sizes else 0
         yield (
-            f"{name:{width}} {row.lines:6} {len(row.function_lines):9} {median(row):6g} {p90(row):5} "
-            f"{per(1, row.expressions, row.body_lines):9.2f} {per(1000, row.tuple_assignments, row.code_lines):6.1f} "
-            f"{per(1000, row.long_lines, row.lines):5.1f} {per(1000, row.why_lines, row.lines):5.1f}"
+            f"{name:{width}} {sum(not module.is_face for module in group):6} "
+            f"{sum(module.code_lines for module in group):6} "
+            f"{sum(module.statements for module in group):10} {median:6g} {p90:5} "
+            f"{sum(taken[module.path] for module in group):6}"
         )
 
 
-def median(row: Figures) -> float:
-    """Lines of the function in the middle; 0 where there is none."""
-    return statistics.median(row.function_lines) if row.function_lines else 0
+def all_taken(modules: Sequence[Module]) -> set[tuple[str, str]]:
+    """(module, name) of all names that some file imports from another."""
+    names = {module.name: module for module in modules}
+    return {item for module in modules for item in imports(module, names) if item[1]}
 
 
-def p90(row: Figures) -> int:
-    """Lines of the shortest function that is longer than nine in ten, or as long; 0 where there is
-    none.
-    """
-    if not row.function_lines:
-        return 0
-    ranked = sorted(row.function_lines)
-    return ranked[int(0.9 * len(ranked))]
+def complaints(modules: Sequence[Module], exceptions: Sequence[str]) -> Iterator[str]:
+    """What the gate refuses, beside the exceptions; and exceptions that are not needed."""
+    wrong = {**small_modules(modules), **lone_protocols(modules)}
+    allowed = {line.strip() for line in exceptions if line.strip() and not line.startswith("#")}
+    for what, why in wrong.items():
+        if what not in allowed:
+            yield f"{what}: {why}"
+    for what in sorted(allowed - set(wrong)):
+        yield f"{what}: is in order by now; remove it from {EXCEPTIONS.name}"
 
 
-def per(many: int, found: int, among: int) -> float:
-    """How many of `many` are found, where `found` are among `among`; 0 of nothing."""
-    return many * found / among if among else 0.0
-
-
-def _comments_and_code(source: str) -> tuple[list[str], set[int]]:
-    """The comments, and the numbers of lines that hold more than them."""
-    comments: list[str] = []
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments.append(token.string)
-        elif token.type not in LAYOUT:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return comments, code
-
-
-def _says_why(comment: str) -> bool:
-    return not FOR_TOOLS.match(comment) and not HEADING.match(comment)
-
-
-def _span(body: list[ast.stmt] | list[Function]) -> range:
-    """The numbers of the lines of some statements, one after the other."""
-    last = body[-1].end_lineno
-    assert last is not None
-    return range(body[0].lineno, last + 1)
-
-
-def _is_string(node: ast.AST) -> bool:
-    """Whether a statement is a string alone: a docstring."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _lines_of_strings(tree: ast.Module) -> set[int]:
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _is_string(node)]
-    return {line for string in strings for line in _span([string])}
-
-
-def _outermost(functions: list[Function]) -> list[Function]:
-    """Functions that lie in no other: what is inside of one is part of its body,
-    and counts once.
-    """
-    inside = {
-        id(node) for function in functions for node in ast.walk(function) if node is not function
+def small_modules(modules: Sequence[Module]) -> dict[str, str]:
+    """{path: why it is refused} of small modules with one importer."""
+    names = {module.name: module for module in modules}
+    importers: dict[str, list[str]] = {}
+    for module in modules:
+        for name in {name for name, _ in imports(module, names)}:
+            importers.setdefault(name, []).append(module.path)
+    return {
+        module.path: f"{module.code_lines} code lines, imported by {importers[module.name][0]} alone"
+        for module in modules
+        if not module.is_face
+        and module.code_lines < SMALL
+        and len(importers.get(module.name, [])) == 1
     }
-    return [function for function in functions if id(function) not in inside]
 
 
-def _walk_body(function: Function) -> Iterator[ast.AST]:
-    for statement in function.body:
-        yield from ast.walk(statement)
-
-
-def _assigns_tuple(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
-        return False
-    return isinstance(node.targets[-1], ast.Tuple)
-
-
-def _attribute_docstring_lines(tree: ast.Module) -> int:
-    found = 0
-    for owner in ast.walk(tree):
-        if not isinstance(owner, ast.Module | ast.ClassDef):
+def lone_protocols(modules: Sequence[Module]) -> dict[str, str]:
+    """{path:name: why it is refused} of Protocols that fewer than two classes implement."""
+    classes = [
+        (module, node)
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    by_name = {node.name: node for _, node in classes}
+    refused = {}
+    for module, protocol in classes:
+        if not _is_protocol(protocol):
             continue
-        for before, node in zip(owner.body, owner.body[1:], strict=False):
-            if isinstance(before, ast.Assign | ast.AnnAssign) and _is_string(node):
-                found += len(_span([node]))
+        wanted = _members(protocol, by_name)
+        count = sum(
+            wanted <= _members(node, by_name) for _, node in classes if not _is_protocol(node)
+        )
+        if count < 2:
+            refused[f"{module.path}:{protocol.name}"] = f"a Protocol of {count} classes"
+    return refused
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return "Protocol" in _bases(node)
+
+
+def _members(node: ast.ClassDef, by_name: Mapping[str, ast.ClassDef]) -> set[str]:
+    """Names of methods and attributes, inherited ones too."""
+    found = set()
+    for base in _bases(node):
+        if base in by_name and base != node.name:
+            found |= _members(by_name[base], by_name)
+    for item in ast.walk(node):
+        if isinstance(item, Function):
+            found.add(item.name)
+        elif isinstance(item, ast.AnnAssign | ast.Assign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    found.add(target.id)
+                elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    found.add(target.attr)
     return found
 
 

@@ -118,16 +118,6 @@ def test_no_two_modules_need_each_other() -> None:
     assert not inside, "these modules import each other in a circle, or what does"
 
 
-def test_a_name_of_a_class_has_one_meaning() -> None:
-    """As in docs/glossary.md: nobody has to know which of two is meant."""
-    homes: dict[str, list[str]] = {}
-    for path in SOURCES:
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(module_of(path))
-    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
-
-
 def test_order_is_pure() -> None:
     forbidden = {"torch", "time", "datetime", "os", "pathlib", "random", "io"}
     impure = []

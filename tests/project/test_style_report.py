@@ -1,4 +1,4 @@
-"""The report of density counts what its docstring says."""
+"""The report of sizes counts what its docstring says, and its gate refuses splinters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.style_report import count, median, p90, table, total
+from tools.style_report import complaints, count_code_lines, read_modules
 
 REPORT = Path(__file__).parents[2] / "tools" / "style_report.py"
 SOURCE = '''"""A module."""
@@ -23,7 +23,7 @@ what a reader holds."""
 def first(values):
     """The first of `values`."""
     # Sorted, since the caller promises nothing.
-    a, b = 1, 2
+    a = 1
 
     return sorted(values)[0] + a  # noqa: S301
 
@@ -32,87 +32,117 @@ def outer(values):
     def inner(value):
         return value.x
 
-    left, right = divmod(len(values), 2)  # a pair that belongs together
     return [inner(value) for value in values]
 '''
 
 
-def test_figures_of_a_known_source() -> None:
-    figures = count(SOURCE)
-    assert figures.lines == 23
-    assert figures.function_lines == (6, 6, 2)
-    assert figures.code_lines == 9, "no docstrings, blank lines or comments"
-    assert figures.body_lines == 6, "what an inner function has is counted once"
-    assert figures.expressions == 3 + 1 + 2 + 2
-    assert figures.tuple_assignments == 1, "what a call returns may be taken apart"
-    assert figures.why_lines == 2 + 2, (
-        "an attribute's docstring of two lines and two comments, no heading, no noqa"
+def write_package(folder: Path, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = folder / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return folder / "package"
+
+
+def refused(folder: Path, files: dict[str, str], *exceptions: str) -> list[str]:
+    modules = read_modules(write_package(folder, files))
+    return list(complaints(modules, exceptions))
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPORT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
+    assert count_code_lines(SOURCE) == 8
+    assert count_code_lines("") == 0
+    assert count_code_lines("x = (\n    1,\n)\n") == 3
+
+
+def test_rooms_and_files_have_a_line_each(tmp_path: Path) -> None:
+    package = write_package(
+        tmp_path,
+        {
+            "room/a.py": SOURCE,
+            "room/b.py": "from package.room.a import first, outer\nfrom package import c\n",
+            "c.py": "from package.room.a import first\n",
+            "room/__init__.py": "",
+        },
     )
-    assert figures.long_lines == 0
+    rows = {row[0]: row[1:] for row in map(str.split, report(str(package)).stdout.splitlines())}
+    # files, code, statements, median, p90, taken
+    assert rows["room"] == ["2", "10", "13", "5", "6", "2"]
+    assert rows["."] == ["1", "1", "1", "0", "0", "0"]
+    assert rows["total"] == ["3", "11", "14", "5", "6", "2"]
+    by_file = report("--files", str(package)).stdout
+    assert "room/a.py" in by_file
 
 
-@pytest.mark.parametrize(("columns", "long"), [(100, 0), (101, 1)])
-def test_a_line_is_long_from_101_columns_on(columns: int, long: int) -> None:
-    assert count("x = 1  # " + "y" * (columns - 9) + "\n").long_lines == long
+def test_a_small_module_with_one_importer_is_refused(tmp_path: Path) -> None:
+    files = {"a.py": "x = 1\n", "b.py": "from package.a import x\n"}
+    (complaint,) = refused(tmp_path, files)
+    assert complaint == "a.py: 1 code lines, imported by b.py alone"
+    assert not refused(tmp_path, files, "a.py", "# a comment")
 
 
 @pytest.mark.parametrize(
-    "comment",
+    "files",
     [
-        "# type: ignore[no-untyped-def]  # pragma: no cover - compiled", "# noqa: E501", "# fmt: skip", "#!/usr/bin/env python3",
-        "# ----------", "# === writing ===", "#",
+        {"a.py": "x = 1\n", "b.py": "from package import a\n", "c.py": "import package.a\n"},
+        {"a.py": "x = 1\n" * 60, "b.py": "from package.a import x\n"},
+        {"a.py": "x = 1\n"},
+        {"a/__init__.py": "x = 1\n", "b.py": "from package.a import x\n"},
     ],
-)  # fmt: skip
-def test_headings_and_words_to_tools_tell_no_reader_why(comment: str) -> None:
-    assert count(comment + "\n").why_lines == 0
-    assert count("# since the clock may jump\n" + comment + "\n").why_lines == 1
+    ids=["two importers", "large", "none", "a face"],
+)
+def test_other_modules_are_left_alone(tmp_path: Path, files: dict[str, str]) -> None:
+    assert not refused(tmp_path, files)
 
 
-def test_docstrings_of_functions_are_no_comments_of_why() -> None:
-    assert count('def f():\n    x = 1\n    """Not of an attribute."""\n').why_lines == 0
+PROTOCOL = """
+from typing import Protocol
+
+class Base:
+    size: int
+
+class Reader(Protocol):
+    size: int
+    def read(self): ...
+
+class One(Base):
+    def read(self): ...
+"""
 
 
-def test_an_empty_file_has_no_figures() -> None:
-    figures = count("")
-    assert (figures.lines, median(figures), p90(figures)) == (0, 0, 0)
-    assert all("nan" not in line for line in table({"empty.py": figures}))
-
-
-def test_the_total_is_of_all_functions_not_of_the_files_figures() -> None:
-    short = count("def f():\n    pass\n" * 9)
-    long = count("def f():\n" + "    pass\n" * 20)
-    both = total([short, long])
-    assert median(both) == 2
-    assert p90(both) == 21
-    assert both.lines == short.lines + long.lines
-
-
-def test_the_command_prints_every_file_and_the_total(tmp_path: Path) -> None:
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room" / "a.py").write_text(SOURCE)
-    (tmp_path / "b.py").write_text("x, y = 1, 2\n")
-    done = subprocess.run(
-        [sys.executable, str(REPORT), str(tmp_path)], capture_output=True, text=True, check=True
+def test_a_protocol_of_one_class_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, {"a.py": PROTOCOL}) == ["a.py:Reader: a Protocol of 1 classes"]
+    other = (
+        "\nclass Other:\n    def __init__(self):\n        self.size = 1\n    def read(self): ...\n"
     )
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert list(rows) == ["file", "b.py", "room/a.py", "total"]
-    assert rows["room/a.py"] == ["23", "3", "6", "6", "1.33", "111.1", "0.0", "173.9"]
-    assert rows["total"] == ["24", "3", "6", "6", "1.33", "200.0", "0.0", "166.7"]
+    assert not refused(tmp_path, {"a.py": PROTOCOL + other})
+
+
+def test_the_list_of_exceptions_only_gets_shorter(tmp_path: Path) -> None:
+    (complaint,) = refused(tmp_path, {"a.py": "x = 1\n"}, "a.py")
+    assert "is in order by now; remove it from style_exceptions.txt" in complaint
+
+
+def test_the_package_passes_the_gate() -> None:
+    done = report("--gate")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [("nothing", "cannot be read"), ("broken.py", "cannot be read"), ("", "no Python files")],
+    ("name", "words"),
+    [("nothing", "cannot be read"), ("broken", "cannot be read"), ("", "no Python files")],
 )
-def test_what_cannot_be_read_is_told_without_a_traceback(
-    tmp_path: Path, name: str, told: str
+def test_what_cannot_be_read_is_an_error_without_a_traceback(
+    tmp_path: Path, name: str, words: str
 ) -> None:
-    target = tmp_path / name
-    if name.endswith(".py"):
-        target.write_text("def f(:\n")
-    done = subprocess.run(
-        [sys.executable, str(REPORT), str(target)], capture_output=True, text=True, check=False
-    )
+    if name == "broken":
+        write_package(tmp_path / name, {"a.py": "def f(:\n"})
+    done = report(str(tmp_path / name))
     assert done.returncode == 1
-    assert told in done.stderr
+    assert words in done.stderr
     assert "Traceback" not in done.stderr
