@@ -14,7 +14,7 @@ help:  ## list the targets
 install: $(STAMP)  ## create .venv and install everything in it
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("streammega needs Python 3.10 or newer; set PYTHON=python3.11 or so" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("streammega needs Python 3.11 or newer; set PYTHON=python3.11 or so" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -124,13 +124,10 @@ def count_code_lines(source: str) -> int:
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        is_string = (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        )
-        if is_string:
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            is_docstring = isinstance(node.value.value, str)
+            stop = (node.end_lineno or node.lineno) + 1
+            lines -= set(range(node.lineno, stop)) if is_docstring else set()
     return len(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
@@ -26,7 +26,7 @@ LONG = 60
 
 def page_of(report: Mapping[str, Any], title: str, summary: str = "") -> str:
     """A page of a report: its values first, then a section for each list or group in it."""
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     about = f"streammega {streammega.__version__}, {written}"
     lead = f"<p>{escape(summary)}</p>\n" if summary else ""
     return (

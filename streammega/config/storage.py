@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,11 +14,6 @@ from typing import Any, Literal, cast
 from streammega.config.setting_checks import check_number, checked_folder
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Transport = Literal["auto", "obstore", "fsspec"]
 

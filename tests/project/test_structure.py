@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 import subprocess
 import sys
 from functools import cache
@@ -130,36 +129,6 @@ def test_order_is_pure() -> None:
             if {name.split(".")[0] for name in names} & forbidden:
                 impure.append(f"{path.relative_to(ROOT)} imports {names}")
     assert not impure
-
-
-LATER_REPEATS = re.compile(r"(?<!\\)[*+?}]\+|\(\?>")
-"""Possessive repeats and atomic groups: Python's own expressions have them from 3.11 on."""
-
-
-def compiled_expressions(path: Path) -> list[str]:
-    """What is written out in each `re.compile` of a file."""
-    expressions = []
-    for node in ast.walk(tree_of(path)):
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "re.compile"
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            written = node.args[0].value
-            expressions.append(
-                written.decode("latin-1") if isinstance(written, bytes) else str(written)
-            )
-    return expressions
-
-
-def test_expressions_are_those_of_the_oldest_python() -> None:
-    too_new = []
-    for path in SOURCES:
-        for expression in compiled_expressions(path):
-            without_sets = re.sub(r"\[\^?\]?[^]]*\]", "[]", expression)
-            if LATER_REPEATS.search(without_sets):
-                too_new.append(f"{path.relative_to(ROOT)}: {expression}")
-    assert not too_new
 
 
 def test_all_public_names_are_importable() -> None:

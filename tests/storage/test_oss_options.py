@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def test_credentials_come_from_options_files_functions_and_the_environment(
         monkeypatch.setenv("ALIBABA_CLOUD_CREDENTIALS_URI", f"{server.url}/role")
         found = credential({})
         assert (found.access_key_id, found.token) == ("LTAIuri", "t")
-        assert found.expires == datetime(2099, 1, 1, tzinfo=timezone.utc)
+        assert found.expires == datetime(2099, 1, 1, tzinfo=UTC)
     monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_ID", "LTAIalibaba")
     monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "a")
     monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "alibaba-token")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -859,6 +859,6 @@ def test_an_object_without_an_etag_is_replaced_all_the_same(
 ) -> None:
     store, key = open_store(f"s3://{bucket}/a", s3_storage)
     put(store, key, b"first")
-    seen = version_of(None, datetime.now(timezone.utc))
+    seen = version_of(None, datetime.now(UTC))
     assert replace_object(store, key, b"second", seen), "a time is no condition for a server"
     assert bytes(store.read_ranges(key, [0], [6])[0]) == b"second"

@@ -4,7 +4,7 @@ answers only.
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,9 @@ from streammega.storage import open_store
 from streammega.storage.versions import check_version, version_like, version_of
 from tests.support.servers import HttpObjects, http_server
 
-TIME = datetime(2026, 11, 21, tzinfo=timezone.utc)
-LATER = datetime(2026, 11, 22, tzinfo=timezone.utc)
-NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)
+TIME = datetime(2026, 11, 21, tzinfo=UTC)
+LATER = datetime(2026, 11, 22, tzinfo=UTC)
+NEVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(

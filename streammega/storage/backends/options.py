@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -187,7 +187,7 @@ def _credential_provider(
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + ASK_AGAIN,
+            "expires_at": datetime.now(UTC) + ASK_AGAIN,
         }
 
     return provide

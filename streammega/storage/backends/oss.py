@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -198,7 +198,7 @@ def _provider(current: Callable[[], OssKey]) -> Any:
     def provide() -> dict[str, Any]:
         """The key of now, as obstore asks for it."""
         key = current()
-        soon = datetime.now(timezone.utc) + _CREDENTIALS_LAST
+        soon = datetime.now(UTC) + _CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
             "secret_access_key": key.access_key_secret,

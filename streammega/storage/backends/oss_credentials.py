@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
@@ -166,7 +166,7 @@ class OssCredentials:
         if age > READ_AGAIN.total_seconds():
             return True
         expires = self._key.expires
-        return expires is not None and datetime.now(timezone.utc) > expires - MARGIN
+        return expires is not None and datetime.now(UTC) > expires - MARGIN
 
 
 def key_of(given: Any, where: str) -> OssKey:
@@ -220,9 +220,8 @@ def _time_of(value: Any, where: str) -> datetime | None:
         return _in_utc(value)
     try:
         if isinstance(value, (int, float)):
-            return datetime.fromtimestamp(value, timezone.utc)
-        # Python 3.10 reads no Z.
-        return _in_utc(datetime.fromisoformat(str(value).replace("Z", "+00:00")))
+            return datetime.fromtimestamp(value, UTC)
+        return _in_utc(datetime.fromisoformat(str(value)))
     except ValueError:
         raise ConfigError(
             f"oss://: {where} says the credentials expire at {value!r}, which is no time"
@@ -232,7 +231,7 @@ def _time_of(value: Any, where: str) -> datetime | None:
 def _in_utc(time_of_expiry: datetime) -> datetime:
     """Of UTC, if it does not say of which zone it is."""
     if time_of_expiry.tzinfo is None:
-        return time_of_expiry.replace(tzinfo=timezone.utc)
+        return time_of_expiry.replace(tzinfo=UTC)
     return time_of_expiry
 
 
@@ -288,4 +287,4 @@ def _json_at(uri: str) -> Any:
 
 
 def _is_over(key: OssKey) -> bool:
-    return key.expires is not None and datetime.now(timezone.utc) >= key.expires
+    return key.expires is not None and datetime.now(UTC) >= key.expires

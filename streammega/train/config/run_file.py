@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,11 +17,6 @@ from streammega.config import PhaseConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.train.config.whole_run import RunConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MEGATRON_NAMES = {
     "data_path": "blend",
