@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from streammega.config import StorageConfig
 from streammega.dataset.token_file import ShardFiles
 from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.pread import PreadStore
 from streammega.storage.fetch.threads import each
 from streammega.storage.store import Part, reads_parts
-from streammega.storage.views import is_local
+from streammega.storage.views import DerivedStore, is_local
 
 END_BYTES = 1 << 10
 """Bytes of tokens that are read at each end of a shard."""
@@ -96,8 +99,20 @@ def _read(stores: Sequence[Store], parts: Sequence[Part]) -> list[Buffer]:
 
     def read_one(number: int) -> Buffer:
         info, start, stop = parts[number]
-        return stores[number].read_ranges(info.key, [start], [stop], info.etag)[0]
+        store = _without_maps(stores[number])
+        return store.read_ranges(info.key, [start], [stop], info.etag)[0]
 
     if all(is_local(store) for store in stores):
         return [read_one(number) for number in range(len(parts))]
     return each(read_one, range(len(parts)), AT_ONCE)
+
+
+def _without_maps(store: Store) -> Store:
+    """A store that reads local files without mapping them. What is opened may never be read: until
+    it is, it may change, which is then an error and not other bytes.
+    """
+    if isinstance(store, LocalStore):
+        return PreadStore(StorageConfig())
+    if isinstance(store, DerivedStore) and store.local:
+        return store.over(PreadStore(StorageConfig()))
+    return store

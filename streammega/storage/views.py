@@ -105,6 +105,10 @@ class DerivedStore:
         """Whether the object itself is a local file."""
         return isinstance(self.store, LocalStore)
 
+    def over(self, store: Store) -> DerivedStore:
+        """The same view of the same object, read by another store."""
+        return DerivedStore(store, self._info, self.view)
+
     def url(self, key: str) -> str:
         """That of the object itself."""
         return self.store.url(key)
