@@ -214,6 +214,14 @@ def train(
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 
+def _is_by_ctrl_c(stop: SystemExit) -> bool:
+    """Whether Ctrl-C ended a command that did not answer it itself."""
+    error: BaseException | None = stop
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
@@ -227,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, standalone_mode=True, obj=["streammega", *words])
     except SystemExit as stop:
-        if stop.code == EXIT_OF_INTERRUPT:  # typer says nothing of Ctrl-C
+        if _is_by_ctrl_c(stop):  # typer says nothing of it
             print("interrupted", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:

@@ -235,7 +235,7 @@ def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
     named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), id_field="meta.doc", **named)
     assert [origin.id for _, origin in documents_of(str(tmp_path / "a"))] == ["m"]
-    with pytest.raises(ConvertError, match=r"in\.parquet: has no column meta\.doc"):
+    with pytest.raises(ConvertError, match=r"in\.parquet: has no column 'meta\.doc'"):
         convert([str(tmp_path / "in.parquet")], str(tmp_path / "b"), id_field="meta.doc", **named)
     with pytest.raises(ConfigError, match="ask for them too"):
         convert([str(tmp_path / "in.jsonl")], str(tmp_path / "c"), id_field="id", tokenizer="bytes")

@@ -171,7 +171,7 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
         monkeypatch.setattr(Conversion, "make", real)
         with pytest.raises(ConvertError, match="another conversion to this output is running"):
             convert(pairs[1:], name, workers=1, work=str(tmp_path / "two"))
-        assert main(["gc", name, "--remove"]) == 0
+        assert main(["gc", name, "--remove"]) == 1, "there is nothing of that name yet"
         seen.append("refused")
         return real(self)
 

@@ -411,7 +411,8 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     assert "bad.jsonl:2: broken JSON" in text
     found = json.loads((dataset / "r.json").read_text())
     assert found["dropped"] == {"broken record": 1, "empty": 1, "duplicates": 1}
-    assert sum(found["histogram"]) == 2, "of what was encoded"
+    counts = [entry["documents"] for entry in found["document_lengths"]]
+    assert sum(counts) == 2, "of what was encoded"
     assert (dataset / "r.png").read_bytes().startswith(b"\x89PNG")
     assert (
         main(

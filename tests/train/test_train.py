@@ -203,7 +203,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(
     trained: RunConfig, run_file: str, pair: str
 ) -> None:
     write_random_pair(pair, seed=77)
-    with pytest.raises(StateError, match="dataset: the checkpoint has"):
+    with pytest.raises(StateError, match=r"dataset \(.*\): the checkpoint has"):
         Trainer(load_run(run_file), torch.device("cpu")).resume()
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_diff
     assert again.batches.consumed_samples == first.batches.consumed_samples
     again.close()
     other = started(6000)
-    with pytest.raises(StateError, match=r"datasets\[39\]: the checkpoint has"):
+    with pytest.raises(StateError, match=r"datasets\[39\] \('mock://\S+'\): the checkpoint has"):
         other.resume()
     other.close()
 
