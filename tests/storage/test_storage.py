@@ -27,7 +27,8 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.errors.redaction import redact, without_controls
+from streammega.errors.redaction import redact
+from streammega.errors.words import without_controls
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
 from streammega.storage.backends import obstore_library, obstore_writer
