@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
+LINE_EVERY = 30.0
+"""Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
 """Of the xxh3 of all before it, with which every kept copy and array ends. np.load passes over it."""
 MOST_HEADER_BYTES = 10 + 65_535
@@ -178,8 +180,22 @@ def _read_name(path: Path) -> str:
 
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
-    """The object's bytes in order, fetched a window of concurrent parts at a time."""
+    """The object's bytes in order, fetched a window of concurrent parts at a time. One that takes
+    long says how far it is.
+    """
+    began = last_line = time.monotonic()
     for window_start in range(0, info.size, DOWNLOAD_BYTES):
+        now = time.monotonic()
+        if window_start and now - last_line >= LINE_EVERY:
+            last_line = now
+            seconds_left = (now - began) * (info.size - window_start) / window_start
+            log.warning(
+                "%s: %.0f of %.0f MB are copied to this node; about %.0f s are left",
+                store.url(info.key),
+                window_start / 1e6,
+                info.size / 1e6,
+                seconds_left,
+            )
         window_stop = min(window_start + DOWNLOAD_BYTES, info.size)
         starts = list(range(window_start, window_stop, part_bytes))
         stops = [min(start + part_bytes, window_stop) for start in starts]

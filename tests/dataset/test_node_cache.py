@@ -116,6 +116,22 @@ def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataO
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_a_copy_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("streammega.dataset.node_cache.DOWNLOAD_BYTES", 1 << 20)
+    stored = tmp_path / "a.idx"
+    stored.write_bytes(bytes(3 << 20))
+    store = LocalStore()
+    info = store.info(str(stored))
+    for name, line_every in (("quick", 30.0), ("slow", 0.0)):
+        monkeypatch.setattr("streammega.dataset.node_cache.LINE_EVERY", line_every)
+        local_view(store, info, tmp_path / name, 1 << 20)
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == (2 if name == "slow" else 0)
+    assert lines[0].startswith(f"{stored}: 1 of 3 MB are copied to this node; about ")
+
+
 def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
