@@ -48,7 +48,7 @@ Exclude = Annotated[
     _option(
         INPUTS,
         metavar="PATTERN",
-        help="Leave such files of folders and globs out; repeat for more.",
+        help="Leave such files and folders out of folders and globs; repeat for more.",
     ),
 ]
 ReadAs = Annotated[

@@ -33,7 +33,7 @@ class ConvertOptions:
     with a slash, of their paths.
     """
     exclude: tuple[str, ...] = ()
-    """Of folders and globs, patterns of the files that are not read."""
+    """Of folders and globs, patterns of the files and folders that are not read."""
     hf_split: str | None = None
     """Read only inputs of this split, which names of files or folders say (`train`, `validation`,
     `test`, `train_sft`, ...); `all`: of every one. None: inputs of several splits are an error.
@@ -180,6 +180,13 @@ class ConvertOptions:
             raise ConfigError(
                 f"read_as (--as) is {self.read_as!r}; it must be 'text', 'lines' or 'json'"
             )
+        patterns = {"hf_split": [self.hf_split], "include": self.include, "exclude": self.exclude}
+        for name, values in patterns.items():
+            if "" in values:
+                raise ConfigError(
+                    f"{name} (--{name.replace('_', '-')}) is empty; name what it chooses, or leave "
+                    f"it out"
+                )
         if self.long not in ("cut", "drop"):
             raise ConfigError(f"long (--long) is {self.long!r}; it must be 'cut' or 'drop'")
         if self.on_error not in ("stop", "skip"):

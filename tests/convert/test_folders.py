@@ -126,9 +126,18 @@ def test_a_folder_that_cannot_be_listed_is_an_error_or_is_counted(
     assert found(root, on_error="skip") == wanted
     # a pattern of files does not say that nothing of them is there
     assert found(root, on_error="skip", include=("*.jsonl",)) == wanted
-    assert found(root, exclude=("sub/*",)) == ([f"{root}/a.jsonl"], {"excluded": 1})
+    for pattern in ("sub/*", "sub", "sub/", "s*b"):
+        assert found(root, exclude=(pattern,)) == ([f"{root}/a.jsonl"], {"excluded": 1}), pattern
     with pytest.raises(ConvertError, match="holds no files but 1 folders that cannot be listed"):
         found(f"{root}/sub", on_error="skip")
+
+
+def test_a_folder_is_excluded_by_its_name(tmp_path: Path) -> None:
+    root = tree(tmp_path, ["a.jsonl", "old/b.jsonl", "x/old/c/d.jsonl", "x/old.jsonl"])
+    for pattern in ("old", "old/"):
+        assert names(root, root, exclude=(pattern,)) == ["a.jsonl", "x/old.jsonl"]
+        assert names(root, f"{root}/**", exclude=(pattern,)) == ["a.jsonl", "x/old.jsonl"]
+    assert names(root, root, exclude=("x/old",)) == ["a.jsonl", "old/b.jsonl", "x/old.jsonl"]
 
 
 def test_pipes_are_not_opened(tmp_path: Path) -> None:
@@ -156,7 +165,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 
 # --- datasets below ------------------------------------------------------------------------------
 
-DATASETS = "streammega datasets beside files of other formats"
+DATASETS = "of streammega datasets beside files of other formats"
 
 
 def test_outputs_within_the_input_folder_do_not_feed_the_next_conversion(tmp_path: Path) -> None:
@@ -228,6 +237,22 @@ def test_splits_of_any_name_can_be_chosen(tmp_path: Path) -> None:
     root = tree(tmp_path, layout)
     assert names(root, root, hf_split="train_sft") == layout[:1]
     assert names(root, root, hf_split="train") == ["train_gen-0.jsonl", "train_sft-0.jsonl"]
+
+
+def test_the_last_name_that_says_a_split_counts(tmp_path: Path) -> None:
+    layout = ["part-0.jsonl", "train-0.jsonl", "validation-0.jsonl", "val/train.x/test-0.jsonl"]
+    root = tree(tmp_path / "training_data", layout)
+    assert names(root, root, hf_split="train") == layout[:2]
+    assert names(root, root, hf_split="Dev") == layout[2:3]
+    assert names(root, root, hf_split="test") == layout[3:]
+
+
+@pytest.mark.parametrize("name", ["hf_split", "include", "exclude"])
+def test_a_choice_of_files_that_is_empty_is_an_error(name: str, tmp_path: Path) -> None:
+    root = tree(tmp_path, ["train-0.jsonl", "test-0.jsonl"])
+    with pytest.raises(ConfigError, match=rf"{name} \(--{name.replace('_', '-')}\) is empty"):
+        values: dict[str, Any] = {name: "" if name == "hf_split" else ("",)}
+        found(root, **values)
 
 
 def test_names_that_are_no_splits_are_read(tmp_path: Path) -> None:

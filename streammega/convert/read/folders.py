@@ -79,8 +79,9 @@ def chosen(
     """Of what is below a folder, or matches a pattern, the files that are read.
 
     A pattern of the options (`include`, `exclude`) with a slash is compared with the path within
-    the folder, one without with the file's name. What a glob matches is meant as it is: of that
-    only what is hidden, or was not asked for, is left out.
+    the folder, one without with the file's name. One of `exclude` may also name a folder above the
+    file. What a glob matches is meant as it is: of that only what is hidden, or was not asked for,
+    is left out.
 
     Raises ConvertError for what cannot be listed, unless faults are passed over.
     """
@@ -92,13 +93,13 @@ def chosen(
             # of all that is in a hidden folder, once
             hidden[row.path.removesuffix(path) + _hidden_name(path)] = None
         elif row.kind in FOLDERS:
-            if _matches(f"{path}/", options.exclude):
+            if _is_excluded(f"{row.path}/", f"{path}/", pattern, options):
                 passed.add("excluded", row.path)
             else:
                 _count(row, options, passed)
         elif not pattern and not _included(path, options) and _matches(path, LEFTOVERS):
             passed.add("leftovers and checksums", row.path)
-        elif _matches(row.path if pattern else path, options.exclude):
+        elif _is_excluded(row.path, path, pattern, options):
             passed.add("excluded", row.path)
         elif options.include and not _included(row.path if pattern else path, options):
             passed.add("not included", row.path)
@@ -123,6 +124,13 @@ def _count(row: Row, options: ConvertOptions, passed: PassedOver) -> None:
     passed.add(row.kind, row.path)
 
 
+def _is_excluded(path: str, below: str, pattern: Sequence[str], options: ConvertOptions) -> bool:
+    """Whether a file is excluded, or a folder above it. below: its path as seen from the root."""
+    above = path.removesuffix(below) if pattern else ""
+    ends = [end for end, letter in enumerate(below) if letter == "/"] + [len(below)]
+    return any(_matches(above + below[:end], options.exclude) for end in ends)
+
+
 def _included(path: str, options: ConvertOptions) -> bool:
     return bool(options.include) and _matches(path, options.include)
 
@@ -139,13 +147,22 @@ def splits_of(path: str) -> Iterator[tuple[int, str]]:
 
 @lru_cache(maxsize=1 << 16)
 def _split_of(name: str) -> str | None:
-    splits = [split for split in SPLITS if is_of_split(name, split)]
+    splits = [split for split, words in SPLITS.items() if _has_word(name, words)]
     return splits[0] if len(splits) == 1 else None
 
 
-def is_of_split(path: str, split: str) -> bool:
-    """Whether a name on a path says a split: one of its words is that, or means it."""
-    words = next((words for words in SPLITS.values() if split in words), (split,))
+def is_of_split(path: str, wanted: str) -> bool:
+    """Whether the last name on a path that says a split says this one. A split of another name than
+    those in SPLITS may be said anywhere.
+    """
+    for split, words in SPLITS.items():
+        if wanted.lower() in words:
+            said = [name for _, name in splits_of(path)]
+            return said[-1:] == [split]
+    return _has_word(path, (wanted,))
+
+
+def _has_word(path: str, words: Iterable[str]) -> bool:
     any_word = "|".join(map(re.escape, words))
     return re.search(rf"(?<![a-z])(?:{any_word})(?![a-z])", path, re.I) is not None
 
@@ -161,8 +178,8 @@ def _hidden_name(path: str) -> str:
 def _matches(path: str, patterns: Iterable[str]) -> bool:
     name = os.path.basename(path)
     for pattern in patterns:
-        compared = path if "/" in pattern else name
-        if fnmatchcase(compared, pattern):
+        pattern = pattern.rstrip("/")
+        if fnmatchcase(path if "/" in pattern else name, pattern):
             return True
     return False
 
