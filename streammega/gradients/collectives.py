@@ -82,8 +82,11 @@ def total_norm(
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if once:
-        # in float32: squares of narrow elements would overflow in their own dtype
-        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in once]
+        # in float32 at least: squares of narrow elements would overflow in their own dtype
+        norms: list[Tensor] = []
+        for tensor in once:
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(tensor, dtype=wide).float())
         squares = torch.stack(norms).square().sum()
     # squares add up over ranks, norms do not; a rank without any takes part with zero
     for group in groups:

@@ -436,7 +436,12 @@ def _describe(module: nn.Module) -> list[str]:
 
 
 def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(local_part(tensor).shape)}"
+    part = local_part(tensor)
+    form = f"{tensor.dtype} {list(part.shape)}"
+    if part.is_contiguous():
+        return form
+    # collectives send memory as it lies: another order of it would be other elements
+    return f"{form} with strides {list(part.stride())}"
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

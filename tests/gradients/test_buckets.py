@@ -196,6 +196,23 @@ def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
         assert replicated == pytest.approx(gradient.tolist(), rel=1e-4, abs=1e-7)
 
 
+def test_float64_gradients_are_clipped_by_their_norm() -> None:
+    torch.manual_seed(5)
+    wide = torch.nn.Linear(3, 2, dtype=torch.float64)
+    narrow = torch.nn.Linear(2, 2)
+    model = BucketedDataParallel(torch.nn.ModuleList([wide, narrow]))
+    hidden = wide(torch.arange(6.0, dtype=torch.float64).view(2, 3))
+    narrow(hidden.float()).square().sum().backward()
+    model.finish_grad_sync()
+    before = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    expected = torch.cat([grad.double().flatten() for grad in before]).norm()
+    assert float(model.clip_grad_norm_(0.5)) == pytest.approx(float(expected), rel=1e-6)
+    after = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(after, [grad * (0.5 / expected).to(grad.dtype) for grad in before])
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang, sharded: bool) -> None:
     first, second = gang.run(2, first_weights, sharded)

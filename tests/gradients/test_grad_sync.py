@@ -132,6 +132,11 @@ def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharde
             "rank 0 has weight: torch.float32 [2, 2], trained; rank 1 has weight: torch.float64",
         ),
         (
+            programs.another_memory_layout,
+            "rank 0 has weight: torch.float32 [2, 3], trained; "
+            "rank 1 has weight: torch.float32 [2, 3] with strides [1, 2], trained",
+        ),
+        (
             programs.another_order,
             "rank 0 has a.weight: torch.float32 [2, 2], trained; rank 1 has b.weight",
         ),

@@ -613,6 +613,13 @@ def another_dtype(rank: int) -> None:
     BucketedDataParallel(nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32))
 
 
+def another_memory_layout(rank: int) -> None:
+    module = nn.Linear(3, 2, bias=False)
+    if rank == 1:
+        module.weight = nn.Parameter(torch.empty(3, 2).t())
+    BucketedDataParallel(module)
+
+
 def another_order(rank: int) -> None:
     layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
     BucketedDataParallel(nn.ModuleDict(dict(sorted(layers.items(), reverse=rank == 1))))
