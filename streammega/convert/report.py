@@ -80,12 +80,12 @@ class ConvertReport:
             lines.append(self._line_of_packing())
         if self.files_passed_over:
             reasons = sorted(self.files_passed_over.items())
-            files = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
-            lines.append(f"files not read: {files}")
+            files = "; ".join(f"{reason}: {count:,}" for reason, count in reasons)
+            lines.append(f"files not read, by reason: {files}")
         if self.members_left_out:
             kinds = sorted(self.members_left_out.items())
-            members = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
-            lines.append(f"members of archives not read: {members}")
+            members = "; ".join(f"{kind}: {count:,}" for kind, count in kinds)
+            lines.append(f"members of archives not read, by kind: {members}")
         shown = self.messages[:SHOWN_MESSAGES]
         lines += [f"  left out: {message}" for message in shown]
         more = len(self.messages) - len(shown)

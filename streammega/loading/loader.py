@@ -313,9 +313,12 @@ class StreamLoader:
         return self._running
 
     def _stop(self, reason: str) -> None:
-        if self._running is not None:
-            self._running.stop(reason)
-        self._running = None
+        running = self._running
+        if running is not None:
+            running.stop(reason)
+        with _beginning:  # another thread may have begun the next iteration since
+            if self._running is running:
+                self._running = None
         self._following = None
 
     def _moved(self, by: str) -> None:

@@ -650,6 +650,32 @@ def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
         next(iteration)
 
 
+def test_threads_that_share_a_loader_get_each_batch_once_while_it_is_closed(
+    config: DataConfig,
+) -> None:
+    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=2)
+    expected = [batch["tokens"].tolist() for batch in loader]
+    loader.seek(0)
+    taken: list[list[list[int]]] = []
+
+    def take() -> None:
+        while True:
+            try:
+                taken.append(next(loader)["tokens"].tolist())
+            except StopIteration:
+                return
+            except StateError:  # closed in between: the next one goes on
+                continue
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with contextlib.suppress(StateError):  # a thread waits for a batch
+            loader.close()
+    assert sorted(taken) == sorted(expected)
+
+
 @pytest.mark.parametrize("shared", ["loader", "iterator"])
 def test_threads_that_share_a_loader_get_each_batch_once(config: DataConfig, shared: str) -> None:
     loader = StreamLoader(config, micro_batch_size=2, global_batch_size=2)

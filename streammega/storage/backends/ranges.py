@@ -21,7 +21,7 @@ cost is more than trying all again when one fails.
 
 
 PARTIAL_CONTENT = 206
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
 
 
 def check_range(
