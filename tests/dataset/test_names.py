@@ -212,7 +212,7 @@ def test_the_command_takes_patterns_and_says_what_was_left_out(
     assert "picture.txt: is not UTF-8" in told
     assert "--exclude '*.txt'" in told
     assert main([*words, "--include", "*.jsonl", "--exclude", "old/*"]) == 0
-    assert "1 excluded" in capsys.readouterr().out
+    assert "excluded: 1" in capsys.readouterr().out
     assert texts(tmp_path / "out") == ["a", "b"]
 
 
