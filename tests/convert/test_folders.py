@@ -128,7 +128,10 @@ def test_a_folder_that_cannot_be_listed_is_an_error_or_is_counted(
     assert found(root, on_error="skip", include=("*.jsonl",)) == wanted
     for pattern in ("sub/*", "sub", "sub/", "s*b"):
         assert found(root, exclude=(pattern,)) == ([f"{root}/a.jsonl"], {"excluded": 1}), pattern
-    with pytest.raises(ConvertError, match="holds no files but 1 folders that cannot be listed"):
+    with pytest.raises(
+        ConvertError,
+        match="holds no files that can be read; left out: folders that cannot be listed: 1",
+    ):
         found(f"{root}/sub", on_error="skip")
 
 
@@ -435,9 +438,9 @@ def test_ls_says_what_convert_reads_and_what_it_leaves_out(
     assert told[0].split() == ["jsonl", str(len(LINE % b"a.jsonl")), f"{root}/a.jsonl"]
     assert f"{root}/n\x1bm.txt" not in "".join(told)
     assert told[3:] == [
-        "left out: 1 excluded",
+        "left out, excluded: 1",
         f"  {root}/old/b.jsonl",
-        "left out: 1 hidden",
+        "left out, hidden: 1",
         f"  {root}/.x",
         f"inputs: 2 jsonl, 1 text; {len(LINE) * 3 - 6 + 7 + 7 + 11} bytes",
     ]

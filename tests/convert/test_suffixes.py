@@ -83,7 +83,7 @@ def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
     report = convert_to(tmp_path, tmp_path / "in")
     assert made(tmp_path) == ["one", "two"]
     assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
-    assert "6 of unknown suffix" in report.as_text()
+    assert "of unknown suffix: 6" in report.as_text()
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ class PassedOver:
             self.counts[reason] += count - len(other.names[reason])
 
     def as_text(self) -> str:
-        """For a message: "2 hidden, 1 like README"; empty if there are none."""
-        counted = [f"{count:,} {reason}" for reason, count in sorted(self.counts.items())]
-        return ", ".join(counted)
+        """For a message: "hidden: 2; like README: 1"; empty if there are none."""
+        counted = [f"{reason}: {count:,}" for reason, count in sorted(self.counts.items())]
+        return "; ".join(counted)
 
 
 def chosen(

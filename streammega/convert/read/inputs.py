@@ -235,7 +235,8 @@ def _found_by(
     if not found:
         shown, _query = split_query(item)
         others = left_out.as_text()
-        raise ConvertError(f"{shown}: holds no files" + (f" but {others}" if others else ""))
+        reasons = f" that can be read; left out: {others}" if others else ""
+        raise ConvertError(f"{shown}: holds no files{reasons}")
     return found
 
 

@@ -30,7 +30,7 @@ class InputList:
         """For a terminal."""
         lines = [f"{item.format:<9} {item.size:>15,}  {_shown(item.path)}" for item in self.inputs]
         for reason, count in sorted(self.passed.counts.items()):
-            lines.append(f"left out: {count:,} {reason}")
+            lines.append(f"left out, {reason}: {count:,}")
             names = self.passed.names[reason]
             lines += [f"  {_shown(name)}" for name in names[:SHOWN_NAMES]]
             if count > SHOWN_NAMES:
