@@ -5,11 +5,24 @@ from __future__ import annotations
 import numbers
 import operator
 import os
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from streammega.errors import ConfigError
+
+
+def read_toml(path: str, remedy: str) -> dict[str, Any]:
+    """What a TOML file holds. remedy: what to do where it cannot be read. Raises ConfigError, which
+    repeats no value of the file: it may hold secrets.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no valid TOML ({error})") from None
 
 
 def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:

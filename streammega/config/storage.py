@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from streammega.config.setting_checks import check_number, checked_folder
+from streammega.config.setting_checks import check_number, checked_folder, read_toml
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 
@@ -147,14 +146,7 @@ def load_storage(path: str) -> StorageConfig:
     """
     import dacite
 
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; give a TOML file with settings of StorageConfig"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no valid TOML ({error})") from None
+    table = read_toml(path, "give a TOML file with settings of StorageConfig")
     known = [item.name for item in fields(StorageConfig)]
     for name in table:
         if name not in known:

@@ -141,7 +141,8 @@ class ConvertReport:
             if reason != "empty":
                 dropped += f"; {count_of(reason, count)}"
         return (
-            f"{mean_tokens:,.0f} tokens per document; {tokens_per_second:,.0f} tokens/s, "
+            f"{pluralize(round(mean_tokens), 'token')} per document; "
+            f"{tokens_per_second:,.0f} tokens/s, "
             f"{megabytes_per_second:,.1f} MB/s{dropped}"
         )
 

@@ -8,12 +8,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import dacite
 
 from streammega.config import PhaseConfig, StorageConfig
+from streammega.config.setting_checks import read_toml
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.train.config.whole_run import RunConfig
@@ -38,14 +38,7 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError for a missing file, broken TOML, an unknown name (with the nearest known
     one), a wrong type.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; give the path of the run's TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no valid TOML ({error})") from None
+    table = read_toml(path, "give the path of the run's TOML file")
     for override in overrides:
         _apply(table, override)
     if isinstance(table.get("data"), dict):
