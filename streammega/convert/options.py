@@ -12,7 +12,7 @@ from streammega.convert.digests import digest_of_json
 from streammega.dataset.idx import token_dtype_named
 from streammega.dataset.shards import SUFFIXES, Kind
 from streammega.errors import ConfigError
-from streammega.storage.frames import FRAME_BYTES, LEVEL
+from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL
 
 MiB = 1 << 20
 MOST_PACKED = 1 << 24

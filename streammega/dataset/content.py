@@ -17,9 +17,9 @@ from streammega.dataset.token_file import ShardFiles
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.pread import PreadStore
+from streammega.storage.derived_stores import DerivedStore, is_local
 from streammega.storage.fetch.threads import each
 from streammega.storage.store import Part, reads_parts
-from streammega.storage.views import DerivedStore, is_local
 
 END_BYTES = 1 << 10
 """Bytes of tokens that are read at each end of a shard."""

@@ -25,8 +25,8 @@ from streammega.dataset.shards import (
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.etags import same_version
 from streammega.storage.open import is_remote
-from streammega.storage.versions import same_version
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from streammega.dataset.token_file import ShardFiles
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.fetch.threads import each
-from streammega.storage.views import ConcatStore
 
 OPENERS = 32
 """Shards that are opened at once: each waits for a few small answers."""

@@ -12,9 +12,9 @@ from streammega.config import StorageConfig
 from streammega.dataset.shards import SUFFIXES, KnownShard, ManifestEntry, split_name
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import ObjectInfo, open_store
+from streammega.storage.etags import same_version
 from streammega.storage.fetch.threads import each
 from streammega.storage.store import ListsBetween, NotListedBetween
-from streammega.storage.versions import same_version
 
 FEW = 8
 """Up to so many shards are asked for one by one; a listing tells of 1,000 objects, but of others

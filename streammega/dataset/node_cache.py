@@ -29,10 +29,10 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.atomic_file import create_beside
 from streammega.storage.backends.mapping import map_file
-from streammega.storage.publish import create_beside
+from streammega.storage.etags import tell_unversioned
 from streammega.storage.store import written_whole
-from streammega.storage.versions import tell_unversioned
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from streammega.errors import AccessDeniedError, ConfigError, FormatError, Objec
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.check import find_ids
 from streammega.storage import ObjectInfo, Store, open_store, save_bytes
-from streammega.storage.moves import exists, move
+from streammega.storage.object_ops import exists, move
 
 
 def repair_index(

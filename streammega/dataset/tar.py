@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import FormatError
+from streammega.storage.derived_stores import Members
 from streammega.storage.store import ObjectWriter
-from streammega.storage.views import Members
 
 RECORD = 512
 """What everything in a tar is padded to; a header is one of them."""

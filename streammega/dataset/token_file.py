@@ -17,7 +17,8 @@ from streammega.dataset.tar import layout, stored_bytes
 from streammega.errors import FormatError
 from streammega.storage import ObjectInfo, Store, open_store
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.views import DerivedStore, Frames, LateView, Members, read_frames
+from streammega.storage.derived_stores import DerivedStore, LateView, Members
+from streammega.storage.seekable_zstd import Frames, read_frames
 
 Shown = TypeVar("Shown", Frames, Members)
 

@@ -34,7 +34,7 @@ from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundErr
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.storage import Store, open_store
-from streammega.storage.moves import read_whole
+from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
 

@@ -24,7 +24,7 @@ from streammega.errors import FormatError
 from streammega.kernels.parallel import num_threads
 from streammega.storage import open_store
 from streammega.storage.copies import FileRange, file_ranges
-from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
+from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter
 from streammega.storage.store import written_whole
 
 Number = TypeVar("Number", bound=np.generic)

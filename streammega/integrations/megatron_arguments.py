@@ -14,7 +14,7 @@ from typing import Any
 from streammega.config import Blend, DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.order.split import SPLITS
-from streammega.storage.moves import read_whole
+from streammega.storage.object_ops import read_whole
 
 NOT_SERVED = {
     "mock_data": "Megatron's mock data needs no storage: leave out --dataloader-type external",

@@ -36,9 +36,9 @@ from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
+from streammega.storage.derived_stores import is_local
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.latencies import JOB_READS
-from streammega.storage.views import is_local
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 from streammega.errors import StateError
 from streammega.samples.fields import Batch
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 
 class Iteration(Iterator[Batch]):

@@ -24,7 +24,7 @@ from streammega.loading.stats import Stats
 from streammega.samples.fields import Batch
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.layout import whole_pages
 from streammega.storage.cache.store import CachedStore
+from streammega.storage.derived_stores import is_local
+from streammega.storage.etags import tell_unversioned
 from streammega.storage.store import address_of
-from streammega.storage.versions import tell_unversioned
-from streammega.storage.views import is_local
 
 
 def table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:

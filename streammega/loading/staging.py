@@ -18,7 +18,7 @@ from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.fetcher import LEAVE_AFTER
 from streammega.storage.fetch.threads import Stopped
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes
 

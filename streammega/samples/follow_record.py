@@ -23,7 +23,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store
-from streammega.storage.moves import read_whole
+from streammega.storage.object_ops import read_whole
 from streammega.storage.store import ConditionsUnknown, create_on_condition
 
 FORMAT = "streammega-follow"

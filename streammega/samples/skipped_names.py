@@ -16,7 +16,7 @@ from streammega.dataset.shard_documents import ShardDocuments
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.storage.moves import read_whole
+from streammega.storage.object_ops import read_whole
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from streammega.storage.backends.local import LocalStore, etag_of, local_error
+from streammega.storage.derived_stores import ConcatStore
+from streammega.storage.etags import check_version
 from streammega.storage.store import Bytes, Store, ended_early
-from streammega.storage.versions import check_version
-from streammega.storage.views import ConcatStore
 
 COPY_BYTES = 1 << 20
 """Copied at a time: it stays in the processor's cache while its checksum is taken."""

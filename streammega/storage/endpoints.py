@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 
 class Endpoint:

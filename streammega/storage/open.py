@@ -16,17 +16,17 @@ import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.storage.backends.fsspec_store import FsspecStore, driver_options
+from streammega.storage.backends.fsspec import FsspecStore, driver_options
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.backends.obstore_store import ObstoreStore
-from streammega.storage.backends.oss_native import OssNativeStore
+from streammega.storage.backends.oss2_store import OssNativeStore
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
-from streammega.storage.descriptors import raise_limit
-from streammega.storage.file_view import CountedFile
-from streammega.storage.locks import process_lock
+from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.fd_limit import raise_limit
+from streammega.storage.fork_lock import process_lock
+from streammega.storage.fsspec_adapter import StoreFiles
+from streammega.storage.object_file import CountedFile
 from streammega.storage.store import Store, written_whole
-from streammega.storage.store_files import StoreFiles
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()

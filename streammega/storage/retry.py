@@ -15,7 +15,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
 from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetch.threads import pause as interruptible_pause
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.kernels.plan import copy_bytes
-from streammega.storage.versions import is_etag
+from streammega.storage.etags import is_etag
 
 Buffer = memoryview
 _NOTHING = np.empty(0, np.uint8)

@@ -38,7 +38,7 @@ from streammega.dataset.shard_documents import open_documents
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, ConvertError, FormatError
 from streammega.storage import open_store
-from streammega.storage.moves import delete, exists
+from streammega.storage.object_ops import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
 
 STORAGE = StorageConfig()

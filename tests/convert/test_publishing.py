@@ -20,8 +20,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.errors import ConfigError, ConvertError, StreammegaError
-from streammega.storage.backends.fsspec_store import FsspecStore
-from streammega.storage.backends.fsspec_writers import FsspecWriter, RenamingWriter
+from streammega.storage.backends.fsspec import FsspecStore, FsspecWriter, RenamingWriter
 from streammega.storage.backends.local import LocalStore, LocalWriter
 from tests.conftest import write_random_pair
 

@@ -23,7 +23,7 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.write.leftovers import find_leftovers
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
-from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends.fsspec import FsspecStore
 from tests.conftest import write_random_pair
 from tests.convert.test_publishing import Killed, killed_before, tokens_of
 

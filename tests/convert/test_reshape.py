@@ -366,7 +366,7 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
     write_random_pair(str(tmp_path / "in"))
     convert([str(tmp_path / "in")], str(tmp_path / "whole" / "web"), shard_bytes=3000, workers=1)
     from streammega.convert.write import publish
-    from streammega.storage.moves import move
+    from streammega.storage.object_ops import move
 
     real = move
     count = [0]

@@ -21,7 +21,7 @@ from streammega.convert.work_folder import held_folder, work_folder
 from streammega.convert.write import claims
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
 from streammega.storage import open_store
-from streammega.storage.moves import read_whole
+from streammega.storage.object_ops import read_whole
 from tests.support.servers import S3
 from tests.support.task_programs import do_task
 

@@ -21,7 +21,7 @@ from streammega.convert.write.claims import Claim
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import save_bytes
-from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends.fsspec import FsspecStore
 from tests.support.kill_programs import convert_as_told
 from tests.support.typed import tokens
 

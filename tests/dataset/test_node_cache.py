@@ -32,8 +32,8 @@ from streammega.dataset.node_cache import (
     write_atomically,
 )
 from streammega.errors import CacheError
+from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.publish import ORPHAN_SECONDS, create_beside
 
 NOBODY = 65534
 KIND: dict[str, ArrayKind] = {"a": ((np.int64,), (3,))}

@@ -21,8 +21,8 @@ from streammega.integrations import frameworks
 from streammega.loading import lookahead, planner, staging
 from streammega.loading import reading_plan as reader
 from streammega.order import lanes as stream_order
-from streammega.storage import frames, retry
-from streammega.storage.backends import fsspec_store, oss_credentials
+from streammega.storage import retry, seekable_zstd
+from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.cache import layout, room
 from streammega.storage.fetch import latencies
@@ -285,7 +285,7 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
-    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec_store.RECHECK, 30),
+    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
     ("architecture", "a piece (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
     (
         "architecture",
@@ -306,7 +306,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     ("architecture", "is not looked at again for half a minute", room.FULL_FOR, 30),
     ("architecture", "Slabs of micro-batches (16 MiB of tokens", reader.SLAB_BYTES, 16 << 20),
-    ("architecture", "**Frames of 32 KiB.**", frames.FRAME_BYTES, 32 << 10),
+    ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),
     (

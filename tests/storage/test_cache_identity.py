@@ -13,8 +13,8 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.dataset.manifest import Manifest, Shard
 from streammega.dataset.shards import shard_name
 from streammega.storage.backends.local import LocalStore
+from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.store import ObjectInfo
-from streammega.storage.views import ConcatStore
 from tests.support.streams import stream
 from tools.bench.object_server import running
 

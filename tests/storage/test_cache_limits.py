@@ -143,7 +143,7 @@ def test_making_way_looks_at_all_objects_once(
 FEW_DESCRIPTORS = """
 import resource, sys
 import numpy as np
-from streammega.storage.descriptors import open_files
+from streammega.storage.fd_limit import open_files
 from streammega.storage.cache import PageCache
 cache = PageCache(sys.argv[1], 1 << 30, 1 << 20)  # raises the limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streammega.storage.descriptors import blame_limit
+from streammega.storage.fd_limit import blame_limit
 from tools.bench.object_server import running
 
 RAISED = """

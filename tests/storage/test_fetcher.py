@@ -18,6 +18,7 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import EndpointError
 from streammega.storage.backends.local import LocalStore
+from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch import fetcher
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flight import LOOK_EVERY
@@ -26,9 +27,8 @@ from streammega.storage.fetch.latencies import HEDGE_SHARE, JOB_READS, NEAR_JOB_
 from streammega.storage.fetch.limits import LEAST_REQUESTS, Pace
 from streammega.storage.fetch.memory import rounded
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
-from streammega.storage.frames import FrameWriter
+from streammega.storage.seekable_zstd import FrameWriter, read_frames
 from streammega.storage.store import Bytes, Span, address_of
-from streammega.storage.views import DerivedStore, read_frames
 
 SIZE = 1000
 CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)

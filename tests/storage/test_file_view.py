@@ -35,7 +35,7 @@ from streammega.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
 )
-from streammega.storage.file_view import (
+from streammega.storage.object_file import (
     AHEAD_BYTES,
     LARGEST_READ,
     LEAST_READ,

@@ -16,8 +16,8 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import open_store
-from streammega.storage.backends.fsspec_store import FsspecStore
-from streammega.storage.locks import process_lock
+from streammega.storage.backends.fsspec import FsspecStore
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running

@@ -1,6 +1,4 @@
-"""Frames of zstd: what is asked of them arrives where it is wanted, and damage is named, whichever
-part of the zstandard package decompresses.
-"""
+"""Frames of zstd: reads get the bytes they ask for, and errors name the damaged frame."""
 
 from __future__ import annotations
 
@@ -14,20 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.errors import FormatError
-from streammega.storage import decompress
-from streammega.storage.decompress import FrameBounds, FrameRead, decompress_into
+from streammega.storage import seekable_zstd
+from streammega.storage.seekable_zstd import FrameBounds, FrameRead, Frames, decompress_into
 from streammega.storage.store import Bytes
-from streammega.storage.views import Frames
 
-WAYS = ("the C library", "the package's call")
 SIZES = (40_000, 1, 0, 70_000, 32_768, 32_768, 5)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == WAYS[1]:
-        monkeypatch.setattr(decompress, "_library", lambda: None)
-    return str(request.param)
 
 
 def content(size: int) -> bytes:
@@ -65,8 +54,7 @@ def test_any_range_is_what_the_frames_hold(sizes: list[int], data: st.DataObject
     assert shown(frames, stored, start, stop) == whole[start:stop]
 
 
-def test_both_ways_show_the_same(way: str) -> None:
-    assert (decompress._library() is not None) == (way == WAYS[0])
+def test_reads_may_begin_and_end_within_frames() -> None:
     frames, stored, whole = framed(SIZES)
     for start, stop in ((0, len(whole)), (39_999, 40_002), (100, 200), (110_000, 143_000)):
         assert shown(frames, stored, start, stop) == whole[start:stop]
@@ -84,12 +72,12 @@ def test_threads_decompress_side_by_side() -> None:
 
 
 def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
-    frames, stored, whole = framed((decompress.KEPT_EDGE + 7, 9))
+    frames, stored, whole = framed((seekable_zstd.KEPT_EDGE + 7, 9))
     last = len(whole)
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 
 
-def test_a_damaged_frame_is_named_by_its_place(way: str) -> None:
+def test_a_damaged_frame_is_named_by_its_place() -> None:
     frames, stored, whole = framed(SIZES)
     low, high = frames.stored(41_000, 90_000)
     stored[low + (high - low) // 2] ^= 0x55
@@ -99,7 +87,7 @@ def test_a_damaged_frame_is_named_by_its_place(way: str) -> None:
     assert shown(frames, stored, 0, 40_001) == whole[:40_001]
 
 
-def test_a_checksum_that_is_not_the_contents_is_damage(way: str) -> None:
+def test_a_checksum_that_is_not_the_contents_is_damage() -> None:
     frames, stored, whole = framed(SIZES)
     stored[-1] ^= 1
     with pytest.raises(FormatError, match=r"frame 6, .* is damaged"):
@@ -107,7 +95,7 @@ def test_a_checksum_that_is_not_the_contents_is_damage(way: str) -> None:
 
 
 @pytest.mark.parametrize("wrong_by", [-1, 1])
-def test_a_table_that_gives_frames_other_sizes_is_damage(way: str, wrong_by: int) -> None:
+def test_a_table_that_gives_frames_other_sizes_is_damage(wrong_by: int) -> None:
     """Their sum is right, so the table alone does not show it."""
     sizes = (40_000, 30_000, 20_000)
     frames, stored, _ = framed(sizes)
@@ -117,7 +105,7 @@ def test_a_table_that_gives_frames_other_sizes_is_damage(way: str, wrong_by: int
         shown(lying, stored, 0, 90_000)
 
 
-def test_several_reads_are_shown_together_each_in_its_place(way: str) -> None:
+def test_several_reads_are_shown_together_each_in_its_place() -> None:
     frames, stored, whole = framed(SIZES)
     spans = [(5, 39_000), (0, 0), (100_000, len(whole)), (39_990, 40_010)]
     bodies = []

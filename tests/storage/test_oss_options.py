@@ -16,9 +16,9 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 from streammega.storage.backends import oss_credentials
-from streammega.storage.backends.options import s3_arguments
 from streammega.storage.backends.oss import obstore_arguments, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey, key_of
+from streammega.storage.backends.s3_options import s3_arguments
 from tests.support.servers import http_server
 
 FIXED = {"key": "LTAIfixed0000", "secret": "fixed-secret"}

@@ -34,7 +34,7 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.storage import endpoints, failures, open_store, retry
+from streammega.storage import endpoints, http_errors, open_store, retry
 from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetch import threads
 from streammega.storage.fetch.fetcher import Fetcher
@@ -175,7 +175,7 @@ def silent(clock: Clock, until: float = float("inf")) -> Callable[[], str]:
     def attempt() -> str:
         if clock.now >= until:
             return "answer"
-        raise failures.no_answer("s3://bucket/key", "refused")
+        raise http_errors.no_answer("s3://bucket/key", "refused")
 
     return attempt
 
@@ -339,7 +339,7 @@ def test_uploads_and_removals_outlive_an_outage(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr("streammega.storage.backends.obstore_store.LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr("streammega.storage.backends.s3.LONGEST_PAUSE", 0.2)
     with answering_after(3.0, {"/bucket/old": b"x"}) as server:
         config = StorageConfig(transport=transport, storage_options=options(server))
         store, key = open_store("s3://bucket/key", config)
@@ -555,7 +555,7 @@ def test_settings_of_retries_may_be_replaced() -> None:
 def test_a_status_means_one_error_whatever_met_it(
     status: int, text: str, kind: type[StorageError], passing: bool
 ) -> None:
-    error = failures.failure_of_status("s3://bucket/key", status, text)
+    error = http_errors.failure_of_status("s3://bucket/key", status, text)
     assert type(error) is kind
     assert error.transient is passing
     assert "s3://bucket/key" in str(error)

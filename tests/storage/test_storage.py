@@ -31,16 +31,16 @@ from streammega.errors.redaction import redact
 from streammega.errors.words import without_controls
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
-from streammega.storage.backends import obstore_library, obstore_writer
-from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends import obstore_after_fork, s3_writer
+from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.backends.obstore_store import ObstoreStore
-from streammega.storage.backends.options import s3_arguments
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
-from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
+from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.backends.s3_options import s3_arguments
+from streammega.storage.backends.s3_writer import MOST_PARTS, PART_BYTES, part_bytes, sized_for
+from streammega.storage.etags import version_of
 from streammega.storage.store import create_object, replace_object
-from streammega.storage.versions import version_of
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -202,7 +202,7 @@ class TestMemoryThroughFsspec(StoreContract):
     @pytest.fixture(autouse=True)
     def _always_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drivers that tell no ETag with a body are asked for it now and then; here each time."""
-        monkeypatch.setattr("streammega.storage.backends.fsspec_store.RECHECK", 0.0)
+        monkeypatch.setattr("streammega.storage.backends.fsspec.RECHECK", 0.0)
 
 
 class S3Contract(StoreContract):
@@ -251,7 +251,7 @@ class TestS3ThroughFsspec(S3Contract):
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
     moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_writer, "MOST_PARTS", 2)
+    monkeypatch.setattr(s3_writer, "MOST_PARTS", 2)
     bucket = moto.new_bucket()
     config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
     store, key = open_store(f"s3://{bucket}/large", config)
@@ -276,8 +276,8 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_parts_of_s3fs_grow_too(moto: S3, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streammega.storage.parts.PART_BYTES", 5 << 20)
-    monkeypatch.setattr("streammega.storage.parts.PARTS_OF_A_SIZE", 1)
+    monkeypatch.setattr("streammega.storage.backends.s3_writer.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("streammega.storage.backends.s3_writer.PARTS_OF_A_SIZE", 1)
     bucket = moto.new_bucket()
     options = {**moto.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
     store, key = open_store(
@@ -815,7 +815,7 @@ def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(
 def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_library, "library", lambda: None)
+    monkeypatch.setattr(obstore_after_fork, "library", lambda: None)
     store, key = open_store(url, StorageConfig())
     for call in (
         lambda: store.info(key),

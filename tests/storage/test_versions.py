@@ -14,7 +14,7 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.config import Transport
 from streammega.errors import ObjectChangedError
 from streammega.storage import open_store
-from streammega.storage.versions import check_version, version_like, version_of
+from streammega.storage.etags import check_version, version_like, version_of
 from tests.support.servers import HttpObjects, http_server
 
 TIME = datetime(2026, 11, 21, tzinfo=UTC)

@@ -386,7 +386,7 @@ def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
 
     from streammega import StorageConfig
     from streammega.storage import open_store
-    from streammega.storage.views import read_frames
+    from streammega.storage.seekable_zstd import read_frames
 
     path = min(Path(dataset).parent.glob("*.bin.zst"))
     store, key = open_store(str(path), StorageConfig())
@@ -432,7 +432,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     """
     from streammega import StorageConfig
     from streammega.storage import open_store
-    from streammega.storage.views import read_frames
+    from streammega.storage.seekable_zstd import read_frames
 
     path = min(Path(dataset).parent.glob("*.bin.zst"))
     store, key = open_store(str(path), StorageConfig())

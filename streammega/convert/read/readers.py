@@ -27,7 +27,7 @@ from streammega.convert.read.suffixes import is_compressed, may_hold_values
 from streammega.convert.read.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
-from streammega.storage.file_view import expect_end
+from streammega.storage.object_file import expect_end
 from streammega.storage.open import is_remote
 
 COUNTED_BYTES = 4 << 20

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 from streammega.config import StorageConfig
 from streammega.convert.read.suffixes import split_query, without_queries
 from streammega.errors import EndpointError
-from streammega.storage.backends.fsspec_store import driver_error
+from streammega.storage.backends.fsspec import driver_error
 from streammega.storage.endpoints import endpoint_of
+from streammega.storage.fsspec_adapter import StoreFiles
 from streammega.storage.open import file_system, is_remote, local_path
 from streammega.storage.retry import RetryPolicy
-from streammega.storage.store_files import StoreFiles
 
 SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""

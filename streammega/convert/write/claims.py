@@ -21,7 +21,7 @@ from streammega.convert.write.records import load_json, save_json
 from streammega.errors import AccessDeniedError, ObjectChangedError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.moves import delete, read_whole
+from streammega.storage.object_ops import delete, read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.store import create_object
 

@@ -15,7 +15,7 @@ from streammega.dataset.shards import SUFFIXES, may_belong, owner_of, set_name, 
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, join_url, open_store
-from streammega.storage.publish import finished_name
+from streammega.storage.atomic_file import finished_name
 
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 

@@ -23,7 +23,7 @@ from streammega.dataset.shards import split_name
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url
-from streammega.storage.moves import exists
+from streammega.storage.object_ops import exists
 from streammega.storage.open import resolved
 
 

@@ -13,7 +13,7 @@ from streammega.dataset.shards import SUFFIXES, Kind, marked
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store
-from streammega.storage.moves import exists, read_whole, version
+from streammega.storage.object_ops import exists, read_whole, version
 from streammega.storage.open import is_remote
 
 ASKED_ONE_BY_ONE = 8

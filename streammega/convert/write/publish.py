@@ -25,7 +25,7 @@ from streammega.dataset.origins import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.moves import delete, link, move
+from streammega.storage.object_ops import delete, link, move
 from streammega.storage.store import create_object
 
 

@@ -25,7 +25,7 @@ from streammega.dataset.manifest import Shard
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
-from streammega.storage.parts import sized_for
+from streammega.storage.backends.s3_writer import sized_for
 from streammega.storage.progress import Progress
 
 

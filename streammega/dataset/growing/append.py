@@ -21,7 +21,7 @@ from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
-from streammega.storage.moves import exists, read_whole
+from streammega.storage.object_ops import exists, read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.store import ConditionsUnknown, create_object, create_on_condition
 

@@ -16,7 +16,7 @@ from streammega.dataset.shards import strip_suffix
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import open_store
-from streammega.storage.moves import exists
+from streammega.storage.object_ops import exists
 
 
 def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> None:

@@ -18,7 +18,7 @@ from streammega.dataset.shards import MANIFEST, KnownShard, strip_suffix
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import open_store
-from streammega.storage.moves import exists
+from streammega.storage.object_ops import exists
 
 _NAMED = re.compile(r"^(?P<prefix>.+)@(?P<number>[1-9]\d{0,8}|0)$")
 _APPENDED = re.compile(r"^(?P<prefix>.+)@(?P<after>\d{1,9})\.\.(?P<number>\d{1,9})$")

@@ -21,7 +21,7 @@ from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.storage import open_store
-from streammega.storage.moves import exists
+from streammega.storage.object_ops import exists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
+from streammega.storage.atomic_file import create_beside
 from streammega.storage.backends.mapping import map_file
-from streammega.storage.descriptors import blame_limit
-from streammega.storage.locks import process_lock
-from streammega.storage.publish import create_beside
+from streammega.storage.etags import check_version
+from streammega.storage.fd_limit import blame_limit
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, checked, fill
-from streammega.storage.versions import check_version
 
 LARGE_BYTES = 256 << 10
 """Writes from this size on go past the buffer: a copy into it would cost more than the call."""

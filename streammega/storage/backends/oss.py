@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.storage.backends.options import client_options
 from streammega.storage.backends.oss_credentials import OssKey
+from streammega.storage.backends.s3_options import client_options
 
 OSS_OPTIONS = frozenset(
     (

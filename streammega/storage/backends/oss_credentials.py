@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 log = logging.getLogger(__name__)
 

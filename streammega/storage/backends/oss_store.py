@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, StreammegaError
-from streammega.storage.backends.obstore_store import ObstoreStore
 from streammega.storage.backends.oss import obstore_arguments
+from streammega.storage.backends.oss2_store import OssNativeStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
-from streammega.storage.backends.oss_native import OssNativeStore
-from streammega.storage.locks import process_lock
+from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import (
     Buffer,
     Bytes,

@@ -16,6 +16,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.backends.local import LocalStore, etag_of, local_error
+from streammega.storage.etags import check_version
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import (
     Buffer,
@@ -26,7 +27,6 @@ from streammega.storage.store import (
     check_room,
     ended_early,
 )
-from streammega.storage.versions import check_version
 
 PASSING = frozenset(
     {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streammega.storage.cache import layout
 from streammega.storage.cache.room import Room
-from streammega.storage.descriptors import TOO_MANY, limit_reached, raise_limit
+from streammega.storage.fd_limit import TOO_MANY, limit_reached, raise_limit
 
 log = logging.getLogger(__name__)
 

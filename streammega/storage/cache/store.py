@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streammega.storage.cache import PAGE_BYTES, CachedObject
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store
 
 SMALL = PAGE_BYTES // 4

@@ -26,7 +26,7 @@ from streammega.storage.fetch.jobs import send, together
 from streammega.storage.fetch.latencies import may_hedge
 from streammega.storage.fetch.memory import BufferPool
 from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, given_up
 from streammega.storage.store import Bytes
 

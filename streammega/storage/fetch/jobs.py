@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streammega.storage.cache.store import SMALL, CachedStore
+from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch.limits import JOB_BYTES
 from streammega.storage.fetch.reads import Read
 from streammega.storage.store import Bytes, address_of, gives_bodies
-from streammega.storage.views import DerivedStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,13 +25,16 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
-from streammega.storage.backends.fsspec_writers import FsspecWriter, RenamingWriter
-from streammega.storage.backends.options import S3_OPTIONS
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.ranges import check_range, read_side_by_side
-from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
+from streammega.storage.backends.s3_options import S3_OPTIONS
+from streammega.storage.backends.s3_writer import part_bytes
 from streammega.storage.endpoints import endpoint_of
-from streammega.storage.failures import (
+from streammega.storage.etags import check_version
+from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
+from streammega.storage.fetch.threads import Pool
+from streammega.storage.fork_lock import process_lock
+from streammega.storage.http_errors import (
     NO_BUCKET,
     NO_CREDENTIALS,
     denied,
@@ -42,8 +47,6 @@ from streammega.storage.failures import (
     status_of,
     unreachable,
 )
-from streammega.storage.fetch.threads import Pool
-from streammega.storage.locks import process_lock
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import (
     Buffer,
@@ -56,7 +59,6 @@ from streammega.storage.store import (
     listed_etag,
     throttled,
 )
-from streammega.storage.versions import check_version
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
@@ -462,3 +464,94 @@ async def _get_by_http(fs: Any, key: str, url: str, span: Span, etag: str) -> tu
 def _range_of(span: Span) -> str:
     start, stop = span
     return f"bytes={start}-{stop - 1}"  # a range of HTTP holds its end
+
+
+log = logging.getLogger(__name__)
+
+Wrap = Callable[[BaseException], BaseException]
+"""The streammega error for one of a driver's."""
+_GLOB_SIGNS = "*?["
+
+
+class RenamingWriter:
+    """For drivers that publish a file when it is closed, or while it is written.
+
+    It has another name until then, and is renamed.
+    """
+
+    def __init__(self, fs: Any, key: str, wrap: Wrap) -> None:
+        self._fs = fs
+        self._key = key
+        self._wrap = wrap
+        self._temporary = f"{key}.{uuid.uuid4().hex}.partial"
+        self._file = fs.open(self._temporary, "wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        try:
+            self._file.write(data)
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def commit(self) -> None:
+        """Close, then rename."""
+        try:
+            self._file.close()
+            _rename(self._fs, self._temporary, self._key)
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def abort(self) -> None:
+        """Close and remove the temporary file."""
+        for step in (self._file.close, lambda: self._fs.rm_file(self._temporary)):
+            try:
+                step()
+            except Exception:  # the writer is being thrown away: what could be removed, was
+                log.debug("could not remove %s", self._temporary)
+
+
+def _rename(fs: Any, old: str, new: str) -> None:
+    """Move a file."""
+    # fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for a glob.
+    own_move = type(fs).mv is not fsspec.AbstractFileSystem.mv
+    if not own_move and any(sign in old for sign in _GLOB_SIGNS):
+        fs.cp_file(old, new)
+        fs.rm_file(old)
+    else:
+        fs.mv(old, new)
+
+
+class FsspecWriter:
+    """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
+
+    def __init__(self, file: Any, wrap: Wrap) -> None:
+        self._file = file
+        self._wrap = wrap
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
+        # s3fs of 2024 has no such setting.
+        fixed_size = getattr(self._file.fs, "fixed_upload_size", False)
+        if not fixed_size:
+            parts = getattr(self._file, "parts", None) or []
+            self._file.blocksize = max(self._file.blocksize, part_bytes(len(parts)))
+        try:
+            self._file.write(data)
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def commit(self) -> None:
+        """Send what is left and publish."""
+        try:
+            self._file.close()
+            self._file.commit()
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def abort(self) -> None:
+        """Discard the upload, and keep the file's finaliser from publishing it."""
+        try:
+            self._file.discard()
+        except Exception as error:
+            log.debug("the upload could not be discarded: %s", type(error).__name__)
+        self._file.closed = True

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
-from streammega.errors import FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.decompress import FrameBounds, FrameRead, decompress_into, decompress_one
-from streammega.storage.frames import FOOTER, parse_table, table_bytes
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import (
     Buffer,
     Bytes,
@@ -36,8 +32,6 @@ from streammega.storage.store import (
 
 Integers = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
-TABLE_GUESS = 1 << 14
-"""Bytes read at once from the end of a small zstd object, in which its table lies."""
 
 
 class View(Protocol):
@@ -171,58 +165,6 @@ class DerivedStore:
         if start == stop:
             return 0, 0
         return self.view.stored(start, stop)
-
-
-class Frames:
-    """The decompressed bytes of a seekable zstd file.
-
-    `compressed`, `decompressed`: bounds of frames, int64 [frames + 1].
-    """
-
-    def __init__(self, url: str, compressed: Integers, decompressed: Integers) -> None:
-        self.url = url
-        self._bounds = FrameBounds.of(compressed, decompressed)
-        self.size = int(decompressed[-1])
-
-    def stored(self, start: int, stop: int) -> Span:
-        """Whole frames."""
-        first, last = self._bounds.holding(start, stop)
-        compressed = self._bounds.compressed
-        return int(compressed[first]), int(compressed[last])
-
-    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
-        """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
-        reads = []
-        for body, (start, stop), out in zip(stored, spans, outs, strict=True):
-            if start < stop:
-                first, last = self._bounds.holding(start, stop)
-                reads.append(FrameRead(first, last, start, stop, body, out))
-        damaged = decompress_into(self._bounds, reads)
-        if damaged >= 0:
-            raise self._damaged(damaged, _frame_of(self._bounds, reads, damaged))
-
-    def _damaged(self, number: int, frame: Bytes) -> FormatError:
-        """What is wrong with a frame, by the package's own call, which tells."""
-        bounds = self._bounds
-        size = int(bounds.decompressed[number + 1] - bounds.decompressed[number])
-        try:
-            shown = decompress_one(frame, size)
-            reason = f"{len(shown)} bytes instead of {size}"
-        except zstandard.ZstdError as error:
-            reason = str(error)
-        low = int(bounds.compressed[number])
-        high = int(bounds.compressed[number + 1])
-        return FormatError(
-            f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
-            f"convert it again"
-        )
-
-
-def _frame_of(bounds: FrameBounds, reads: Sequence[FrameRead], number: int) -> Bytes:
-    """The stored bytes of a frame of one of the reads."""
-    read = next(read for read in reads if read.first <= number < read.last)
-    begin = bounds.compressed[read.first]
-    return read.stored[bounds.compressed[number] - begin : bounds.compressed[number + 1] - begin]
 
 
 class Members:
@@ -382,27 +324,6 @@ def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
         identity = [store.url(info.key), info.etag, info.size]
         digest.update(json.dumps(identity).encode())
     return digest.hexdigest()
-
-
-def read_frames(store: Store, info: ObjectInfo) -> Frames:
-    """How the bytes of a seekable zstd object lie: one read of its end, seldom two.
-
-    Raises FormatError, StorageError.
-    """
-    url = store.url(info.key)
-    size = info.size
-    # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
-    guess = max(TABLE_GUESS, size // 1024)
-    low = size - min(size, guess)
-    (body,) = store.read_ranges(info.key, [low], [size], info.etag)
-    end = bytes(body)
-    table_begin = size - table_bytes(end[-FOOTER.size :], size, url)
-    if table_begin < low:
-        (rest,) = store.read_ranges(info.key, [table_begin], [low], info.etag)
-        end = bytes(rest) + end
-        low = table_begin
-    compressed, decompressed = parse_table(end[table_begin - low :], size, url)
-    return Frames(url, compressed, decompressed)
 
 
 def is_local(store: Any) -> bool:

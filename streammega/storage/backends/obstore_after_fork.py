@@ -29,7 +29,7 @@ import obstore
 import obstore.exceptions
 import obstore.store
 
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
 
 log = logging.getLogger(__name__)
 

@@ -24,17 +24,17 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact, redaction_of
-from streammega.storage.backends import obstore_library
-from streammega.storage.backends.clouds import cloud_arguments
-from streammega.storage.backends.fsspec_store import FsspecStore
-from streammega.storage.backends.obstore_writer import ObstoreWriter
-from streammega.storage.backends.options import client_options, s3_arguments
+from streammega.storage.backends import obstore_after_fork
+from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.ranges import read_side_by_side, wrong_range
-from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
+from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
+from streammega.storage.backends.s3_writer import ObstoreWriter
 from streammega.storage.endpoints import endpoint_of
-from streammega.storage.failures import denied, failure_of_status, missing, no_answer, no_size
+from streammega.storage.etags import check_version, version_like, version_of
+from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
 from streammega.storage.fetch.threads import Pool, each
-from streammega.storage.locks import process_lock
+from streammega.storage.fork_lock import process_lock
+from streammega.storage.http_errors import denied, failure_of_status, missing, no_answer, no_size
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.store import (
     Buffer,
@@ -50,7 +50,6 @@ from streammega.storage.store import (
     listed_etag,
     wrong_length,
 )
-from streammega.storage.versions import check_version, version_like, version_of
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +310,7 @@ class ObstoreStore:
 
         Raises ConfigError where nothing can.
         """
-        if obstore_library.library() is not None:
+        if obstore_after_fork.library() is not None:
             return None
         if self.scheme not in ("s3", "oss"):
             raise ConfigError(
@@ -449,7 +448,7 @@ class ObstoreStore:
             self._knock(key)
         _, pool = self._client()
         # A client of its own: parts of an upload are tried again by obstore itself.
-        client = obstore_library.opened(self._open(self._policy))
+        client = obstore_after_fork.opened(self._open(self._policy))
 
         def wrap(error: BaseException) -> BaseException:
             return self._error(key, error)
@@ -529,14 +528,14 @@ class ObstoreStore:
                 # Neither a client nor its threads survive a fork.
                 if process == this_process:
                     return client, pool
-            client = obstore_library.opened(self._open(TRY_ONCE))
+            client = obstore_after_fork.opened(self._open(TRY_ONCE))
             pool = Pool(min(MOST_THREADS, self._config.max_requests))
             self._opened = (this_process, client, pool)
             return client, pool
 
     def _open(self, policy: RetryPolicy) -> Any:
         retry = _retry_config(policy)
-        stores = obstore_library.library().store
+        stores = obstore_after_fork.library().store
         try:
             if self.scheme in ("s3", "oss"):
                 return stores.S3Store(self.root, retry_config=retry, **self._s3_arguments())
@@ -619,7 +618,7 @@ def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
 
 def _exceptions() -> Any:
     """Those that the clients of this process raise: another process's are other classes."""
-    return obstore_library.library().exceptions
+    return obstore_after_fork.library().exceptions
 
 
 def _refusals() -> tuple[type[Exception], ...]:

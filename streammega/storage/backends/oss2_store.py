@@ -20,15 +20,15 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
-from streammega.storage.backends.fsspec_store import CONNECT_WITHIN, FsspecStore
+from streammega.storage.backends.fsspec import CONNECT_WITHIN, FsspecStore
 from streammega.storage.backends.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.ranges import check_range
-from streammega.storage.failures import failure_of_status, no_answer
-from streammega.storage.parts import part_bytes
+from streammega.storage.backends.s3_writer import part_bytes
+from streammega.storage.etags import check_version
+from streammega.storage.http_errors import failure_of_status, no_answer
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes, ObjectInfo, Span, wrong_length
-from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
 

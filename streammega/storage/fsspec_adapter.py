@@ -8,7 +8,7 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError
-from streammega.storage.file_view import open_object
+from streammega.storage.object_file import open_object
 from streammega.storage.store import ObjectInfo, Store
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from streammega.storage.etags import check_version
 from streammega.storage.fetch.threads import Pool, SharedWork
 from streammega.storage.store import Buffer, ObjectInfo, Store
-from streammega.storage.versions import check_version
 
 LEAST_READ = 256 << 10
 """Bytes of the smallest request: the footer of a Parquet file lies in them as a rule, and less

@@ -14,8 +14,8 @@ from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
+from streammega.storage.backends.s3_writer import sized_for
 from streammega.storage.open import is_remote
-from streammega.storage.parts import sized_for
 from streammega.storage.store import Buffer, ObjectInfo, Store, written_whole
 
 COPY_BYTES = 16 << 20

@@ -1,0 +1,388 @@
+"""The zstd seekable format: independent frames, then a table of their sizes.
+
+The table is a skippable frame, which every zstd tool passes over: magic 0x184D2A5E u32, its size
+u32, then for each frame its compressed and decompressed size u32 u32 (and a checksum u32 where the
+descriptor's bit 7 is set), the number of frames u32, the descriptor u8, and 0x8F92EAB1 u32. All
+little-endian.
+
+All frames of several reads are decompressed into the callers' buffers by one call that holds no GIL,
+by the C library that the zstandard package brings.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from streammega.errors import FormatError
+from streammega.kernels.frames import SYMBOL, decompress_frames
+from streammega.storage.store import (
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Span,
+    Store,
+    address_of,
+    check_room,
+)
+
+FRAME_BYTES = 32 << 10
+"""Decompressed bytes of a frame.
+
+An eighth of the stream order's block, so that a block brings little more than itself.
+"""
+LEVEL = 3
+SKIPPABLE = 0x184D2A5E
+SEEKABLE = 0x8F92EAB1
+HEADER = struct.Struct("<II")
+"""`SKIPPABLE`, and the bytes of the table after this header."""
+FOOTER = struct.Struct("<IBI")
+"""The number of frames, the descriptor, and `SEEKABLE`."""
+HAS_CHECKSUMS = 0x80
+"""The bit of the descriptor that says that entries have a third word."""
+WORD_BYTES = 4
+SIZE_WORDS = 2
+"""Words of an entry that are sizes: the compressed one, then the decompressed one."""
+MOST_FRAMES = 0x8000000
+"""What the format allows; a larger number is no table."""
+TABLE_GUESS = 1 << 14
+"""Bytes read at once from the end of a small zstd object, in which its table lies."""
+
+
+class FrameWriter:
+    """Compresses what is written into frames of `frame_bytes`, and ends the file with their table.
+
+    An ObjectWriter.
+    """
+
+    def __init__(
+        self, inner: ObjectWriter, level: int = LEVEL, frame_bytes: int = FRAME_BYTES
+    ) -> None:
+        self._inner = inner
+        self._frame_bytes = frame_bytes
+        self._compressor = zstandard.ZstdCompressor(
+            level=level, write_checksum=True, write_content_size=True
+        )
+        self._pending = bytearray()
+        self._table = array("I")  # of each frame its compressed and its decompressed size
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append decompressed bytes."""
+        view = memoryview(data).cast("B")
+        taken = 0
+        if self._pending:
+            missing = self._frame_bytes - len(self._pending)
+            taken = min(missing, len(view))
+            self._pending += view[:taken]
+            if len(self._pending) < self._frame_bytes:
+                return
+            self._frame(self._pending)
+            self._pending = bytearray()
+        # Whole frames are compressed from where they lie, without a copy.
+        while len(view) - taken >= self._frame_bytes:
+            self._frame(view[taken : taken + self._frame_bytes])
+            taken += self._frame_bytes
+        self._pending += view[taken:]
+
+    def commit(self) -> None:
+        """Write what is left and the table, and publish."""
+        if self._pending:
+            self._frame(self._pending)
+        frames = len(self._table) // SIZE_WORDS
+        descriptor = 0  # without checksums: frames have their own
+        entries = np.array(self._table, "<u4").tobytes()
+        content_bytes = len(entries) + FOOTER.size
+        header = HEADER.pack(SKIPPABLE, content_bytes)
+        footer = FOOTER.pack(frames, descriptor, SEEKABLE)
+        for part in (header, entries, footer):
+            self._inner.write(part)
+        self._inner.commit()
+
+    def abort(self) -> None:
+        """Throw everything away."""
+        self._inner.abort()
+
+    def _frame(self, data: bytes | bytearray | memoryview) -> None:
+        frame = self._compressor.compress(data)
+        sizes = (len(frame), len(data))
+        self._table.extend(sizes)
+        self._inner.write(frame)
+
+
+def table_bytes(footer: bytes | memoryview, size: int, url: str) -> int:
+    """Bytes of the table at the end of an object of `size` bytes whose last ones are `footer`.
+
+    Raises FormatError if there is no table.
+    """
+    if len(footer) == FOOTER.size:
+        frames, descriptor, magic = FOOTER.unpack(footer)
+        entries_bytes = frames * _entry_words(descriptor) * WORD_BYTES
+        total = int(HEADER.size + entries_bytes + FOOTER.size)
+        if magic == SEEKABLE and frames <= MOST_FRAMES and total <= size:
+            return total
+    raise FormatError(
+        f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; "
+        f"write it again"
+    )
+
+
+def _entry_words(descriptor: int) -> int:
+    return SIZE_WORDS + 1 if descriptor & HAS_CHECKSUMS else SIZE_WORDS
+
+
+def parse_table(
+    table: bytes | memoryview, size: int, url: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where frames begin and end: (compressed, decompressed) bytes, int64 [frames + 1] each.
+
+    Raises FormatError.
+    """
+    header = table[: HEADER.size]
+    footer = table[-FOOTER.size :]
+    magic, content_bytes = HEADER.unpack(header)
+    frames, descriptor, _ = FOOTER.unpack(footer)
+    if magic != SKIPPABLE or content_bytes != len(table) - HEADER.size:
+        raise FormatError(f"{url}: its table of frames is damaged; write it again")
+    words = _entry_words(descriptor)
+    flat = np.frombuffer(table, "<u4", frames * words, HEADER.size)
+    entries = flat.reshape(frames, words).astype(np.int64)
+    # Two arrays, each contiguous: they are searched for each read.
+    compressed = _ends_of(entries[:, 0])
+    decompressed = _ends_of(entries[:, 1])
+    frame_bytes = compressed[-1]
+    before_table = size - len(table)
+    if frame_bytes != before_table:
+        raise FormatError(
+            f"{url}: its frames have {frame_bytes} bytes, the file {before_table} before their "
+            f"table; write it again"
+        )
+    return compressed, decompressed
+
+
+def _ends_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of several begins that lie end to end, and where the last one ends."""
+    bounds = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    return bounds
+
+
+Integers = NDArray[np.int64]
+_of_thread = threading.local()
+KEPT_EDGE = 1 << 20
+"""Bytes of a buffer for frames wanted in part that a thread keeps: fresh memory costs a page fault
+for every 4 KiB. Frames of other writers may be larger, and are rare.
+"""
+
+
+@dataclass(frozen=True)
+class FrameBounds:
+    """Where frames begin and end: in the file, and among the shown bytes, int64 [frames + 1] each.
+
+    largest: shown bytes of the largest one.
+    """
+
+    compressed: Integers
+    decompressed: Integers
+    largest: int
+
+    @classmethod
+    def of(cls, compressed: Integers, decompressed: Integers) -> FrameBounds:
+        """Those, contiguous."""
+        largest = int(np.diff(decompressed).max(initial=0))
+        return cls(
+            np.ascontiguousarray(compressed, np.int64),
+            np.ascontiguousarray(decompressed, np.int64),
+            largest,
+        )
+
+    def holding(self, start: int, stop: int) -> tuple[int, int]:
+        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
+        # Not `searchsorted`, which lets go of the GIL and then waits for it, among threads that all
+        # decompress: that took a quarter of the time of one.
+        # And in a view, whose elements are Python's integers: those of the array would be objects of
+        # numpy's: the whole search takes two and a half times as long among those.
+        edges = self.decompressed.data
+        first = bisect_right(edges, start) - 1
+        last = bisect_left(edges, stop, first)
+        return first, last
+
+
+@dataclass(frozen=True)
+class FrameRead:
+    """Frames [first, last) in memory, and the place for the shown bytes [start, stop) of them."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    stored: Bytes
+    out: Bytes
+
+
+def decompress_into(bounds: FrameBounds, reads: Sequence[FrameRead]) -> int:
+    """Fill what reads want; frees the GIL once for all of them.
+
+    Returns -1, or the number of the first frame that is damaged or not of its size. Raises
+    ValueError for a read whose memory is not that of its frames, or of its bytes.
+    """
+    for read in reads:
+        _check(bounds, read)
+    if not reads:
+        return -1
+    rows = [
+        (
+            read.first,
+            read.last,
+            address_of(read.stored),
+            read.start,
+            read.stop,
+            address_of(read.out),
+        )
+        for read in reads
+    ]
+    columns = np.array(rows, np.int64).T.copy()
+    damaged: int = decompress_frames(
+        _context(),
+        bounds.compressed,
+        bounds.decompressed,
+        *columns,
+        _edge(bounds.largest),
+    )
+    return damaged
+
+
+def _check(bounds: FrameBounds, read: FrameRead) -> None:
+    """Raise ValueError for what the kernel, which looks at nothing, would read or write wrongly."""
+    check_room(read.out, read.stop - read.start)
+    frames = len(bounds.compressed) - 1
+    if not 0 <= read.first <= read.last <= frames:
+        raise ValueError(f"there are no frames [{read.first}, {read.last}) among {frames}")
+    size = bounds.compressed[read.last] - bounds.compressed[read.first]
+    if len(read.stored) != size or not read.stored.flags.c_contiguous:
+        raise ValueError(f"{len(read.stored)} bytes are not the frames that have {size}")
+    low = bounds.decompressed[read.first]
+    high = bounds.decompressed[read.last]
+    if not low <= read.start <= read.stop <= high:
+        raise ValueError(
+            f"frames of the bytes [{low}, {high}) do not show [{read.start}, {read.stop})"
+        )
+
+
+@cache
+def _make_context() -> Callable[[], Any]:
+    """Registers the C function for the kernel. What it returns makes a context of that library."""
+    from zstandard._cffi import ffi, lib  # type: ignore[import-not-found]
+
+    function = ffi.addressof(lib, "ZSTD_decompressDCtx")
+    llvmlite.binding.add_symbol(SYMBOL, int(ffi.cast("uintptr_t", function)))
+
+    def make() -> Any:
+        context = lib.ZSTD_createDCtx()
+        if context == ffi.NULL:
+            raise MemoryError("no memory for a decompressor of zstd")
+        owned = ffi.gc(context, lib.ZSTD_freeDCtx)
+        return owned, int(ffi.cast("uintptr_t", context))
+
+    return make
+
+
+def _context() -> int:
+    """The address of this thread's context. Contexts keep tables, so threads cannot share them."""
+    if not hasattr(_of_thread, "context"):
+        _of_thread.context = _make_context()()
+    _, address = _of_thread.context
+    return int(address)
+
+
+def _edge(size: int) -> Bytes:
+    """Room for a frame, whose content is left over from before."""
+    if size > KEPT_EDGE:
+        return np.empty(size, np.uint8)
+    if not hasattr(_of_thread, "edge"):
+        _of_thread.edge = np.empty(KEPT_EDGE, np.uint8)
+    edge: Bytes = _of_thread.edge
+    return edge
+
+
+class Frames:
+    """The decompressed bytes of a seekable zstd file.
+
+    `compressed`, `decompressed`: bounds of frames, int64 [frames + 1].
+    """
+
+    def __init__(self, url: str, compressed: Integers, decompressed: Integers) -> None:
+        self.url = url
+        self._bounds = FrameBounds.of(compressed, decompressed)
+        self.size = int(decompressed[-1])
+
+    def stored(self, start: int, stop: int) -> Span:
+        """Whole frames."""
+        first, last = self._bounds.holding(start, stop)
+        compressed = self._bounds.compressed
+        return int(compressed[first]), int(compressed[last])
+
+    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+        """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
+        reads = []
+        for body, (start, stop), out in zip(stored, spans, outs, strict=True):
+            if start < stop:
+                first, last = self._bounds.holding(start, stop)
+                reads.append(FrameRead(first, last, start, stop, body, out))
+        damaged = decompress_into(self._bounds, reads)
+        if damaged >= 0:
+            raise self._damaged(damaged, _frame_of(self._bounds, reads, damaged))
+
+    def _damaged(self, number: int, frame: Bytes) -> FormatError:
+        """What is wrong with a frame, by the package's own call, which tells."""
+        bounds = self._bounds
+        size = int(bounds.decompressed[number + 1] - bounds.decompressed[number])
+        try:
+            shown = zstandard.ZstdDecompressor().decompress(frame.data, max_output_size=size)
+            reason = f"{len(shown)} bytes instead of {size}"
+        except zstandard.ZstdError as error:
+            reason = str(error)
+        low = int(bounds.compressed[number])
+        high = int(bounds.compressed[number + 1])
+        return FormatError(
+            f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
+            f"convert it again"
+        )
+
+
+def _frame_of(bounds: FrameBounds, reads: Sequence[FrameRead], number: int) -> Bytes:
+    """The stored bytes of a frame of one of the reads."""
+    read = next(read for read in reads if read.first <= number < read.last)
+    begin = bounds.compressed[read.first]
+    return read.stored[bounds.compressed[number] - begin : bounds.compressed[number + 1] - begin]
+
+
+def read_frames(store: Store, info: ObjectInfo) -> Frames:
+    """How the bytes of a seekable zstd object lie: one read of its end, seldom two.
+
+    Raises FormatError, StorageError.
+    """
+    url = store.url(info.key)
+    size = info.size
+    # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
+    guess = max(TABLE_GUESS, size // 1024)
+    low = size - min(size, guess)
+    (body,) = store.read_ranges(info.key, [low], [size], info.etag)
+    end = bytes(body)
+    table_begin = size - table_bytes(end[-FOOTER.size :], size, url)
+    if table_begin < low:
+        (rest,) = store.read_ranges(info.key, [table_begin], [low], info.etag)
+        end = bytes(rest) + end
+        low = table_begin
+    compressed, decompressed = parse_table(end[table_begin - low :], size, url)
+    return Frames(url, compressed, decompressed)
