@@ -207,7 +207,7 @@ def _load(tokenizer: str | None) -> TextTokenizer | None:
 
 def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> list[DocumentName]:
     """The documents that somebody looks for. Raises ConfigError where there are none."""
-    from streammega.dataset.origin_names import is_number
+    from streammega.dataset.provenance import is_number
 
     named = run.provenance.documents_from(what)
     if named:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.dataset.origins import Origin
+from streammega.dataset.provenance import DocumentOrigin
 from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
@@ -211,11 +211,11 @@ def document_entry(provenance: Provenance, name: DocumentName) -> Report:
     }
 
 
-def _origin_entry(origin: Origin | None) -> Report:
+def _origin_entry(origin: DocumentOrigin | None) -> Report:
     """Where a document came from, as far as that is known."""
     if origin is None:
         return {}
-    entry = {"origin": origin.where}
+    entry = {"origin": origin.location}
     if origin.id:
         entry["id"] = origin.id
     return entry

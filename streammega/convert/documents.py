@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.idx import MOST_TOKENS
-from streammega.dataset.origins import Origins, join_origins
+from streammega.dataset.provenance import DocumentOrigins, concat_origins
 from streammega.errors import ConvertError
 from streammega.errors.words import in_one_line
 
@@ -97,7 +97,7 @@ class Tokens:
     documents: NDArray[np.int64]
     modes: NDArray[np.int8] | None = None
     source_bytes: int = 0
-    origins: Origins | None = None
+    origins: DocumentOrigins | None = None
 
     @property
     def document_tokens(self) -> NDArray[np.int64]:
@@ -201,7 +201,7 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
         documents=np.concatenate(documents),
         modes=np.concatenate(modes) if modes else None,
         source_bytes=sum(part.source_bytes for part in parts),
-        origins=join_origins(origins) if origins else None,
+        origins=concat_origins(origins) if origins else None,
     )
 
 

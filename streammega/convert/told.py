@@ -13,7 +13,7 @@ from streammega.convert.read.pairs import dataset_name
 from streammega.convert.write.job import UnitRecord
 from streammega.dataset.find import find_pairs
 from streammega.dataset.manifest import Shard
-from streammega.dataset.origins import ENDING, has_origins
+from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
@@ -102,7 +102,7 @@ def tell_of_origins(inputs: Sequence[Input], storage: StorageConfig) -> None:
     # Of the first alone: shards of one dataset all have them, or none has.
     name = dataset_name(datasets[0].path)
     first_shard = strip_suffix(find_pairs(name, storage)[0])
-    if has_origins(first_shard, storage):
+    if has_provenance(first_shard, storage):
         log.warning(
             "%s: tells where its documents came from (%s), which this conversion leaves out; "
             "--origins carries it over",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
-from streammega.dataset.origins import OriginsFile, open_origins
+from streammega.dataset.provenance import ProvenanceReader, open_provenance
 from streammega.dataset.shards import KnownShard
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import FormatError
@@ -76,11 +76,11 @@ class ShardDocuments:
         return info.size // self._arrays.dtype.itemsize
 
     @cached_property
-    def origins(self) -> OriginsFile | None:
+    def origins(self) -> ProvenanceReader | None:
         """Where its documents came from, if that was kept. Raises FormatError for a file of another
         shard.
         """
-        found = open_origins(self.files.prefix, self.files.storage)
+        found = open_provenance(self.files.prefix, self.files.storage)
         if found is not None and found.documents != self.num_documents:
             raise FormatError(
                 f"{found.url}: speaks of {found.documents} documents, and the .idx beside it of "

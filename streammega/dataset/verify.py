@@ -25,7 +25,7 @@ from streammega.dataset.manifest import (
     read_manifest,
     shard_names,
 )
-from streammega.dataset.origins import ENDING
+from streammega.dataset.provenance import ENDING
 from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
 from streammega.dataset.verify_bytes import TokenChecks, check_shown, check_stored

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.dataset.origins import Origin
+from streammega.dataset.provenance import DocumentOrigin, OriginNames
 from streammega.dataset.shard_documents import ShardDocuments, open_documents
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError
@@ -50,7 +50,7 @@ class BlendShards:
             self._bounds[dataset] = np.cumsum([0, *sizes])
         return self._bounds[dataset]
 
-    def origin(self, name: DocumentName) -> Origin | None:
+    def origin(self, name: DocumentName) -> DocumentOrigin | None:
         """Where a document came from; None where its shard does not say."""
         stored = self.of(name.dataset)[name.shard].origins
         return None if stored is None else stored[name.document]
@@ -58,11 +58,13 @@ class BlendShards:
     def documents_from(self, words: str) -> list[DocumentName]:
         """The documents of that id or URL, or of that place, in all datasets: see Provenance."""
         found = []
+        names = OriginNames([words])
         for dataset in range(len(self.datasets)):
             for shard, documents in enumerate(self.of(dataset)):
                 if documents.origins is None:
                     continue
-                for document in documents.origins.search(words):
+                matches = documents.origins.find(names)
+                for document in sorted({document for _, document in matches}):
                     found.append(DocumentName(dataset=dataset, shard=shard, document=document))
         return found
 

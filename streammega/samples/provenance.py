@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import DataConfig
-from streammega.dataset.origins import Origin
+from streammega.dataset.provenance import DocumentOrigin
 from streammega.dataset.shard_documents import DocumentRun, ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -125,7 +125,7 @@ class Provenance:
         """
         return self._shards.find(name, number)
 
-    def origin(self, name: DocumentName) -> Origin | None:
+    def origin(self, name: DocumentName) -> DocumentOrigin | None:
         """Where a document came from; None where its shard does not say (convert --origins)."""
         return self._shards.origin(name)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig, SkippedList, SkippedNames, StorageConfig
-from streammega.dataset.origin_names import OriginNames, is_number
+from streammega.dataset.provenance import OriginNames, is_number
 from streammega.dataset.shard_documents import ShardDocuments
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError
@@ -206,7 +206,7 @@ def _by_origin(words: Sequence[str], named: NamedShards, datasets: Sequence[int]
                 without.append(documents.name)
                 continue
             place = ShardPlace(dataset, shard)
-            for word, document in documents.origins.named(wanted):
+            for word, document in documents.origins.find(wanted):
                 found.setdefault(word, set()).add((place, document))
     if found and without:
         # they may have documents of the same names

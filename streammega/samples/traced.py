@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streammega.dataset.origins import Origin
+from streammega.dataset.provenance import DocumentOrigin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class TracedRun:
     document_tokens: int
     column: int
     shard_start: int
-    origin: Origin | None = None
+    origin: DocumentOrigin | None = None
     skipped: bool = False
 
 

@@ -23,16 +23,20 @@ from streammega import DataConfig, Provenance, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.write import job
-from streammega.dataset import origins as stored_origins
+from streammega.dataset import provenance as stored_provenance
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.origin_names import BYTE, DOCUMENT, FILE, LINE
-from streammega.dataset.origins import (
-    Origin,
-    Origins,
-    OriginsFile,
-    OriginsWriter,
-    join_origins,
-    origins_of,
+from streammega.dataset.provenance import (
+    BYTE,
+    DOCUMENT,
+    FILE,
+    LINE,
+    DocumentOrigin,
+    DocumentOrigins,
+    OriginNames,
+    ProvenanceReader,
+    ProvenanceWriter,
+    collect_origins,
+    concat_origins,
 )
 from streammega.dataset.shard_documents import open_documents
 from streammega.dataset.verify import verify
@@ -46,31 +50,31 @@ STORAGE = StorageConfig()
 # --- the file -------------------------------------------------------------------------------------
 
 ORIGIN = st.builds(
-    Origin,
+    DocumentOrigin,
     path=st.sampled_from(["a.jsonl", "b.jsonl", "é", "s3://bucket/c.tar!000.txt"]),
     kind=st.sampled_from([FILE, LINE, BYTE, DOCUMENT]),
-    place=st.integers(0, 2**62),
+    place=st.integers(0, 10**18 - 1),
     id=st.sampled_from(["", "x", "https://example.org/ü"]) | st.text(st.characters(codec="utf-8")),
 )
 
 
-def read_back(path: Path, data: bytes) -> OriginsFile:
+def read_back(path: Path, data: bytes) -> ProvenanceReader:
     path.write_bytes(data)
-    return OriginsFile(*open_store(str(path), STORAGE))
+    return ProvenanceReader(*open_store(str(path), STORAGE))
 
 
 @given(parts=st.lists(st.lists(ORIGIN, max_size=9), max_size=5))
 def test_what_is_written_is_read_whatever_is_added_at_once(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[list[Origin]]
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[DocumentOrigin]]
 ) -> None:
     all_rows = [row for part in parts for row in part]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_origins, "CHUNK_DOCUMENTS", 7)
-        by_parts = OriginsWriter()
+        patch.setattr(stored_provenance, "ROW_GROUP", 7)
+        by_parts = ProvenanceWriter()
         for part in parts:
-            by_parts.add(origins_of(part))
-        at_once = OriginsWriter()
-        at_once.add(origins_of(all_rows))
+            by_parts.add(collect_origins(part))
+        at_once = ProvenanceWriter()
+        at_once.add(collect_origins(all_rows))
         data = by_parts.finish()
         assert data == at_once.finish(), "its bytes depend on the documents alone"
         stored = read_back(tmp_path_factory.getbasetemp() / "a.origins", data)
@@ -80,13 +84,73 @@ def test_what_is_written_is_read_whatever_is_added_at_once(
         between = stored.between(low, len(all_rows))
         assert [between[row] for row in range(len(between))] == all_rows[low:]
         for row in all_rows[:3]:
-            found = [stored[number] for number in stored.search(row.where)]
-            assert found == [other for other in all_rows if row.where in (other.where, other.id)]
+            found = {number for _, number in stored.find(OriginNames([row.location]))}
+            expected = [row.location in (other.location, other.id) for other in all_rows]
+            assert sorted(found) == np.flatnonzero(expected).tolist()
+
+
+def test_other_programs_read_it_as_parquet(tmp_path: Path) -> None:
+    writer = ProvenanceWriter()
+    writer.add(collect_origins([DocumentOrigin(path="a", kind=LINE, place=7, id="x")] * 5000))
+    (tmp_path / "a.origins").write_bytes(writer.finish())
+    table = pq.read_table(tmp_path / "a.origins", page_checksum_verification=True)
+    assert table.to_pylist() == [{"path": "a", "kind": LINE, "place": 7, "id": "x"}] * 5000
+
+
+def test_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
+    writer = ProvenanceWriter()
+    writer.add(collect_origins([DocumentOrigin(path="\udce9.txt", kind=FILE, place=0, id="")]))
+    assert read_back(tmp_path / "a.origins", writer.finish())[0].path == "\\udce9.txt"
+
+
+def forged(described: dict[str, Any], table: pa.Table | None = None) -> bytes:
+    """A Parquet file whose metadata says what it likes, under a checksum that is right."""
+    with pytest.MonkeyPatch.context() as patch:
+        dumps = json.dumps
+        patch.setattr(json, "dumps", lambda written: dumps(written | described))
+        if table is not None:
+            patch.setattr(stored_provenance, "_schema", lambda: table.schema)
+            patch.setattr(stored_provenance, "_to_table", lambda origins: table)
+        writer = ProvenanceWriter()
+        writer.add(collect_origins([DocumentOrigin(path="a", kind=LINE, place=7, id="x")]))
+        return writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"PAR1" + bytes(40) + b"SMORIGIN", "does not end as a Parquet file does"),
+        (b"PAR1" + bytes(40) + b"\x28\0\0\0PAR1", "its footer has no checksum"),
+        (b"PAR1" + bytes(40) + b"\xff\xff\xff\xffPAR1", "does not end as a Parquet file does"),
+        (forged({"version": 9}), "has version 9"),
+        (forged({"row_groups": [[5, 6]]}), "contradicts itself"),
+        (forged({"row_groups": "many"}), "cannot be read"),
+        (forged({}, pa.table({"path": [1, 2]})), "contradicts itself"),
+    ],
+    ids=["earlier", "unchecked", "footer", "version", "row-groups", "json", "columns"],
+)
+def test_what_is_no_provenance_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    with pytest.raises(FormatError, match=rf"a\.origins: .*{message}"):
+        _ = read_back(tmp_path / "a.origins", data)[0]
+
+
+def test_a_row_group_that_asks_for_too_much_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ProvenanceWriter()
+    writer.add(collect_origins([DocumentOrigin(path="a" * 900, kind=FILE, place=0, id="")]))
+    monkeypatch.setattr(stored_provenance, "MAX_ROW_GROUP_BYTES", 800)
+    with pytest.raises(FormatError, match="claims to be larger"):
+        _ = read_back(tmp_path / "a.origins", writer.finish())[0]
 
 
 def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
-    writer = OriginsWriter()
-    writer.add(origins_of(Origin(path="a", kind=LINE, place=n, id=f"id {n}") for n in range(1, 50)))
+    writer = ProvenanceWriter()
+    writer.add(
+        collect_origins(
+            DocumentOrigin(path="a", kind=LINE, place=n, id=f"id {n}") for n in range(1, 50)
+        )
+    )
     data = writer.finish()
     for place in range(0, len(data), 3):
         damaged = bytearray(data)
@@ -101,13 +165,13 @@ def test_a_file_of_a_corpus_in_its_order_takes_next_to_nothing(tmp_path: Path) -
     count = 100_000
     rows = np.arange(count)
     columns: dict[str, Any] = {"kind": np.full(count, LINE, np.uint8), "place": rows + 1}
-    origins = Origins(
+    origins = DocumentOrigins(
         paths=("corpus.jsonl",), path=np.zeros(count, np.int32), ids=[""] * count, **columns
     )
-    writer = OriginsWriter()
+    writer = ProvenanceWriter()
     writer.add(origins)
-    assert len(writer.finish()) / count < 0.1
-    shuffled = OriginsWriter()
+    assert len(writer.finish()) / count < 0.15
+    shuffled = ProvenanceWriter()
     shuffled.add(origins.take(np.random.default_rng(0).permutation(count)))
     assert len(shuffled.finish()) / count < 4
 
@@ -155,7 +219,7 @@ def write_inputs(root: Path) -> dict[str, str]:
     return expected
 
 
-def documents_of(name: str) -> list[tuple[str, Origin]]:
+def documents_of(name: str) -> list[tuple[str, DocumentOrigin]]:
     """(text, origin) of every document of a dataset."""
     found = []
     for shard in open_documents(name, STORAGE):
@@ -174,7 +238,7 @@ def check_origins(name: str, expected: dict[str, str], inputs: Path) -> list[str
     places = []
     for text, origin in documents_of(name):
         said = text.removeprefix("This is ").partition(". ")[0]
-        where = origin.where
+        where = origin.location
         if origin.kind == BYTE:  # a later part of a large file: its byte leads to the line
             data = Path(origin.path).read_bytes()
             where = f"{origin.path}:{data[: origin.place].count(10) + 1}"
@@ -225,7 +289,7 @@ def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_pat
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
     convert([str(tmp_path / "a")], str(tmp_path / "b"), origins=True, workers=1)
     for number, (_, origin) in enumerate(documents_of(str(tmp_path / "b"))):
-        assert origin.where == f"{tmp_path}/a#{number}"
+        assert origin.location == f"{tmp_path}/a#{number}"
 
 
 def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
@@ -352,7 +416,7 @@ def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
         def info(self, key: str) -> Any:
             raise AccessDeniedError(f"{key}: 403")
 
-    monkeypatch.setattr(stored_origins, "open_store", lambda url, storage: (Closed(), url))
+    monkeypatch.setattr(stored_provenance, "open_store", lambda url, storage: (Closed(), url))
     convert([str(tmp_path / "a")], str(tmp_path / "b"), workers=1)
     config = DataConfig(blend=str(tmp_path / "b"), sequence_length=2, split="1,0,0", order="stream")
     (sample,) = Provenance(config).trace([0])
@@ -399,7 +463,9 @@ def test_the_command_keeps_them_and_trace_prints_and_finds_them(
 
 
 def test_joining_keeps_the_order_and_the_paths() -> None:
-    one = origins_of([Origin(path="a", kind=LINE, place=1, id="")])
-    other = origins_of([Origin(path=path, kind=FILE, place=0, id=path) for path in ("b", "a")])
-    joined = join_origins([one, other])
+    one = collect_origins([DocumentOrigin(path="a", kind=LINE, place=1, id="")])
+    other = collect_origins(
+        [DocumentOrigin(path=path, kind=FILE, place=0, id=path) for path in ("b", "a")]
+    )
+    joined = concat_origins([one, other])
     assert [joined[row].path for row in range(3)] == ["a", "b", "a"]

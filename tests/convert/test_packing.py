@@ -36,7 +36,7 @@ from streammega.convert.write.copying import HeldDocuments, gather, read_all
 from streammega.convert.write.packing import pack
 from streammega.dataset.growing.append import append
 from streammega.dataset.manifest import read_manifest
-from streammega.dataset.origins import open_origins
+from streammega.dataset.provenance import open_provenance
 from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, StateError
@@ -295,7 +295,7 @@ def test_origins_go_with_the_documents_of_bins(shuffle_seed: int | None, tmp_pat
     convert(
         [str(source)], output, tokenizer="bytes", pack=16, origins=True, shuffle_seed=shuffle_seed
     )
-    origins = open_origins(output, StorageConfig())
+    origins = open_provenance(output, StorageConfig())
     assert origins is not None
     for number, piece in enumerate(stored(output)):
         # their lines; large files tell bytes instead

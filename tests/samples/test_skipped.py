@@ -25,8 +25,13 @@ from streammega import (
     build_datasets,
 )
 from streammega.convert import convert
-from streammega.dataset.origin_names import LINE
-from streammega.dataset.origins import ENDING, Origin, OriginsWriter, origins_of
+from streammega.dataset.provenance import (
+    ENDING,
+    LINE,
+    DocumentOrigin,
+    ProvenanceWriter,
+    collect_origins,
+)
 from streammega.dataset.shards import shard_name
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.skipping import FILE_STRIDE
@@ -55,7 +60,7 @@ Documents = dict[str, list[np.ndarray]]
 def write_shard(prefix: str, rng: np.random.Generator, count: int) -> list[np.ndarray]:
     """Documents that end with EOD, the last sequence of each, and where they came from."""
     documents = []
-    origins = OriginsWriter()
+    origins = ProvenanceWriter()
     name = Path(prefix).name
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for number in range(count):
@@ -68,8 +73,8 @@ def write_shard(prefix: str, rng: np.random.Generator, count: int) -> list[np.nd
             documents.append(tokens)
             # every second id is in both datasets
             known = f"id-{number}" if number % 2 else f"{name}-{number}"
-            origin = Origin(path=f"{name}.jsonl", kind=LINE, place=number + 1, id=known)
-            origins.add(origins_of([origin]))
+            origin = DocumentOrigin(path=f"{name}.jsonl", kind=LINE, place=number + 1, id=known)
+            origins.add(collect_origins([origin]))
     Path(prefix + ENDING).write_bytes(origins.finish())
     return documents
 
@@ -623,9 +628,9 @@ def test_a_number_that_is_also_a_place_is_refused(
     corpus: tuple[Path, Documents], tmp_path: Path
 ) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
-    origins = OriginsWriter()
+    origins = ProvenanceWriter()
     for number in range(4):  # where another name of the same kind leads to another document
-        origins.add(origins_of([Origin(path="a", kind=LINE, place=3 - number, id="")]))
+        origins.add(collect_origins([DocumentOrigin(path="a", kind=LINE, place=3 - number, id="")]))
     (tmp_path / "a.origins").write_bytes(origins.finish())
     config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=["a:1"])
     with pytest.raises(ConfigError, match="'a:1', which is the number of a document and where"):

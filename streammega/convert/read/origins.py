@@ -12,13 +12,16 @@ import numpy as np
 from streammega.convert.documents import LongText, RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import MISSING, value_at
-from streammega.dataset.origin_names import BYTE, DOCUMENT, FILE, LINE
-from streammega.dataset.origins import (
-    MOST_ID,
-    Origin,
-    Origins,
-    join_origins,
-    origins_of,
+from streammega.dataset.provenance import (
+    BYTE,
+    DOCUMENT,
+    FILE,
+    LINE,
+    MAX_ID,
+    DocumentOrigin,
+    DocumentOrigins,
+    collect_origins,
+    concat_origins,
 )
 from streammega.dataset.shard_documents import ShardDocuments
 from streammega.errors.redaction import redact_urls
@@ -27,11 +30,11 @@ ID_FIELDS = ("id", "url")
 """Where an id is looked for, unless a field is named: what corpora of the field call it."""
 
 
-def origin_of(document: RawDocument | LongText, options: ConvertOptions) -> Origin:
+def origin_of(document: RawDocument | LongText, options: ConvertOptions) -> DocumentOrigin:
     """Where a document comes from; its id, if its fields are known."""
     path = _without_secrets(document.path)
     if isinstance(document, LongText):
-        return Origin(path=path, kind=FILE, place=0, id="")
+        return DocumentOrigin(path=path, kind=FILE, place=0, id="")
     kind = FILE
     place = 0
     if document.offset >= 0:
@@ -40,7 +43,7 @@ def origin_of(document: RawDocument | LongText, options: ConvertOptions) -> Orig
     elif document.line:
         kind = LINE
         place = document.line
-    return Origin(path=path, kind=kind, place=place, id=_id_of(document.fields, options))
+    return DocumentOrigin(path=path, kind=kind, place=place, id=_id_of(document.fields, options))
 
 
 @lru_cache(maxsize=64)
@@ -58,23 +61,25 @@ def id_fields(options: ConvertOptions) -> tuple[str, ...]:
 
 def of_file(tokens: Tokens, path: str) -> Tokens:
     """Documents of which nothing is known but their file."""
-    origin = Origin(path=redact_urls(path), kind=FILE, place=0, id="")
-    return replace(tokens, origins=origins_of([origin] * len(tokens.documents)))
+    origin = DocumentOrigin(path=redact_urls(path), kind=FILE, place=0, id="")
+    return replace(tokens, origins=collect_origins([origin] * len(tokens.documents)))
 
 
 def of_rows(tokens: Tokens, path: str, first: int) -> Tokens:
     """Documents that are rows of a file one after the other, the first of that number, from 1."""
     name = redact_urls(path)
     rows = range(first, first + len(tokens.documents))
-    origins = origins_of(Origin(path=name, kind=LINE, place=row, id="") for row in rows)
+    origins = collect_origins(
+        DocumentOrigin(path=name, kind=LINE, place=row, id="") for row in rows
+    )
     return replace(tokens, origins=origins)
 
 
-def of_shards(shards: Sequence[ShardDocuments], first: int, stop: int) -> Origins:
+def of_shards(shards: Sequence[ShardDocuments], first: int, stop: int) -> DocumentOrigins:
     """Those of documents [first, stop) of a dataset: what lies beside its shards, or where nothing
     does, the shard and the document's number there.
     """
-    parts = [origins_of([])]
+    parts = [collect_origins([])]
     documents_before = 0
     for shard in shards:
         low = max(0, first - documents_before)
@@ -82,14 +87,14 @@ def of_shards(shards: Sequence[ShardDocuments], first: int, stop: int) -> Origin
         documents_before += shard.num_documents
         if low < high:
             parts.append(_of_shard(shard, low, high))
-    return join_origins(parts)
+    return concat_origins(parts)
 
 
-def _of_shard(shard: ShardDocuments, low: int, high: int) -> Origins:
+def _of_shard(shard: ShardDocuments, low: int, high: int) -> DocumentOrigins:
     if shard.origins is not None:
         return shard.origins.between(low, high)
     count = high - low
-    return Origins(
+    return DocumentOrigins(
         paths=(redact_urls(shard.name),),
         path=np.zeros(count, np.int32),
         kind=np.full(count, DOCUMENT, np.uint8),
@@ -104,5 +109,5 @@ def _id_of(fields: Any, options: ConvertOptions) -> str:
         value = value_at(fields, name)
         if value is MISSING or isinstance(value, bool) or not isinstance(value, str | int):
             continue
-        return str(value)[:MOST_ID]
+        return str(value)[:MAX_ID]
     return ""

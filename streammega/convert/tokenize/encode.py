@@ -25,7 +25,7 @@ from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder, decode
 from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
-from streammega.dataset.origins import origins_of
+from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
 
 Text: TypeAlias = "str | NDArray[np.int32]"
@@ -107,7 +107,7 @@ class BatchEncoder:
         """
         if not self._options.origins:
             return tokens
-        origins = origins_of(origin_of(documents[number], self._options) for number in numbers)
+        origins = collect_origins(origin_of(documents[number], self._options) for number in numbers)
         return replace(tokens, origins=origins)
 
     def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:

@@ -11,18 +11,18 @@ import xxhash
 
 from streammega.convert.write.final_order import Integers, OrderedDocuments
 from streammega.convert.write.job import Job
-from streammega.dataset.origins import (
+from streammega.dataset.provenance import (
     ENDING,
-    Origins,
-    OriginsWriter,
-    join_origins,
-    open_origins,
+    DocumentOrigins,
+    ProvenanceWriter,
+    concat_origins,
+    open_provenance,
 )
 from streammega.errors import ConvertError
 from streammega.storage import join_url, save_bytes
 
 
-def save_origins(job: Job, name: str, origins: Origins | None, documents: int) -> None:
+def save_origins(job: Job, name: str, origins: DocumentOrigins | None, documents: int) -> None:
     """Write those of a segment's documents beside it, if they are kept. Raises ConvertError where
     they are not of as many: each would be told of another one's.
     """
@@ -34,7 +34,7 @@ def save_origins(job: Job, name: str, origins: Origins | None, documents: int) -
             f"{name}: where {documents} documents came from is known of {known}; convert without "
             "--origins, and report this"
         )
-    writer = OriginsWriter()
+    writer = ProvenanceWriter()
     writer.add(origins)
     save_bytes(join_url(job.work, name + ENDING), writer.finish(), job.storage)
 
@@ -49,7 +49,7 @@ def write_origins(
     xxh3-128, and how many of them have an id. portions: (part, document of it) of its documents, in
     their order.
     """
-    writer = OriginsWriter()
+    writer = ProvenanceWriter()
     for parts, chosen in portions:
         writer.add(_chosen(job, documents, parts, chosen))
     stored = writer.finish()
@@ -57,14 +57,16 @@ def write_origins(
     return xxhash.xxh3_128_hexdigest(stored), writer.num_ids
 
 
-def _chosen(job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers) -> Origins:
+def _chosen(
+    job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers
+) -> DocumentOrigins:
     """The origins of documents of some parts, in the order asked."""
     found = []
     rows = []
     for part in np.unique(parts):
         of_part = np.flatnonzero(parts == part)
         prefix = documents.name(int(part))
-        stored = open_origins(prefix, job.storage)
+        stored = open_provenance(prefix, job.storage)
         if stored is None:
             raise ConvertError(
                 f"{prefix}{ENDING}: is gone; run the same command again with --restart"
@@ -74,4 +76,4 @@ def _chosen(job: Job, documents: OrderedDocuments, parts: Integers, chosen: Inte
         found.append(stretch.take(chosen[of_part] - first))
         rows.append(of_part)
     in_order = np.argsort(np.concatenate(rows))
-    return join_origins(found).take(in_order)
+    return concat_origins(found).take(in_order)

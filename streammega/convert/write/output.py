@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
-from streammega.dataset.origins import ENDING
+from streammega.dataset.provenance import ENDING
 from streammega.dataset.shards import SUFFIXES, Kind, marked
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError, StorageError
 from streammega.errors.redaction import redact_urls

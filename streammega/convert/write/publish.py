@@ -21,7 +21,7 @@ from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.names import OutputNames, Target
 from streammega.convert.write.output import Output
 from streammega.dataset.manifest import Manifest, Shard
-from streammega.dataset.origins import ENDING
+from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes

@@ -21,7 +21,7 @@ from streammega.convert.write.selection import Selection
 from streammega.convert.write.shuffling import permuted, shuffle_keys
 from streammega.convert.write.side_files import SideRows, save_side
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
-from streammega.dataset.origins import origins_of
+from streammega.dataset.provenance import collect_origins
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
@@ -82,7 +82,7 @@ class SegmentWriter:
             if stream.dropped is None:
                 numbers = np.array([self._documents_seen])
                 self._save_side(self._shuffle_keys(numbers), numbers, stream.hashes)
-                origins = origins_of([origin_of(item, self._options)])
+                origins = collect_origins([origin_of(item, self._options)])
                 save_origins(self._job, self._next_segment, origins, 1)
                 writer.finalize()
         finally:
