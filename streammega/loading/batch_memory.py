@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.samples.derived_fields import Allocate, new_memory
-from streammega.storage.fetch.memory import rounded
+from streammega.storage.fetch.buffer_pool import rounded
 
 _of_thread = threading.local()
 """Memory that is used again is taken and given back without a lock: each thread has its own."""

@@ -38,7 +38,7 @@ from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import is_local
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.latencies import JOB_READS
+from streammega.storage.fetch.flow_control import BATCH_REQUESTS
 
 log = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) ->
         return Fetcher(storage, budget)
     threads = min(storage.max_requests, num_threads())
     # A thread takes whole jobs: one read at a time, it would wait for the GIL after each.
-    requests = threads * JOB_READS
+    requests = threads * BATCH_REQUESTS
     return Fetcher(replace(storage, max_requests=requests, hedge=False), budget, threads)
 
 

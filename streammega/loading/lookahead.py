@@ -15,7 +15,7 @@ from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
 from streammega.loading.whole_pieces import lanes_from
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.reads import Holding, Read
+from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 
 MOST_SPANS = 8
 """Spans planned ahead at most; memory_bytes is what limits them otherwise."""
@@ -155,20 +155,20 @@ class Lookahead:
         stats.cached_bytes += span.cached_bytes
         stats.planned_bytes += fetched_bytes + span.cached_bytes
 
-    def _hold(self, planned: PlannedHolding) -> Holding:
+    def _hold(self, planned: PlannedHolding) -> FetchGroup:
         """A holding that was planned, with its reads, to be submitted."""
         files = self._reading.files
         reads = []
         for number, start, stop, at in planned.parts:
             file = files[number]
-            reads.append(Read(file.store, file.key, file.etag, start, stop, at))
+            reads.append(RangeRequest(file.store, file.key, file.etag, start, stop, at))
         widest = self._reading.dtype.itemsize
-        holding = Holding(planned.size, reads, planned.slot, alignment=widest)
+        holding = FetchGroup(planned.size, reads, planned.slot, alignment=widest)
         self._reading.planner.slots.hold(holding)
         return holding
 
     def _cut_into_slabs(
-        self, span: Span, consumed: list[int], holdings: list[Holding], slab_batches: int
+        self, span: Span, consumed: list[int], holdings: list[FetchGroup], slab_batches: int
     ) -> None:
         """Line up the slabs of a span, each with the holdings that no slab before it needs."""
         first_row_of_holding = np.array([planned.row for planned in span.holdings], np.int64)

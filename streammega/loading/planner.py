@@ -23,7 +23,7 @@ from streammega.order import Extents
 from streammega.order.lane_pieces import NewPieces, OpenPieces
 from streammega.samples.coalesce import SharedRequests, coalesce
 from streammega.samples.rows import rows_of
-from streammega.storage.fetch.reads import Holding
+from streammega.storage.fetch.requests import FetchGroup
 
 MOST_WASTE = 1 / 7
 """Share of the used bytes that coalescing may fetch in vain.
@@ -123,7 +123,7 @@ class Planner:
             cached_bytes=cached_bytes,
         )
 
-    def jump(self, lanes: Integers) -> list[Holding]:
+    def jump(self, lanes: Integers) -> list[FetchGroup]:
         """The samples ahead do not follow those planned, and lie in these lanes: forget the pieces
         that are open.
 

@@ -21,7 +21,7 @@ from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import SMALL
-from streammega.storage.fetch.memory import rounded
+from streammega.storage.fetch.buffer_pool import rounded
 
 SLAB_BYTES = 16 << 20
 """Bytes of ids that one kernel call gathers: each slab costs a hand-over between two threads, and

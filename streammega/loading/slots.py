@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.plan import count_down
-from streammega.storage.fetch.reads import Holding
+from streammega.storage.fetch.requests import FetchGroup
 from streammega.storage.store import address_of
 
 Integers = NDArray[np.int64]
@@ -43,7 +43,7 @@ class Slots:
         never_freed = files + 1
         self.uses: Integers = np.full(never_freed, ENDLESS, np.int64)
         self.addresses: Integers = np.zeros(never_freed, np.int64)
-        self.holdings: dict[int, Holding] = {}
+        self.holdings: dict[int, FetchGroup] = {}
         """Those that were not given back yet, by slot."""
         self._free: list[int] = []
 
@@ -78,29 +78,29 @@ class Slots:
         """Slot slots[i] will serve rows[i] rows."""
         self.uses[slots] = rows
 
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: FetchGroup) -> None:
         """Keep a holding whose bytes will come."""
         self.holdings[holding.slot] = holding
 
-    def fill(self, holding: Holding) -> None:
+    def fill(self, holding: FetchGroup) -> None:
         """The bytes of a holding are there."""
         assert holding.buffer is not None
         self.addresses[holding.slot] = address_of(holding.buffer)
 
-    def serve(self, slot_of_row: Integers, tokens_of_row: Integers) -> list[Holding]:
+    def serve(self, slot_of_row: Integers, tokens_of_row: Integers) -> list[FetchGroup]:
         """These rows were gathered: the holdings that serve no other, whose slots are free now."""
         most = np.empty(len(self.holdings), np.int64)
         freed = count_down(self.uses, slot_of_row, tokens_of_row, most)
         return self._release(most[:freed].tolist())
 
-    def cancel(self, slots: Integers, rows: Integers) -> list[Holding]:
+    def cancel(self, slots: Integers, rows: Integers) -> list[FetchGroup]:
         """Rows[i] of the rows that slots[i] was to serve will not come: the holdings that serve no
         other.
         """
         self.uses[slots] -= rows
         return self._release(slots[self.uses[slots] == 0].tolist())
 
-    def _release(self, slots: list[int]) -> list[Holding]:
+    def _release(self, slots: list[int]) -> list[FetchGroup]:
         self._free += slots
         return [self.holdings.pop(slot) for slot in slots]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.storage.fetch.reads import Holding
+from streammega.storage.fetch.requests import FetchGroup
 
 Integers = NDArray[np.int64]
 
@@ -98,7 +98,7 @@ class PlannedSlab:
     consumed: list[int]
     first: int
     last: int
-    holdings: Sequence[Holding]
+    holdings: Sequence[FetchGroup]
 
     @property
     def row_splits(self) -> Integers:

@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
-from streammega.storage.fetch.fetcher import LEAVE_AFTER
+from streammega.storage.fetch.fetcher import CLOSE_TIMEOUT
 from streammega.storage.fetch.threads import Stopped
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy
@@ -49,7 +49,7 @@ class Stager:
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
         self._closed = threading.Event()
-        self._longest_leave = min(LEAVE_AFTER, storage.stall_timeout)
+        self._longest_leave = min(CLOSE_TIMEOUT, storage.stall_timeout)
         self._policy = RetryPolicy.of(storage)
         self._parts = _parts_of(files, storage.part_bytes)
         self._passed_over: deque[_Part] = deque()

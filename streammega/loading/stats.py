@@ -15,7 +15,7 @@ from streammega.loading.staging import Stager
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.reads import Counters
+from streammega.storage.fetch.requests import Counters
 
 WINDOW = 4096
 """Batches over which waiting times are kept."""

@@ -17,7 +17,7 @@ from streammega.loading.steps import MicroSteps
 from streammega.order.lane_pieces import OpenPieces
 from streammega.order.lanes import StreamOrder
 from streammega.samples.lanes import LaneSource
-from streammega.storage.fetch.memory import rounded
+from streammega.storage.fetch.buffer_pool import rounded
 
 log = logging.getLogger(__name__)
 

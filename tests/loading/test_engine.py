@@ -33,7 +33,7 @@ from streammega.loading.whole_pieces import whole_pieces
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.lanes import StreamSource
-from streammega.storage.fetch.memory import BufferPool, rounded
+from streammega.storage.fetch.buffer_pool import BufferPool, rounded
 from tests.support.streams import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 

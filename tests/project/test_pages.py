@@ -25,7 +25,7 @@ from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.cache import layout, room
-from streammega.storage.fetch import latencies
+from streammega.storage.fetch import flow_control
 from streammega.train import stopping, watch
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
@@ -295,7 +295,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
     ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
-    ("architecture", "a second time (at most one in twenty)", latencies.HEDGE_SHARE, 1 / 20),
+    ("architecture", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
     ("architecture", "pass through 128 KiB pages", layout.PAGE_BYTES, 128 << 10),
     ("architecture", "staged by four threads", staging.THREADS, 4),
     (

@@ -31,7 +31,7 @@ from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, CachedObject, PageCache, layout
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.reads import Holding, Read
+from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.store import Bytes
 from tests.storage.test_page_cache import CHUNK, SIZE, Source, data_of
 
@@ -291,7 +291,7 @@ def test_closing_ends_the_wait_for_a_page_that_another_process_fetches(tmp_path:
         cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE)
         store = CachedStore(_Never(), cached)  # type: ignore[arg-type]
         fetcher = Fetcher(StorageConfig(hedge=False), 1 << 24)
-        holding = Holding(SIZE, [Read(store, "k", "e", 0, SIZE, 0)])
+        holding = FetchGroup(SIZE, [RangeRequest(store, "k", "e", 0, SIZE, 0)])
         fetcher.submit([holding])
         time.sleep(0.2)
         began = time.monotonic()
@@ -309,8 +309,9 @@ def test_a_second_request_does_not_wait_for_the_page_that_the_first_one_fetches(
     store = CachedStore(stuck, cached)  # type: ignore[arg-type]
     try:
         for page in range(50):
-            holding = Holding(
-                PAGE_BYTES, [Read(store, "k", "e", page * PAGE_BYTES, (page + 1) * PAGE_BYTES, 0)]
+            holding = FetchGroup(
+                PAGE_BYTES,
+                [RangeRequest(store, "k", "e", page * PAGE_BYTES, (page + 1) * PAGE_BYTES, 0)],
             )
             fetcher.submit([holding])
             waiter = threading.Thread(target=fetcher.wait, args=([holding],), daemon=True)

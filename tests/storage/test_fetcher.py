@@ -20,13 +20,21 @@ from streammega.errors import EndpointError
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch import fetcher
+from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.flight import LOOK_EVERY
-from streammega.storage.fetch.jobs import Answer, send
-from streammega.storage.fetch.latencies import HEDGE_SHARE, JOB_READS, NEAR_JOB_READS
-from streammega.storage.fetch.limits import LEAST_REQUESTS, Pace
-from streammega.storage.fetch.memory import rounded
-from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
+from streammega.storage.fetch.flow_control import (
+    BATCH_REQUESTS,
+    HEDGE_SHARE,
+    NEAR_BATCH_REQUESTS,
+)
+from streammega.storage.fetch.requests import (
+    MIN_KEPT_BODY,
+    Counters,
+    FetchGroup,
+    RangeRequest,
+    Response,
+    send,
+)
 from streammega.storage.seekable_zstd import FrameWriter, read_frames
 from streammega.storage.store import Bytes, Span, address_of
 
@@ -73,7 +81,8 @@ def fetch(
     """Fetch so many reads, each of a holding of its own."""
     made = Fetcher(config)
     holdings = [
-        Holding(SIZE, [Read(store, key(n), "", n * SIZE, (n + 1) * SIZE, 0)]) for n in range(count)
+        FetchGroup(SIZE, [RangeRequest(store, key(n), "", n * SIZE, (n + 1) * SIZE, 0)])
+        for n in range(count)
     ]
     try:
         made.submit(holdings)
@@ -109,7 +118,7 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
     store = Recorded(wait_for_gate)
     threading.Timer(0.3, gate.set).start()
     fetch(store, replace(CONFIG, max_requests=200), 120)
-    assert JOB_READS <= max(number for _, number in store.calls) <= NEAR_JOB_READS
+    assert BATCH_REQUESTS <= max(number for _, number in store.calls) <= NEAR_BATCH_REQUESTS
     apart = Recorded()
     fetch(apart, replace(CONFIG, max_requests=200), 120, key=str)
     assert {number for _, number in apart.calls} == {1}
@@ -130,26 +139,26 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         stores.append(DerivedStore(local, info, read_frames(local, info)))
     sizes = []
 
-    def noting(job: list[Read], *, past_cache: bool) -> Answer:
+    def noting(job: list[RangeRequest], *, past_cache: bool) -> Response:
         sizes.append(len(job))
         return send(job, past_cache=past_cache)
 
     monkeypatch.setattr(fetcher, "send", noting)
 
-    def holding_of(number: int) -> Holding:
+    def holding_of(number: int) -> FetchGroup:
         store = stores[number % 3]
         start = number // 3 * SIZE + 7
         key = store.info("").key
-        return Holding(SIZE, [Read(store, key, "", start, start + SIZE, 0)])
+        return FetchGroup(SIZE, [RangeRequest(store, key, "", start, start + SIZE, 0)])
 
     holdings = [holding_of(number) for number in range(60)]
-    made = Fetcher(replace(CONFIG, max_requests=JOB_READS), most_threads=1)
+    made = Fetcher(replace(CONFIG, max_requests=BATCH_REQUESTS), max_threads=1)
     try:
         made.submit(holdings)
         made.wait(holdings)
     finally:
         made.close()
-    assert max(sizes) == JOB_READS
+    assert max(sizes) == BATCH_REQUESTS
     for number, holding in enumerate(holdings):
         start = number // 3 * SIZE + 7
         assert holding.buffer is not None
@@ -163,7 +172,7 @@ def test_a_thread_waits_until_a_whole_job_fits() -> None:
     store = Recorded(lambda start: time.sleep(0.002))
     fetch(store, replace(CONFIG, max_requests=32), 320)
     at_once = [number for _, number in store.calls]
-    assert min(at_once[4:-4]) >= JOB_READS
+    assert min(at_once[4:-4]) >= BATCH_REQUESTS
     assert store.most <= 32
 
 
@@ -171,9 +180,9 @@ def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:
     store: Any = Recorded()
     made = Fetcher(replace(CONFIG, memory_bytes=8192))
     first, second, third = (
-        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
-        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
-        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
+        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
+        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
+        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
     )
     try:
         made.submit([first, second, third])
@@ -193,11 +202,11 @@ def alive(*kinds: type) -> int:
     return sum(isinstance(found, kinds) for found in gc.get_objects())
 
 
-def two_reads(store: Any, number: int) -> Holding:
+def two_reads(store: Any, number: int) -> FetchGroup:
     """A holding of two reads."""
     halves = [(0, SIZE), (SIZE, 2 * SIZE)]
-    reads = [Read(store, str(number), "", start, stop, start) for start, stop in halves]
-    return Holding(2 * SIZE, reads)
+    reads = [RangeRequest(store, str(number), "", start, stop, start) for start, stop in halves]
+    return FetchGroup(2 * SIZE, reads)
 
 
 @pytest.mark.parametrize("filled", [0, 1, 100])
@@ -212,7 +221,7 @@ def test_what_was_released_is_freed_without_the_collector(filled: int) -> None:
     gc.collect()
     gc.disable()
     try:
-        before = alive(Read, Holding)
+        before = alive(RangeRequest, FetchGroup)
         holdings = [two_reads(store, number) for number in range(100)]
         made.submit(holdings)
         for number in range(filled):
@@ -220,7 +229,7 @@ def test_what_was_released_is_freed_without_the_collector(filled: int) -> None:
             made.release(holdings[number : number + 1])
         made.close()
         holdings.clear()
-        assert alive(Read, Holding) == before
+        assert alive(RangeRequest, FetchGroup) == before
     finally:
         if collects:
             gc.enable()
@@ -241,10 +250,10 @@ class Bodies(Recorded):
 
 
 def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget() -> None:
-    size = LEAST_KEPT
+    size = MIN_KEPT_BODY
     store: Any = Bodies()
     made = Fetcher(replace(CONFIG, memory_bytes=4 * size))
-    holdings = [Holding(size, [Read(store, str(n), "", 0, size, 0)]) for n in range(8)]
+    holdings = [FetchGroup(size, [RangeRequest(store, str(n), "", 0, size, 0)]) for n in range(8)]
     try:
         made.submit(holdings)
         assert made.pool.in_use == 4 * size, "as many as the budget holds, from admission on"
@@ -262,7 +271,7 @@ def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget(
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) -> None:
-    size = LEAST_KEPT
+    size = MIN_KEPT_BODY
 
     class Behind(Bodies):
         def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
@@ -271,7 +280,7 @@ def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) ->
             return self.given
 
     store: Any = Behind()
-    holding = Holding(size, [Read(store, "key", "", 0, size, 0)], alignment=itemsize)
+    holding = FetchGroup(size, [RangeRequest(store, "key", "", 0, size, 0)], alignment=itemsize)
     made = Fetcher(CONFIG)
     try:
         made.submit([holding])
@@ -286,12 +295,15 @@ def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) ->
 
 def test_bodies_that_are_small_or_a_part_of_a_holding_are_copied() -> None:
     store: Any = Bodies()
-    half = LEAST_KEPT
+    half = MIN_KEPT_BODY
     holdings = [
-        Holding(half - 1, [Read(store, "key", "", 0, half - 1, 0)]),
-        Holding(
+        FetchGroup(half - 1, [RangeRequest(store, "key", "", 0, half - 1, 0)]),
+        FetchGroup(
             2 * half,
-            [Read(store, "key", "", 0, half, 0), Read(store, "key", "", half, 2 * half, half)],
+            [
+                RangeRequest(store, "key", "", 0, half, 0),
+                RangeRequest(store, "key", "", half, 2 * half, half),
+            ],
         ),
     ]
     made = Fetcher(CONFIG)
@@ -316,14 +328,14 @@ def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
     store: Any = Bodies(wait_for_gate)
     holdings = []
     for number in range(60):
-        size = SIZE if number % 2 else LEAST_KEPT
-        holdings.append(Holding(size, [Read(store, "key", "", 0, size, 0)]))
+        size = SIZE if number % 2 else MIN_KEPT_BODY
+        holdings.append(FetchGroup(size, [RangeRequest(store, "key", "", 0, size, 0)]))
     made = Fetcher(CONFIG)
     try:
         made.submit(holdings)
         gate.set()
         made.wait(holdings)
-        assert max(number for _, number in store.calls) >= JOB_READS
+        assert max(number for _, number in store.calls) >= BATCH_REQUESTS
         for holding in holdings:
             assert holding.buffer is not None
             assert (holding.buffer[: holding.size] == 1).all()
@@ -336,7 +348,7 @@ def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
 def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_until_both_ended(
     first_ends_first: bool,
 ) -> None:
-    size = LEAST_KEPT
+    size = MIN_KEPT_BODY
     gates = [threading.Event(), threading.Event()]
     asked: list[threading.Event] = []
 
@@ -348,8 +360,8 @@ def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_u
 
     store: Any = Bodies(act)
     made = Fetcher(replace(CONFIG, hedge=True))
-    quick = [Holding(size, [Read(store, str(n), "", 0, size, 0)]) for n in range(100)]
-    slow = Holding(size, [Read(store, "slow", "", size, 2 * size, 0)])
+    quick = [FetchGroup(size, [RangeRequest(store, str(n), "", 0, size, 0)]) for n in range(100)]
+    slow = FetchGroup(size, [RangeRequest(store, "slow", "", size, 2 * size, 0)])
     try:
         made.submit(quick)
         made.wait(quick)
@@ -410,7 +422,7 @@ def test_a_hedge_is_won_by_the_second_request_alone(first_ends_first: bool) -> N
     store: Any = Recorded(act)
     made = Fetcher(replace(CONFIG, max_requests=24, hedge=True))
     holdings = [
-        Holding(SIZE, [Read(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
+        FetchGroup(SIZE, [RangeRequest(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
         for n in range(quick + 1)
     ]
     try:
@@ -433,23 +445,6 @@ def test_a_hedge_is_won_by_the_second_request_alone(first_ends_first: bool) -> N
         for gate in gates:
             gate.set()
         made.close()
-
-
-def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> None:
-    made = Fetcher(replace(CONFIG, max_requests=64))
-    refused = EndpointError("503")
-    refused.throttled = True
-    reads = [Read(Recorded(), "key", "", n, n + 1, 0) for n in range(10)]  # type: ignore[arg-type]
-    for read in reads:
-        Holding(1, [read])
-        made._failed(read, refused, alone=True)
-    limits = made.flight.limits
-    assert limits.requests == 32
-    assert made.counters.throttled == 10
-    made.flight.limits = replace(limits, halved_at=limits.halved_at - 1.0)
-    made._failed(reads[0], refused, alone=True)
-    assert made.flight.limits.requests == 16
-    made.close()
 
 
 def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_order_of_need() -> (
@@ -478,7 +473,8 @@ def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_o
     store: Any = Recorded(act)
     made = Fetcher(replace(CONFIG, max_requests=64))
     holdings = [
-        Holding(SIZE, [Read(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)]) for n in range(400)
+        FetchGroup(SIZE, [RangeRequest(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
+        for n in range(400)
     ]
     try:
         made.submit(holdings)
@@ -497,10 +493,10 @@ def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may
     """All threads wait for work, and none for the pace: the next to queue some has one do so."""
     store: Any = Recorded()
     made = Fetcher(replace(CONFIG, max_requests=4))
-    made.flight.pace = Pace(interval=0.4)
+    made.flow.pace.interval = 0.4
     try:
         for number in range(3):
-            holding = Holding(SIZE, [Read(store, str(number), "", 0, SIZE, 0)])
+            holding = FetchGroup(SIZE, [RangeRequest(store, str(number), "", 0, SIZE, 0)])
             made.submit([holding])
             waiter = threading.Thread(target=made.wait, args=([holding],), daemon=True)
             waiter.start()
@@ -508,26 +504,3 @@ def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may
             assert holding.ready, f"read {number} was never sent"
     finally:
         made.close()
-
-
-def test_fewer_are_sent_where_answers_queue_behind_each_other_and_more_again_after() -> None:
-    made = Fetcher(replace(CONFIG, max_requests=400))
-    job = [Read(Recorded(), "key", "", 0, SIZE, 0)]  # type: ignore[arg-type]
-
-    def answers(seconds: float) -> float:
-        for _ in range(3 * LOOK_EVERY):
-            made._observe(job, time.monotonic(), seconds)
-        return made.flight.limits.requests
-
-    assert answers(0.01) == 400
-    slower = answers(0.2)
-    assert slower < 400
-    for _ in range(20):
-        answers(0.2)
-    assert made.flight.limits.requests == LEAST_REQUESTS, (
-        "no fewer: small reads are what object stores are good at"
-    )
-    for _ in range(20):
-        answers(0.01)
-    assert made.flight.limits.requests == 400
-    made.close()

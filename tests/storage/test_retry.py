@@ -38,7 +38,7 @@ from streammega.storage import endpoints, http_errors, open_store, retry
 from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetch import threads
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.reads import Holding, Read
+from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
@@ -385,7 +385,8 @@ def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
     store: Any = Scripted(act)
     fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=4, hedge=False))
     first, slow = (
-        Holding(10, [Read(store, "key", "", start, start + 10, 0)]) for start in (0, 1000)
+        FetchGroup(10, [RangeRequest(store, "key", "", start, start + 10, 0)])
+        for start in (0, 1000)
     )
     fetcher.submit([first])
     assert failed.wait(10)

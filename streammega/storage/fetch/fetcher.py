@@ -1,10 +1,8 @@
-"""Reads in flight: in order of need, under limits, tried again, hedged.
+"""Range requests in flight: in order of need, within limits, retried and hedged.
 
-The thin executor under the planner. A *holding* is one buffer and the reads that fill it. Holdings
-are admitted in the order submitted, while memory lasts; their reads are sent in that order too.
-Threads wait in the transport, outside of the GIL; there are as many as jobs (`jobs.py`) were ever
-in flight at once. What a read is and where it stands is told in `reads.py`, what is in flight and
-how much more may be in `flight.py`.
+A fetch group is one buffer and the requests that fill it. Groups are admitted in the order that
+they were submitted, while memory lasts, and their requests are sent in that order too. Threads wait
+in the transport, outside of the GIL; there are as many as batches were ever in flight at once.
 """
 
 from __future__ import annotations
@@ -21,423 +19,401 @@ from collections.abc import Sequence
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.cache.store import CachedStore
-from streammega.storage.fetch.flight import Flight
-from streammega.storage.fetch.jobs import send, together
-from streammega.storage.fetch.latencies import may_hedge
-from streammega.storage.fetch.memory import BufferPool
-from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
+from streammega.storage.fetch.buffer_pool import BufferPool
+from streammega.storage.fetch.flow_control import FlowControl, can_hedge
+from streammega.storage.fetch.requests import (
+    Counters,
+    FetchGroup,
+    RangeRequest,
+    RequestQueue,
+    can_batch,
+    send,
+)
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, given_up
 from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
-TICK = 0.02
-"""Seconds between two looks for stragglers while somebody waits."""
-LEAVE_AFTER = 5.0
-"""Seconds that closing waits for requests in flight.
-
-The threads of slower ones end later, by themselves.
-"""
-SHORTEST_WAIT = 0.001
-"""Seconds that a thread waits for a pause to end, at least: in them the others get the lock."""
+HEDGE_SECONDS = 0.02
+"""Seconds between two searches for stragglers while somebody waits."""
+HEDGE_ANSWERS = 64
+"""Answers between two searches while nobody waits: a straggler will be waited for."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that closing waits for requests in flight. Slower threads end later, by themselves."""
+MIN_WAIT = 0.001
+"""Seconds that a thread waits for the next event, at least: others get the lock meanwhile."""
 
 
 class Fetcher:
-    """Fills holdings: `submit` never blocks, `wait` blocks until they are ready, `release` frees
-    their memory.
+    """Fills fetch groups: `submit` never blocks, `wait` blocks until groups are ready, `release`
+    frees their memory, `close` ends everything.
 
-    Raises, from `wait`, what a read ended with. `close` gives up everything that is not done. One
-    thread at a time waits.
+    One thread at a time may wait.
 
-    most_threads: as many as may send at once; None: as many as requests may be in flight.
+    Args: max_threads: threads that send at once; None: as many as requests may be in flight.
     """
 
     def __init__(
-        self, config: StorageConfig, budget: int | None = None, most_threads: int | None = None
+        self, config: StorageConfig, budget: int | None = None, max_threads: int | None = None
     ) -> None:
         self.config = config
-        self._most_threads = most_threads or config.max_requests
         self.pool = BufferPool(config.memory_bytes if budget is None else budget)
         self.counters = Counters()
+        self.flow = FlowControl(config)
+        self.unadmitted_bytes = 0
+        self._max_threads = max_threads or config.max_requests
         self._policy = RetryPolicy.of(config)
-        # One lock for all of the state below: what is done under it takes microseconds, requests
-        # are sent outside of it. Two conditions of it, so that work wakes a thread, and what is
-        # ready wakes whoever waits for it, and not the reverse.
+        # The lock guards all of the state below. Threads wait for `_work`, and whoever waits for
+        # groups for `_ready`: so neither is woken for the other's sake.
         self._lock = process_lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that send nothing now
-        # Reads, in the order of their way.
-        self._unadmitted: deque[Holding] = deque()
-        self.unadmitted_bytes = 0
-        self._serial = 0  # of the read admitted last
-        # Serial of the first read that was given up: none after it is sent.
-        self._given_up: float = math.inf
-        self._queue = ReadQueue()
-        self._missing = 0  # holdings that are waited for
-        self.flight = Flight(config)
+        self._unadmitted: deque[FetchGroup] = deque()
+        self._serial = 0  # of the request that was admitted last
+        self._first_failed = math.inf  # the least serial that failed: nobody needs those after it
+        self._queue = RequestQueue()
+        # By id, in the order that they were sent, so that hedging looks at the oldest first.
+        self._in_flight: dict[int, RangeRequest] = {}
+        self._missing = 0  # groups that are waited for
+        self._hedged_at = 0  # requests that had been sent when stragglers were searched for last
         _live.add(self)
 
-    def submit(self, holdings: Sequence[Holding]) -> None:
-        """Queue holdings, in order of need. None of them may be larger than the budget."""
+    def submit(self, groups: Sequence[FetchGroup]) -> None:
+        """Queue groups, in order of need. None of them may be larger than the budget."""
         with self._lock:
-            self._unadmitted.extend(holdings)
-            self.unadmitted_bytes += sum(holding.size for holding in holdings)
+            self._unadmitted.extend(groups)
+            self.unadmitted_bytes += sum(group.size for group in groups)
             self._admit()
 
-    def wait(self, holdings: Sequence[Holding]) -> None:
+    def wait(self, groups: Sequence[FetchGroup]) -> None:
         """Return when all of them are filled. Raises the error that one of them ended with."""
         with self._lock:
-            missing = [holding for holding in holdings if not holding.ready]
+            missing = [group for group in groups if not group.ready]
             self._missing = len(missing)
-            for holding in missing:
-                holding.awaited = True
-            while self._missing and not any(holding.error for holding in holdings):
+            for group in missing:
+                group.awaited = True
+            while self._missing and not any(group.error for group in groups):
                 if self._closed:
                     raise StorageError("the loader was closed while a batch was awaited")
-                # All threads may be in requests: nobody else would look for stragglers.
                 self._hedge()
-                self._ready.wait(TICK)
-            for holding in missing:
-                holding.awaited = False
-        for holding in holdings:
-            if holding.error is not None:
-                raise holding.error
+                self._ready.wait(HEDGE_SECONDS)
+            for group in missing:
+                group.awaited = False
+        for group in groups:
+            if group.error is not None:
+                raise group.error
 
-    def release(self, holdings: Sequence[Holding]) -> None:
-        """Give back their memory, once requests that still write into it have ended."""
+    def release(self, groups: Sequence[FetchGroup]) -> None:
+        """Give back their memory, as soon as no request in flight writes to it."""
         with self._lock:
-            for holding in holdings:
-                holding.released = True
-                self._free(holding)
+            for group in groups:
+                group.released = True
+                self._free(group)
             self._admit()
 
     def close(self) -> None:
-        """End all threads.
-
-        Those in a request end with it, which its timeouts bound; they are not waited for long.
-        """
+        """End all threads. Those in a request end with it; they are not waited for long."""
         with self._lock:
             self._closed = True
-            for holding in self._unadmitted:
-                holding.take_reads()
+            for group in self._unadmitted:
+                group.take_requests()
             self._unadmitted.clear()
             self._queue.clear()
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
-            for read in self.flight.reads.values():
-                # Such a read may wait for a page that another process fetches, for a minute.
-                if isinstance(read.store, CachedStore):
-                    read.store.close()
-        deadline = time.monotonic() + min(LEAVE_AFTER, self.config.stall_timeout)
+            for request in self._in_flight.values():
+                # It may wait for a page that another process fetches, for a minute.
+                if isinstance(request.store, CachedStore):
+                    request.store.close()
+        deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.stall_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
-                seconds_left = deadline - time.monotonic()
-                thread.join(max(0.0, seconds_left))
+                thread.join(max(0.0, deadline - time.monotonic()))
         self.pool.clear()
 
     @property
     def depth(self) -> tuple[int, int, int]:
-        """(requests in flight, reads queued or paused, bytes held)."""
-        return self.flight.requests, len(self._queue), self.pool.in_use
+        """(requests in flight, requests queued or paused, bytes of memory in use)."""
+        return self.flow.requests, len(self._queue), self.pool.in_use
 
-    # --- Everything below runs under the lock, but for `send`. ---
+    # Everything below runs under the lock, but for `send`.
 
     def _admit(self) -> None:
-        """Give buffers to holdings in the order submitted, and queue their reads.
+        """Give buffers to groups in the order submitted, and queue their requests.
 
-        None out of turn, though a smaller one might fit: what is needed next would wait for it.
+        No group overtakes another, though a smaller one might fit: what is needed next would wait.
         """
         while self._unadmitted:
-            holding = self._unadmitted[0]
-            if not holding.released and not self.pool.has_room(holding.size):
+            group = self._unadmitted[0]
+            if not group.released and not self.pool.has_room(group.size):
                 break
             self._unadmitted.popleft()
-            self.unadmitted_bytes -= holding.size
-            reads = holding.take_reads()
-            if holding.released:
+            self.unadmitted_bytes -= group.size
+            requests = group.take_requests()
+            if group.released:
                 continue
-            holding.takes_memory = True
-            if holding.keeps_body:
-                self.pool.reserve(holding.size)
+            group.takes_memory = True
+            if group.keeps_body:
+                self.pool.reserve(group.size)
             else:
-                holding.buffer = self.pool.take(holding.size)
-            for read in reads:
+                group.buffer = self.pool.take(group.size)
+            for request in requests:
                 self._serial += 1
-                read.serial = self._serial
-                self._queue.push(read)
+                request.serial = self._serial
+                self._queue.push(request)
         self._wake()
 
-    # Threads: each looks for work, and has the next one look when it found some.
+    # Threads
 
     def _wake(self) -> None:
-        """Have one more thread look for work.
+        """Have one more thread look for work, or wait for the next event, if there is any.
 
-        It wakes the next one when it finds some: as many as there is work for.
+        It wakes the next one when it found work: so there are as many as there is work for.
         """
-        read = self._queue.first()
-        if read is None or self._closed:
+        first = self._queue.first()
+        has_work = first is not None and self._has_room_for_batch(first)
+        if self._closed or (not has_work and self._next_event() is None):
             return
-        # Else room comes with an answer, whose thread looks then; but no answer may be awaited
-        # where only the pace holds a read back.
-        if self.flight.pace.interval or self._has_room_for_job(read):
-            self._call_thread()
-
-    def _have_somebody_wait(self) -> None:
-        """Have an idle thread wake up when the first pause is over, or the pace allows.
-
-        The one that waits for that now may take other work meanwhile.
-        """
-        if not self._closed and self._next_look() is not None:
-            self._call_thread()
-
-    def _call_thread(self) -> None:
         if self._idle:
             self._work.notify()
-        elif len(self._threads) < self._most_threads:
+        elif len(self._threads) < self._max_threads:
             # A daemon: a request that hangs does not hold up the end of the program.
             thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
             self._threads.append(thread)
-            self._idle += 1  # from now on, lest another one is started for the same work
+            self._idle += 1  # at once, so that no second thread is started for the same work
             thread.start()
 
     def _run(self) -> None:
         """What a thread does until the fetcher is closed."""
         with self._lock:
             while not self._closed:
-                job = self._next()
-                if job:
-                    self._serve(job)
+                batch = self._next_batch()
+                if batch:
+                    self._execute(batch)
                     continue
-                look_at = self._next_look()
-                if look_at is None:
+                next_event = self._next_event()
+                if next_event is None:
                     self._work.wait()
                 else:
-                    seconds_left = look_at - time.monotonic()
-                    self._work.wait(max(seconds_left, SHORTEST_WAIT))
+                    self._work.wait(max(MIN_WAIT, next_event - time.monotonic()))
 
-    def _next_look(self) -> float | None:
-        """When a thread should look for work though nothing wakes it: a pause is over then, or the
-        pace lets the next request go.
+    def _next_event(self) -> float | None:
+        """When a thread should look for work though nothing wakes it: the end of the first pause,
+        or the time when the pace lets the next request go.
         """
         times = []
         if self._queue.next_resume is not None:
             times.append(self._queue.next_resume)
-        if self.flight.pace.interval and self._queue.waiting:
-            times.append(self.flight.send_at)
+        if self.flow.pace.interval and self._queue.waiting:
+            times.append(self.flow.pace.next_at)
         return min(times, default=None)
 
-    def _serve(self, job: list[Read]) -> None:
-        """Send reads together, outside of the lock, and note how they ended."""
+    def _next_batch(self) -> list[RangeRequest]:
+        """The requests to send now, as far as limits allow: one, or several small ones that go out
+        together.
+        """
+        now = time.monotonic()
+        self._queue.resume(now)
+        first = self._drop_unwanted()
+        if first is None or not self._has_room_for_batch(first):
+            return []
+        batch: list[RangeRequest] = []
+        batch_bytes = 0
+        max_requests = self.flow.batch_requests(first.size_class)
+        request: RangeRequest | None = first
+        while request is not None:
+            self._queue.pop()
+            self._start(request, now)
+            batch.append(request)
+            batch_bytes += request.size
+            request = self._drop_unwanted()
+            if request is None or len(batch) == max_requests:
+                break
+            if not self.flow.can_send(request.size, now):
+                break
+            if not can_batch(first, request, batch_bytes):
+                break
+        self.flow.pace.sent(now)
+        return batch
+
+    def _has_room_for_batch(self, first: RangeRequest) -> bool:
+        """Whether a batch may be sent now, if the requests behind `first` are like it."""
+        count = 1
+        # A second copy, and what failed before, goes alone.
+        if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
+            count = self.flow.full_batch(first.size, self._queue.waiting)
+        return self.flow.can_send(first.size, time.monotonic(), count)
+
+    def _drop_unwanted(self) -> RangeRequest | None:
+        """The first request of the queue, after those that nobody wants any more were dropped."""
+        while True:
+            request = self._queue.first()
+            if request is None:
+                return None
+            is_needed = request.serial <= self._first_failed and not request.group.released
+            if is_needed and not request.done:
+                return request
+            self._queue.pop()
+            self._end_copy(request)
+
+    def _start(self, request: RangeRequest, now: float) -> None:
+        """A copy of a request is about to be sent."""
+        # A second copy was counted when it was queued.
+        if request.copies == 0:
+            request.copies = 1
+            request.sent_at = now
+            self._in_flight[id(request)] = request
+        if not request.first_sent_at:
+            request.first_sent_at = now
+        request.group.busy += 1
+        self.flow.started(request.size)
+        self.counters.requests += 1
+
+    def _end_copy(self, request: RangeRequest) -> None:
+        """A copy was answered, failed, or was dropped from the queue."""
+        # A request that was dropped before it was sent has no copy to lose.
+        request.copies = max(0, request.copies - 1)
+        if request.copies == 0:
+            self._in_flight.pop(id(request), None)
+
+    def _execute(self, batch: list[RangeRequest]) -> None:
+        """Send requests together, outside of the lock, and note how they ended."""
         self._idle -= 1
         self._wake()
-        self._have_somebody_wait()
-        # What took off just now has another copy only where its first request still flies.
-        second_requests = [read for read in job if read.copies > 1]
+        # What was taken from the queue just now has another copy only if that is in flight.
+        second_copies = {id(request) for request in batch if request.copies > 1}
         self._lock.release()
         try:
             # Measured without the wait for the lock: that is no latency of the storage.
             began = time.monotonic()
-            answer = send(job, past_cache=bool(second_requests))
+            response = send(batch, past_cache=bool(second_copies))
             seconds = time.monotonic() - began
         finally:
             self._lock.acquire()
         self._idle += 1
-        if answer.error is None:
-            self._observe(job, began, seconds)
-        elif _is_refusal(answer.error):
-            self.flight.refused(began, time.monotonic())
-        alone = len(job) == 1
-        for number, read in enumerate(job):
-            body = answer.bodies[number] if answer.bodies else None
-            second = read in second_requests
-            self._finish(read, answer.error, body, alone=alone, second=second)
-
-    # The way of a read, as in the table of `Read`: queued, flying, perhaps hedged or paused, done.
-
-    def _next(self) -> list[Read]:
-        """The reads to send now, as far as limits allow: one, or several small ones of an object,
-        which go out together.
-        """
-        now = time.monotonic()
-        flight = self.flight
-        self._queue.resume(now)
-        job: list[Read] = []
-        job_bytes = 0
-        most_reads = 1
-        while len(job) < most_reads:
-            read = self._first_wanted()
-            if read is None:
-                break
-            if not job:
-                if not self._has_room_for_job(read):
-                    break
-                most_reads = flight.most_together(read)
-            elif not flight.may_send(read.size, now) or not together(job[0], read, job_bytes):
-                break
-            self._queue.pop()
-            flight.take_off(read, now)
-            self.counters.requests += 1
-            job.append(read)
-            job_bytes += read.size
-        if job:
-            flight.sent_at_pace(now)
-        return job
-
-    def _has_room_for_job(self, first: Read) -> bool:
-        return self.flight.has_room_for_job(first, self._queue.waiting, time.monotonic())
-
-    def _first_wanted(self) -> Read | None:
-        """The head of the queue, after what is not wanted any more was dropped from it."""
-        while True:
-            read = self._queue.first()
-            if read is None:
-                return None
-            unwanted = read.done or read.holding.released or read.serial > self._given_up
-            if not unwanted:
-                return read
-            self._queue.pop()
-            self.flight.land(read)
-
-    def _finish(
-        self,
-        read: Read,
-        error: BaseException | None,
-        body: Bytes | None,
-        *,
-        alone: bool,
-        second: bool,
-    ) -> None:
-        """A request ended: by itself or as one of several, the first of a try or the second."""
-        holding = read.holding
-        self.flight.end(read)
+        error = response.error
+        is_refusal = isinstance(error, StorageError) and error.throttled
         if error is None:
-            self._succeeded(read, body, second=second)
-        elif not read.done and not holding.released:
-            self._failed(read, error, alone=alone)
-        if holding.released:
-            self._free(holding)
-            self._admit()
+            self.counters.latencies.append(seconds)
+            self.flow.answered(batch[0].size_class, len(batch), seconds)
+        elif is_refusal:
+            self.counters.throttled += len(batch)
+            self.flow.refused(began, time.monotonic())
+        for number, request in enumerate(batch):
+            self.flow.finished(request.size)
+            request.group.busy -= 1
+            self._end_copy(request)
+            if error is None:
+                body = response.bodies[number] if response.bodies else None
+                self._succeeded(request, body, is_second=id(request) in second_copies)
+            elif not request.done and not request.group.released:
+                self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
+            if request.group.released:
+                self._free(request.group)
+                self._admit()
+        if self.counters.requests - self._hedged_at >= HEDGE_ANSWERS:
+            self._hedge()
 
-    def _succeeded(self, read: Read, body: Bytes | None, *, second: bool) -> None:
-        # A cached store counts by itself what it did not have.
-        if not isinstance(read.store, CachedStore):
-            self.counters.fetched_bytes += read.size
-        if read.done:
-            # By its other request, which brought the same bytes.
-            self.counters.duplicate_bytes += read.size
+    # How requests end
+
+    def _succeeded(self, request: RangeRequest, body: Bytes | None, *, is_second: bool) -> None:
+        if not isinstance(request.store, CachedStore):
+            self.counters.fetched_bytes += request.size
+        if request.done:
+            self.counters.duplicate_bytes += request.size
             return
-        read.done = True
-        if second:
-            self.counters.hedges_won += 1
-        holding = read.holding
-        if holding.keeps_body:
-            holding.buffer = body
-        holding.missing -= 1
-        if holding.missing == 0:
-            self._settled(holding)
+        request.done = True
+        self.counters.hedges_won += is_second
+        group = request.group
+        if group.keeps_body:
+            group.buffer = body
+        group.missing -= 1
+        if group.missing == 0:
+            self._complete(group)
 
-    def _failed(self, read: Read, error: BaseException, *, alone: bool) -> None:
-        if _is_refusal(error):
-            self.counters.throttled += 1
-            self.flight.limits = self.flight.limits.after_refusal(time.monotonic())
-        if read.copies > 0:
-            return  # its other request may yet succeed, and decides if it does not
-        if alone:
-            self._pause_or_give_up(read, error)
+    def _failed(
+        self, request: RangeRequest, error: BaseException, *, alone: bool, is_refusal: bool
+    ) -> None:
+        """Try a request again, at once or after a pause, or give it up."""
+        if request.copies > 0:
+            return  # its other copy decides
+        if not alone:
+            # Nobody knows which one of the batch failed. Each is tried alone now, also after the
+            # deadline: `can_batch` keeps those with failures apart.
+            request.failures = max(request.failures, 1)
+            self.counters.retries += 1
+            self._queue.push(request)
+            self._wake()
             return
-        # One of several failed, who knows which: each is tried by itself, at once, also after the
-        # deadline. `together` keeps those with failures apart.
-        read.failures = max(read.failures, 1)
-        self.counters.retries += 1
-        self._queue.push(read)
-        self._wake()
-
-    def _pause_or_give_up(self, read: Read, error: BaseException) -> None:
         now = time.monotonic()
-        elapsed = now - read.first_began
-        read.failures += 1
-        pause = self._policy.pause(error, read.failures, elapsed)
+        elapsed = now - request.first_sent_at
+        request.failures += 1
+        pause = self._policy.pause(error, request.failures, elapsed)
         if pause is None:
-            self._give_up(read, error, elapsed)
+            if isinstance(error, StorageError):
+                error = given_up(error, request.failures, elapsed)
+            self.counters.errors += 1
+            # Whoever waits gets this error first: nobody will ask for what is needed later.
+            self._first_failed = min(self._first_failed, request.serial)
+            if request.group.error is None:
+                request.group.error = error
+                self._complete(request.group)
             return
-        # At most once in half a minute in this process: no matter that the lock is held.
         self._policy.say(error, elapsed)
         self.counters.retries += 1
-        if self.flight.pace.interval and _is_refusal(error):
-            # The pace pauses for all of them: by pauses of their own, what is needed first would
-            # come after what is needed later.
-            pause = min(pause, self.flight.pace.interval)
-        self._queue.pause(read, now + pause)
-        self._have_somebody_wait()
+        if self.flow.pace.interval and is_refusal:
+            # The pace holds all of them back. With longer pauses of their own, what is needed
+            # first would come after what is needed later.
+            pause = min(pause, self.flow.pace.interval)
+        self._queue.pause(request, now + pause)
+        self._wake()
 
-    def _give_up(self, read: Read, error: BaseException, elapsed: float) -> None:
-        if isinstance(error, StorageError):
-            error = given_up(error, read.failures, elapsed)
-        self.counters.errors += 1
-        # Whoever waits gets this error first: nobody will ask for what is needed later.
-        self._given_up = min(self._given_up, read.serial)
-        if read.holding.error is None:
-            read.holding.error = error
-            self._settled(read.holding)
-
-    def _settled(self, holding: Holding) -> None:
-        """Waiting for this holding is over; tell whoever waits when it was the last."""
-        if not holding.awaited:
+    def _complete(self, group: FetchGroup) -> None:
+        """Waiting for this group is over. Wakes whoever waits if it was the last one."""
+        if not group.awaited:
             return
-        holding.awaited = False
+        group.awaited = False
         self._missing -= 1
-        if self._missing == 0 or holding.error is not None:
+        if self._missing == 0 or group.error is not None:
             self._ready.notify_all()
 
-    def _free(self, holding: Holding) -> None:
-        # Requests that still write to the buffer would write into what it is used for next, and
-        # those whose bodies are kept take memory until they end.
-        if holding.busy > 0 or not holding.takes_memory:
+    def _free(self, group: FetchGroup) -> None:
+        # Copies in flight would write to what the buffer is used for next.
+        if group.busy > 0 or not group.takes_memory:
             return
-        holding.takes_memory = False
-        if holding.keeps_body:
-            self.pool.end_reservation(holding.size)
-        elif holding.buffer is not None:
-            self.pool.give_back(holding.buffer)
-        holding.buffer = None
-
-    # What answers tell of the storage.
-
-    def _observe(self, job: list[Read], began: float, seconds: float) -> None:
-        """Note how long reads that were sent together took, and adapt how many are in flight."""
-        self.counters.latencies.append(seconds)
-        if not self.flight.answered(job, began, seconds):
-            return
-        # Before anybody waits: what straggles now will be waited for.
-        self._hedge()
-        self.flight.look(job, time.monotonic())
+        group.takes_memory = False
+        if group.keeps_body:
+            self.pool.end_reservation(group.size)
+        elif group.buffer is not None:
+            self.pool.give_back(group.buffer)
+        group.buffer = None
 
     def _hedge(self) -> None:
-        """Send a second request for reads that take longer than nearly all of their size did."""
-        if not self.config.hedge or self.flight.pace.interval:
-            return
+        """Send a second copy of requests that take longer than nearly all of their size did."""
         counters = self.counters
-        for read in self.flight.stragglers(time.monotonic()):
-            if not may_hedge(counters.hedges, counters.requests):
-                return
-            counters.hedges += 1
-            read.copies += 1
-            self._queue.push_second(read, counters.hedges)
-            self._wake()
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the server asks for fewer requests."""
-    return isinstance(error, StorageError) and error.throttled
+        self._hedged_at = counters.requests
+        if not self.config.hedge or self.flow.pace.interval:
+            return
+        now = time.monotonic()
+        straggler_seconds = self.flow.latencies.straggler_seconds()
+        for request in list(self._in_flight.values()):
+            limit = straggler_seconds.get(request.size_class, math.inf)
+            if request.copies == 1 and now - request.sent_at > limit:
+                if not can_hedge(counters.hedges, counters.requests):
+                    return
+                counters.hedges += 1
+                request.copies += 1
+                self._queue.push_hedge(request, counters.hedges)
+                self._wake()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes away, under threads that still write to buffers."""
+    """Before the interpreter goes away under threads that still write to buffers."""
     for fetcher in list(_live):
         with contextlib.suppress(Exception):
             fetcher.close()

@@ -1,0 +1,221 @@
+"""How many requests and bytes may be in flight, and what answers and refusals change.
+
+1. Bytes: at most `in_flight_bytes`. A request that is larger goes alone.
+2. Requests: at most `max_requests`. A refusal (429, 503) halves the window, and each answer raises
+   it again, as the congestion window of TCP.
+3. Pace: after many refusals in a row the server counts requests per second. Requests then go one
+   by one, further apart after each refusal and closer after each answer.
+4. Batches: small requests of one object go out together, more of them where storage is near.
+
+No clock and no lock: the fetcher passes the time and holds its own lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from streammega.config import StorageConfig
+
+REFUSED_TOGETHER = 0.25
+"""Seconds within which refusals halve the window once: what was in flight is refused together."""
+
+REFUSED_IN_A_ROW = 16
+"""Refusals without an answer between them that start the pace."""
+FIRST_INTERVAL = 0.005
+"""Seconds from one request to the next at first: 200 requests a second."""
+MAX_INTERVAL = 0.5
+"""Seconds. An outage makes the interval this long, and its end should be noticed soon."""
+MIN_INTERVAL = 0.001
+"""Seconds. A shorter interval ends the pace."""
+SLOWER = 1.3
+"""Factor of the interval after a refusal."""
+FASTER = 0.99
+"""Factor of the interval after an answer; its n-th power after the n-th answer in a row."""
+
+BATCH_BYTES = 2 << 20
+"""Largest batch. Larger requests keep a thread busy by themselves."""
+BATCH_REQUESTS = 8
+"""Requests of a batch: every return from the transport waits for the GIL."""
+NEAR_BATCH_REQUESTS = 24
+"""Requests of a batch where storage is near: a round trip is less than the work of a thread."""
+NEAR = 0.004
+"""Seconds. Storage is near if its quickest answers take less."""
+SHARES = 4
+"""A thread waits for room for at most this part of the window, so that several have work."""
+
+HEDGE_SHARE = 0.05
+"""At most this share of requests is sent twice: where all are slow, hedging makes them slower."""
+FIRST_HEDGES = 4
+"""Requests that may be sent twice whatever the share."""
+HEDGE_AFTER = 32
+"""Answers of a size that are needed before one of that size is called slow."""
+HEDGE_FLOOR = 0.01
+"""Seconds before which nothing is sent twice."""
+SLOWEST_PERCENTILE = 0.99
+BEYOND_SLOWEST = 1.5
+"""A straggler takes this many times as long as the 99th percentile,"""
+BEYOND_MEDIAN = 6.0
+"""or this many times as long as the median, if that is less."""
+LATENCIES = 256
+"""Latest answers of a size that are remembered."""
+
+
+class Pace:
+    """The time from one request to the next, where a server counts requests per second.
+
+    `interval` is 0 as long as refusals do not follow each other.
+    """
+
+    def __init__(self) -> None:
+        self.interval = 0.0
+        self.next_at = 0.0
+        """When the next request may be sent."""
+        self._refused = 0  # in a row
+        self._answered = 0  # in a row
+        self._slower_at = -math.inf
+
+    def sent(self, now: float) -> None:
+        """A request was sent: the next one follows after the interval."""
+        if self.interval:
+            self.next_at = max(now, self.next_at) + self.interval
+
+    def refused(self, sent_at: float, now: float) -> None:
+        """A request was refused. What was sent before the last change says nothing of it."""
+        if sent_at < self._slower_at:
+            return
+        self._refused += 1
+        self._answered = 0
+        if self.interval or self._refused >= REFUSED_IN_A_ROW:
+            longer = max(FIRST_INTERVAL, self.interval * SLOWER)
+            self.interval = min(longer, MAX_INTERVAL)
+            self._slower_at = now
+
+    def answered(self) -> None:
+        """A request was answered."""
+        self._refused = 0
+        if self.interval:
+            self._answered += 1
+            self.interval *= FASTER**self._answered
+            if self.interval < MIN_INTERVAL:
+                self.interval = 0.0
+                self._answered = 0
+
+
+class Latencies:
+    """Seconds that the latest answers took, for each class of request sizes."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+        self._quickest: dict[int, float] = {}
+
+    def add(self, size_class: int, seconds: float) -> None:
+        """Note the time of an answer."""
+        recent = self._recent.get(size_class)
+        if recent is None:
+            recent = deque(maxlen=LATENCIES)
+            self._recent[size_class] = recent
+        recent.append(seconds)
+        if seconds < self._quickest.get(size_class, math.inf):
+            self._quickest[size_class] = seconds
+
+    def is_near(self, size_class: int) -> bool:
+        """Whether storage is near. It is far until an answer came."""
+        return self._quickest.get(size_class, math.inf) < NEAR
+
+    def straggler_seconds(self) -> dict[int, float]:
+        """Seconds after which a request is a straggler, for each class that has enough answers."""
+        limits = {}
+        for size_class, recent in self._recent.items():
+            if len(recent) >= HEDGE_AFTER:
+                ordered = sorted(recent)
+                slowest = ordered[int(len(ordered) * SLOWEST_PERCENTILE)]
+                median = ordered[len(ordered) // 2]
+                limit = min(BEYOND_SLOWEST * slowest, BEYOND_MEDIAN * median)
+                limits[size_class] = max(HEDGE_FLOOR, limit)
+        return limits
+
+
+class FlowControl:
+    """What is in flight, and whether more may be.
+
+    window: requests that may be in flight now; a fraction, so that it grows by less than one.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        self.window = float(config.max_requests)
+        self.max_bytes = config.in_flight_bytes
+        self.requests = 0
+        self.bytes = 0
+        self.pace = Pace()
+        self.latencies = Latencies()
+        self._max_window = self.window
+        self._halved_at = -math.inf
+
+    def can_send(self, size: int, now: float, count: int = 1) -> bool:
+        """Whether `count` requests of `size` bytes may be sent now."""
+        if self.pace.interval and now < self.pace.next_at:
+            return False
+        if self.requests + count > math.ceil(self.window):
+            return False
+        # A request that is larger than the limit goes alone.
+        alone = self.requests == 0 and count == 1
+        return alone or self.bytes + count * size <= self.max_bytes
+
+    def batch_requests(self, size_class: int) -> int:
+        """How many small requests may go out together."""
+        if self.pace.interval:
+            return 1
+        return NEAR_BATCH_REQUESTS if self.latencies.is_near(size_class) else BATCH_REQUESTS
+
+    def full_batch(self, size: int, queued: int) -> int:
+        """How many requests of `size` bytes a thread waits for room for: a whole batch of what is
+        queued, but no more than a part of the window. With fewer it would soon need the lock again.
+        """
+        size = max(1, size)
+        return max(
+            1,
+            min(
+                self.batch_requests(size_class_of(size)),
+                BATCH_BYTES // size,
+                queued,
+                int(self.window) // SHARES,
+                self.max_bytes // size // SHARES,
+            ),
+        )
+
+    def started(self, size: int) -> None:
+        """A request of `size` bytes is about to be sent."""
+        self.requests += 1
+        self.bytes += size
+
+    def finished(self, size: int) -> None:
+        """A request has ended, with or without an error."""
+        self.requests -= 1
+        self.bytes -= size
+
+    def answered(self, size_class: int, count: int, seconds: float) -> None:
+        """`count` requests that were sent together were answered."""
+        self.latencies.add(size_class, seconds)
+        self.pace.answered()
+        if self.window < self._max_window:
+            self.window = min(self._max_window, self.window + count / self.window)
+
+    def refused(self, sent_at: float, now: float) -> None:
+        """The server refused a batch that was sent at `sent_at`."""
+        self.pace.refused(sent_at, now)
+        if now - self._halved_at > REFUSED_TOGETHER:
+            self.window = max(1.0, self.window / 2)
+            self._halved_at = now
+
+
+def size_class_of(size: int) -> int:
+    """The class of a size: sizes of one class differ by less than a factor of two, so their answers
+    should take about as long.
+    """
+    return size.bit_length()
+
+
+def can_hedge(hedges: int, requests: int) -> bool:
+    """Whether one more request may be sent twice, after so many of so many."""
+    return hedges < FIRST_HEDGES + HEDGE_SHARE * requests

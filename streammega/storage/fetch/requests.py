@@ -1,0 +1,276 @@
+"""What is fetched: range requests, the groups that they fill, the queue they wait in, and sending."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from streammega.storage.cache.store import SMALL, CachedStore
+from streammega.storage.derived_stores import DerivedStore
+from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
+from streammega.storage.store import Bytes, Store, address_of, gives_bodies
+
+MIN_KEPT_BODY = 64 << 10
+"""Smallest body that is kept in the memory it came in: smaller ones waste too much around them."""
+
+
+@dataclass(slots=True, eq=False)
+class RangeRequest:
+    """Bytes [start, stop) of an object, for the buffer of its group from `buffer_offset` on.
+
+    | state     | `copies` | `done` | where it is                      | next                          |
+    |-----------|----------|--------|----------------------------------|-------------------------------|
+    | queued    | 0        | no     | the queue, by `serial`           | in flight; dropped if nobody  |
+    |           |          |        |                                  | wants it any more             |
+    | in flight | 1        | no     | `Fetcher._in_flight`             | done; hedged; after an error  |
+    |           |          |        |                                  | queued, paused or failed      |
+    | hedged    | 2        | no     | `Fetcher._in_flight`; the second | done by the copy that is first|
+    |           |          |        | copy in the queue until it is    | answered; in flight when one  |
+    |           |          |        | sent                             | copy fails                    |
+    | paused    | 0        | no     | the queue's pauses               | queued                        |
+    | failed    | 0        | no     | nowhere; its group has the error |                               |
+    | done      | 0 or 1   | yes    | `_in_flight`, if a copy is there |                               |
+
+    A second copy counts from when it is queued, the first one from when it is sent: there are never
+    more than two.
+    """
+
+    store: Store
+    key: str
+    etag: str
+    start: int
+    stop: int
+    buffer_offset: int
+    group: FetchGroup = field(init=False)
+    size: int = field(init=False)
+    size_class: int = field(init=False)
+    serial: int = field(init=False, default=0)
+    """Its place in the order of need, given at admission."""
+    copies: int = field(init=False, default=0)
+    done: bool = field(init=False, default=False)
+    failures: int = field(init=False, default=0)
+    first_sent_at: float = field(init=False, default=0.0)
+    """When it was sent first, which says how long it has been failing."""
+    sent_at: float = field(init=False, default=0.0)
+    """When it was sent last, which says whether it is a straggler."""
+
+    def __post_init__(self) -> None:
+        self.size = self.stop - self.start
+        self.size_class = size_class_of(self.size)
+
+    @property
+    def out(self) -> Bytes:
+        """Where its bytes go. The group keeps its buffer while requests write to it."""
+        assert self.group.buffer is not None
+        return self.group.buffer[self.buffer_offset : self.buffer_offset + self.size]
+
+
+class FetchGroup:
+    """A buffer of `size` bytes and the requests that fill it.
+
+    The buffer is one of the pool's. If a single request brings all of it in memory of its own, the
+    buffer is that memory (`keeps_body`), which counts against the budget from admission on.
+
+    Args: slot: a number for the caller's use. alignment: of the first byte, for kernels that read
+        tokens there.
+    """
+
+    def __init__(
+        self, size: int, requests: list[RangeRequest], slot: int = -1, alignment: int = 1
+    ) -> None:
+        self.size = size
+        self.slot = slot
+        self.alignment = alignment
+        self.keeps_body = (
+            len(requests) == 1
+            and size == requests[0].size >= MIN_KEPT_BODY
+            and gives_bodies(requests[0].store)
+        )
+        self.missing = len(requests)
+        """Requests that are not done."""
+        self.busy = 0
+        """Copies in flight, which may still write to the buffer."""
+        self.awaited = False
+        """Whether `Fetcher.wait` waits for it."""
+        self.released = False
+        self.takes_memory = False
+        """Whether it was admitted, and its memory was not given back."""
+        self.buffer: Bytes | None = None
+        self.error: BaseException | None = None
+        self._requests: Sequence[RangeRequest] = requests
+        for request in requests:
+            request.group = self
+
+    def take_requests(self) -> Sequence[RangeRequest]:
+        """Its requests, which it forgets: both refer to each other, and only the garbage collector
+        could free them then, which stops all threads for a tenth of a second.
+        """
+        requests = self._requests
+        self._requests = ()
+        return requests
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything is there, or never will be."""
+        return self.missing == 0 or self.error is not None
+
+
+class RequestQueue:
+    """Requests that are to be sent, most needed first, and those that pause before the next try.
+
+    Two heaps, of (serial, request) and of (end of the pause, serial, request).
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, RangeRequest]] = []
+        self._paused: list[tuple[float, int, RangeRequest]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._paused)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that may be sent now."""
+        return len(self._waiting)
+
+    def push(self, request: RangeRequest) -> None:
+        """Queue a request in its place of the order of need."""
+        heapq.heappush(self._waiting, (request.serial, request))
+
+    def push_hedge(self, request: RangeRequest, hedge: int) -> None:
+        """Queue the second copy of a request before all others; of several, the latest goes first.
+
+        `hedge`: its number among the second copies.
+        """
+        heapq.heappush(self._waiting, (-hedge, request))
+
+    def first(self) -> RangeRequest | None:
+        """The request to send next."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def pop(self) -> RangeRequest:
+        """Remove that request and return it."""
+        return heapq.heappop(self._waiting)[1]
+
+    def pause(self, request: RangeRequest, until: float) -> None:
+        """Hold a request back until a time."""
+        heapq.heappush(self._paused, (until, request.serial, request))
+
+    def resume(self, now: float) -> None:
+        """Queue the requests whose pause is over."""
+        while self._paused and self._paused[0][0] <= now:
+            self.push(heapq.heappop(self._paused)[2])
+
+    @property
+    def next_resume(self) -> float | None:
+        """When the first pause ends; None if there is no pause."""
+        return self._paused[0][0] if self._paused else None
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        self._paused.clear()
+
+
+@dataclass
+class Counters:
+    """What was fetched since the fetcher was made."""
+
+    requests: int = 0
+    """Sent, second copies too."""
+    fetched_bytes: int = 0
+    """Bytes of answers. A cached store counts its own, which are not in here."""
+    duplicate_bytes: int = 0
+    """Bytes of requests whose other copy was answered first."""
+    retries: int = 0
+    hedges: int = 0
+    """Second copies that were queued."""
+    hedges_won: int = 0
+    """Second copies that were answered first."""
+    throttled: int = 0
+    """Requests that were refused for want of capacity (429, 503)."""
+    errors: int = 0
+    """Requests that failed for good."""
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+    """Seconds of the latest answers: so many that a percentile of them is steady."""
+
+
+class Response(NamedTuple):
+    """How a batch ended.
+
+    bodies: of its requests, in their order, if some group keeps its body. Else the bytes are in the
+        buffers of the groups.
+    """
+
+    error: BaseException | None = None
+    bodies: list[Bytes] | None = None
+
+
+def send(batch: list[RangeRequest], *, past_cache: bool) -> Response:
+    """Read the bytes of a batch from storage. Blocks, so it is called without a lock.
+
+    past_cache: the batch has a second copy, which must not wait for a page that the first one
+        fetches.
+    """
+    first = batch[0]
+    try:
+        if any(request.group.keeps_body for request in batch):
+            assert gives_bodies(first.store)
+            spans = [(request.start, request.stop) for request in batch]
+            bodies = first.store.read_bodies(first.key, spans, first.etag)
+            return Response(bodies=list(map(_place, batch, bodies)))
+        by_object: dict[tuple[int, str, str], list[RangeRequest]] = {}
+        for request in batch:
+            version = (id(request.store), request.key, request.etag)
+            by_object.setdefault(version, []).append(request)
+        for requests in by_object.values():
+            store = requests[0].store
+            read = store.read_into
+            if past_cache and isinstance(store, CachedStore):
+                read = store.read_past_cache
+            spans = [(request.start, request.stop) for request in requests]
+            outs = [request.out for request in requests]
+            read(requests[0].key, spans, outs, requests[0].etag)
+    except BaseException as error:  # whoever waits for the group gets it, not this thread
+        return Response(error=error)
+    return Response()
+
+
+def _place(request: RangeRequest, body: Bytes) -> Bytes:
+    """The body of a request, copied to the buffer of its group if the group has one.
+
+    A body that begins at an address where kernels may not read tokens is copied as well.
+    """
+    if not request.group.keeps_body:
+        request.out[:] = body
+        return request.out
+    return body if address_of(body) % request.group.alignment == 0 else body.copy()
+
+
+def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> bool:
+    """Whether a request may go out with a batch that begins with `first` and has so many bytes.
+
+    All are of one object or unpacked from local files, small, and none of them failed before.
+    """
+    # Pages of large requests are looked up one after the other: threads do that side by side.
+    if isinstance(first.store, CachedStore) and first.size >= SMALL:
+        return False
+    # One that fails again would take the others with it.
+    if request.failures > 0 or first.failures > 0:
+        return False
+    is_same_object = (
+        request.store is first.store and request.key == first.key and request.etag == first.etag
+    )
+    # Unpacking local files needs no round trip. Requests of one shard seldom follow each other
+    # there, and a thread would take one at a time.
+    if not is_same_object and not (_unpacks(first) and _unpacks(request)):
+        return False
+    return batch_bytes + request.size <= BATCH_BYTES
+
+
+def _unpacks(request: RangeRequest) -> bool:
+    """Whether a request is of a local file that is shown in another form."""
+    return isinstance(request.store, DerivedStore) and request.store.local
