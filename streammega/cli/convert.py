@@ -44,6 +44,7 @@ def convert(
     input_dtype: option.InputDtype = None,
     on_error: option.OnError = "stop",
     max_errors: option.MaxErrors = None,
+    max_record_bytes: option.MaxRecordBytes = "1G",
     input_storage: option.InputStorage = None,
     input_storage_file: option.InputStorageFile = None,
     tokenizer: option.Tokenizer = None,
@@ -190,6 +191,7 @@ def _options(given: Mapping[str, Any]) -> ConvertOptions:
         "shuffle_seed": given["seed"] if given["shuffle"] else None,
         "kind": given["format"],
         "shard_bytes": parse_size(shard_size, "--shard-size") if shard_size else None,
+        "max_record_bytes": parse_size(given["max_record_bytes"], "--max-record-bytes"),
     }
     return ConvertOptions(**(named_alike | spelled_otherwise))
 

@@ -125,6 +125,14 @@ InputStorageFile = Annotated[
         help="A TOML file with settings of StorageConfig for the inputs, as --storage-file.",
     ),
 ]
+MaxRecordBytes = Annotated[
+    str,
+    _option(
+        INPUTS,
+        metavar="SIZE",
+        help="Largest record, or file that is one text; a larger one is treated as --on-error says.",
+    ),
+]
 MaxErrors = Annotated[
     str | None,
     _option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -202,21 +202,15 @@ def describe_input(path: str, storage: StorageConfig) -> str:
         )
     documents = read_slice(Slice(input=inputs[0]), ConvertOptions(), storage, Skipped())
     for document in itertools.islice(documents, 1):
-        lines.append(f"  first      {_beginning(document, path)}")
+        lines.append(f"  first      {_beginning(document)}")
     lines.append("  streammega convert makes shards of it")
     return "\n".join(lines)
 
 
-def _beginning(document: Item, path: str) -> str:
+def _beginning(document: Item) -> str:
     """How a document begins: a text, the fields of a record, or tokens."""
-    from streammega.convert.documents import LongRecord, LongText, RawDocument
-    from streammega.convert.read.long_records import short
+    from streammega.convert.documents import RawDocument
 
-    if isinstance(document, LongRecord) and document.document.fields is not None:
-        fields = short(document.document.fields, SHOWN_CHARACTERS)
-        document = replace(document.document, fields=fields)
-    if isinstance(document, LongText | LongRecord):
-        document = RawDocument(data=next(document.pieces), path=path)
     if not isinstance(document, RawDocument):
         return f"{document.tokens.dtype} tokens {document.tokens[:SHOWN_TOKENS].tolist()}"
     text = document.data.decode(errors="replace")

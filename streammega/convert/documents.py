@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,48 +38,6 @@ class RawDocument:
         if self.offset >= 0:
             return f"{path}@{self.offset}"
         return f"{path}:{self.line}" if self.line else path
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongText:
-    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they
-    come from.
-
-    size: how many bytes it has, where that is known; else 0.
-    """
-
-    path: str
-    pieces: Iterator[bytes]
-    size: int = 0
-
-
-class LongString(ABC):
-    """A text of a record that is too long to be held."""
-
-    @abstractmethod
-    def pieces(self) -> Iterator[str]:
-        """All of it, about a MiB at a time. Raises FormatError where it is no text."""
-
-    def beginning(self, most: int) -> str:
-        """Its first characters, for what is only shown."""
-        text = ""
-        for piece in self.pieces():
-            text += piece
-            if len(text) >= most:
-                break
-        return text[:most]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongRecord:
-    """A record too long to be held.
-
-    document: where it comes from; its fields too, with LongStrings in them, where they are known.
-    pieces: else its bytes of JSON, a MiB or so at a time.
-    """
-
-    document: RawDocument
-    pieces: Iterator[bytes] = field(default_factory=lambda: iter(()))
 
 
 @dataclass(frozen=True, kw_only=True)

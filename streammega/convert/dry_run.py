@@ -4,8 +4,6 @@ an estimate by a sample.
 
 from __future__ import annotations
 
-import io
-import json
 import lzma
 import time
 import zlib
@@ -17,15 +15,14 @@ import numpy as np
 import zstandard
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens, bounds_of
+from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.read.decompressed import DECOMPRESSORS
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.long_records import TextFile, short, with_fields
 from streammega.convert.read.pipes import is_pipe
-from streammega.convert.read.slices import Skipped, fault, read_head
+from streammega.convert.read.slices import Skipped, read_head
 from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed, suffix_of
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.convert.write.encoders import encoder_of
@@ -33,7 +30,7 @@ from streammega.convert.write.job import Job, UnitRecord
 from streammega.convert.write.segments import token_dtype
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.units import batches_of
-from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
+from streammega.errors import ConfigError, ConvertError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.kernels.parallel import num_threads
@@ -237,9 +234,8 @@ class _Sample:
             if size >= most:
                 self.is_all_of_it = False
                 break
-            if isinstance(batch, LongText | LongRecord):
-                batch = self._begun(batch, skipped)
-                self.is_all_of_it = False
+            if not isinstance(batch, Tokens):
+                batch = [self._beginning(document) for document in batch]
             tokens = batch if isinstance(batch, Tokens) else encoder_of(self._job)(batch, skipped)
             size += tokens.source_bytes
             kept, _ = selection.choose(tokens)
@@ -250,15 +246,14 @@ class _Sample:
             for reason, count in counts.items():
                 self.dropped[reason] = self.dropped.get(reason, 0) + count
 
-    def _begun(self, item: LongText | LongRecord, skipped: Skipped) -> list[RawDocument]:
-        """The beginning of a document that is not held; nothing of one that is broken, where faults
-        are passed over.
-        """
-        try:
-            return [_beginning(item)]
-        except FormatError as error:
-            fault(self._job.options, skipped, "broken record", str(error))
-            return []
+    def _beginning(self, document: RawDocument) -> RawDocument:
+        """A document; of a long text, only as much as a sample takes."""
+        if document.record or len(document.data) <= SAMPLE_BYTES:
+            return document
+        self.is_all_of_it = False
+        # The bytes may end within a character, which is left out.
+        text = document.data[:SAMPLE_BYTES].decode("utf-8", "ignore")
+        return replace(document, data=text.encode())
 
     def _add(self, batch: Tokens) -> None:
         self.documents += len(batch.documents)
@@ -285,22 +280,6 @@ class _Sample:
             pieces = [self._tokenizer.decode([token_id]) for token_id in ids]
         mode = None if batch.modes is None else int(batch.modes[number])
         return ShownSequence(ids=ids, pieces=pieces, mode=mode, length=length)
-
-
-def _beginning(item: LongText | LongRecord) -> RawDocument:
-    """Of a document that is not held, as much as a sample takes."""
-    if isinstance(item, LongRecord):
-        record = with_fields(item, TextFile(io.BytesIO(), SAMPLE_BYTES))
-        fields = short(record.fields, SAMPLE_BYTES)
-        return replace(record, fields=fields, size=len(json.dumps(fields, default=str)))
-    data = b""
-    for piece in item.pieces:
-        data += piece
-        if len(data) >= SAMPLE_BYTES:
-            break
-    # The bytes may end within a letter, which is left out.
-    text = data[:SAMPLE_BYTES].decode("utf-8", "ignore")
-    return RawDocument(data=text.encode(), path=item.path)
 
 
 def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:

@@ -143,6 +143,10 @@ class ConvertOptions:
     """Token bytes of a shard, at most unless one document has more; None: one shard."""
     on_error: Literal["stop", "skip"] = "stop"
     """What a broken record does: it stops the conversion, or is left out, counted and told of."""
+    max_record_bytes: int = 1 << 30
+    """Bytes of a record, or of a file that is one text, at most. A larger one is treated as
+    `on_error` says. A record takes several times its bytes of memory.
+    """
     max_errors: str | int | None = None
     """With `on_error` skip: the conversion ends with an error where more records than so many
     (`100`), or than a part of all (`1%`), were skipped.
@@ -214,6 +218,11 @@ class ConvertOptions:
             )
 
     def _check_numbers(self) -> None:
+        if not 1 <= self.max_record_bytes < 2**63:
+            raise ConfigError(
+                f"max_record_bytes (--max-record-bytes) is {self.max_record_bytes}; it must be a "
+                f"positive number of bytes"
+            )
         if self.shard_bytes is not None and self.shard_bytes < 1:
             raise ConfigError(
                 f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -219,7 +219,7 @@ class IndexedDatasetWriter:
             self.add_documents(data, lengths, documents, modes)
             return
         first_sequence = len(self._lengths)
-        self._put_stream(pieces, lambda: (lengths, modes))
+        self._put_stream(pieces, lengths, modes)
         self._end_documents(first_sequence, documents)
 
     @property
@@ -262,18 +262,6 @@ class IndexedDatasetWriter:
         self.files = []
         with self._or_nothing():
             yield from self.stored.write_files(ranges, threads)
-
-    def add_document_stream(
-        self,
-        pieces: Iterator[memoryview],
-        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8]]],
-    ) -> None:
-        """One document whose bytes come in pieces; not for tar.
-
-        sequences: asked behind the last piece, the lengths and modes of its sequences.
-        """
-        self._put_stream(pieces, sequences)
-        self.end_document()
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
@@ -411,9 +399,10 @@ class IndexedDatasetWriter:
     def _put_stream(
         self,
         pieces: Iterator[memoryview],
-        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]],
+        lengths: NDArray[np.int32],
+        modes: NDArray[np.int8] | None,
     ) -> None:
-        """Append sequences whose bytes come in pieces; `sequences` is asked behind the last."""
+        """Append sequences whose bytes come in pieces."""
         assert not isinstance(self._tokens, TarWriter)
         self._check_open()
         self._copy_rest()
@@ -422,7 +411,6 @@ class IndexedDatasetWriter:
             for piece in pieces:
                 self._tokens.write(piece)
                 written += len(piece)
-            lengths, modes = sequences()
             if written != self._size_of(lengths):
                 raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
         self._note(lengths, modes)

@@ -160,7 +160,7 @@ def test_a_folder_that_a_glob_matches_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
-    from streammega.convert.read.whole_files import unreadable
+    from streammega.convert.read.slices import unreadable
 
     denied = PermissionError(errno.EACCES, "Permission denied", "a.jsonl")
     assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied, {})

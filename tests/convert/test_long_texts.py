@@ -9,7 +9,6 @@ import gzip
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from tokenizers import (
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.options import ConvertOptions
-from streammega.convert.read import whole_files
 from streammega.convert.tokenize import encode, long_texts
 from streammega.convert.tokenize.long_texts import LongTextEncoder
 from streammega.convert.tokenize.pattern_cuts import NotUnderstood, PatternCuts
@@ -43,7 +40,6 @@ from streammega.convert.tokenize.tokenizers import (
     TiktokenTokenizer,
     load_tokenizer,
 )
-from streammega.convert.write.long_documents import TokenStream
 from streammega.errors import ConvertError
 
 SENTENCES = [
@@ -192,24 +188,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_texts, "LONG", 8)
 
 
-def ids_in_pieces(tokenizer: Any, text: str, chunk: int) -> list[int]:
-    chunks = (text[start : start + chunk] for start in range(0, len(text), chunk))
+def ids_in_pieces(tokenizer: Any, text: str) -> list[int]:
     return [
         number
-        for ids in LongTextEncoder(tokenizer).encode(chunks, "a.txt")
+        for ids in LongTextEncoder(tokenizer).encode(text, "a.txt")
         for number in ids.tolist()
     ]
 
 
-def check(tokenizer: Any, text: str, chunk: int) -> None:
-    assert ids_in_pieces(tokenizer, text, chunk) == [*map(int, tokenizer.encode([text])[0])]
-
-
 def compare(tokenizer: Any, examples: int) -> None:
-    @given(text=TEXTS, chunk=st.integers(1, 40))
+    @given(text=TEXTS)
     @settings(max_examples=examples, deadline=None)
-    def check_text(text: str, chunk: int) -> None:
-        check(tokenizer, text, chunk)
+    def check_text(text: str) -> None:
+        assert ids_in_pieces(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
     check_text()
 
@@ -331,13 +322,13 @@ def test_what_cannot_be_cut_is_refused_with_its_place(
         ConvertError,
         match=r"a\.txt: more than 1 Mi characters from character 1,9\d\d on without a blank",
     ):
-        ids_in_pieces(tokenizer, text, 1 << 12)
+        ids_in_pieces(tokenizer, text)
     pairs(normalizers.Strip(), pre_tokenizers.ByteLevel()).save(str(tmp_path / "other.json"))
     with pytest.raises(
         ConvertError,
         match=r"a\.txt: a text of more than 1 Mi characters, and for tokenizer other\.json no place",
     ):
-        ids_in_pieces(load_tokenizer(str(tmp_path / "other.json")), "a b " * (1 << 19), 1 << 16)
+        ids_in_pieces(load_tokenizer(str(tmp_path / "other.json")), "a b " * (1 << 19))
 
 
 @pytest.mark.usefixtures("small")
@@ -368,7 +359,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_documents_that_are_not_held_become_what_they_were_when_they_were(
+def test_long_documents_become_what_they_are_when_they_are_encoded_as_a_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(2)
@@ -389,8 +380,7 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
     }
     reports: list[Any] = []
     for kind, size in (("held", 1 << 30), ("long", 512)):
-        monkeypatch.setattr(whole_files, "LONG_BYTES", size)
-        monkeypatch.setattr(whole_files, "PIECE_BYTES", 333)
+        monkeypatch.setattr(encode, "LONG", size)
         monkeypatch.setattr(long_texts, "LONG", size)
         monkeypatch.setattr(long_texts, "PIECE", 100)
         try:
@@ -412,31 +402,70 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
         ).read_bytes()
 
 
-def test_long_texts_of_records_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = " ".join(SENTENCES * 40)
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"text": own}) + "\n" for own in ("short", text, "end"))
-    )
-    MAKERS["qwen"]().save(str(tmp_path / "tokenizer.json"))
-    for name, size in (("held", 1 << 30), ("long", 512)):
+def records() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(4)
+    words = " ".join(SENTENCES).split()
+
+    def text(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    found = [
+        {"text": text(900), "b": text(5), "list": [text(3), text(700), "", text(800)]},
+        {"text": text(3), "b": text(4), "list": [text(5)]},
+        {"text": text(4), "b": text(900), "list": ["", " " * 900, text(4)]},
+        {"text": " " * 900, "b": "", "list": [" " * 900, ""]},
+        {"text": "", "b": "", "list": [], "else": text(900)},
+        {"text": text(50), "b": " " * 900, "list": [text(900), text(900)]},
+    ]
+    return [*found, found[0], found[2]]
+
+
+RECORD_SETTINGS: dict[str, dict[str, Any]] = {
+    "two keys": {"keys": ("b", "text")},
+    "modes": {"keys": ("text", "b:1")},
+    "modes, kept": {"keys": ("text", "b:1"), "keep_empty": True, "bos": "<s>"},
+    "one mode": {"keys": ("text", "b:1"), "modes": (1,)},
+    "the other mode": {"keys": ("text", "b:1"), "modes": (0,), "max_tokens": 300},
+    "sentences": {"keys": ("list",)},
+    "sentences, kept": {"keys": ("list",), "keep_empty": True, "bos": "<s>"},
+    "sentences, cut": {"keys": ("list",), "max_tokens": 600, "dedup": True},
+    "no end": {"keys": ("list",), "max_tokens": 600, "append_eod": False},
+}
+
+
+@pytest.mark.parametrize("name", RECORD_SETTINGS)
+def test_long_texts_of_records_become_what_they_are_as_a_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
+    MAKERS["words"]().save(str(tmp_path / "tokenizer.json"))
+    reports: list[Any] = []
+    for kind, size in (("whole", 1 << 30), ("long", 512)):
         monkeypatch.setattr(encode, "LONG", size)
         monkeypatch.setattr(long_texts, "LONG", size)
         monkeypatch.setattr(long_texts, "PIECE", 100)
-        convert(
-            [str(tmp_path / "in.jsonl")],
-            str(tmp_path / name),
-            tokenizer=str(tmp_path / "tokenizer.json"),
-            eod="<s>",
-            workers=1,
+        reports.append(
+            convert(
+                [str(tmp_path / "in.jsonl")],
+                str(tmp_path / kind),
+                tokenizer=str(tmp_path / "tokenizer.json"),
+                eod="<sep>",
+                workers=1,
+                **RECORD_SETTINGS[name],
+            )
         )
-    assert (tmp_path / "held.bin").read_bytes() == (tmp_path / "long.bin").read_bytes()
-    assert (tmp_path / "held.idx").read_bytes() == (tmp_path / "long.idx").read_bytes()
+    whole, long = reports
+    for figure in ("tokens", "documents", "sequences", "dropped", "histogram", "text_bytes"):
+        assert getattr(whole, figure) == getattr(long, figure), figure
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"whole{suffix}").read_bytes() == (
+            tmp_path / f"long{suffix}"
+        ).read_bytes()
 
 
 def test_long_files_that_are_no_text_are_named_or_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(whole_files, "LONG_BYTES", 512)
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"words " * 200 + b"\xff" + b"more " * 200)
@@ -487,24 +516,3 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
         Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>")
         == np.asarray(indexed[0])[-1]
     )
-
-
-def test_documents_of_more_tokens_than_an_index_can_say_are_refused_before_they_are_read(
-    tmp_path: Path,
-) -> None:
-    with open(tmp_path / "long.txt", "wb") as file:
-        file.truncate(1 << 31)
-    began = time.monotonic()
-    with pytest.raises(
-        ConvertError, match=r"long\.txt: a document of more than 2,147,483,647 tokens"
-    ):
-        convert([str(tmp_path / "long.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    assert time.monotonic() - began < 20
-    pieces = [(0, np.zeros(4, np.int32))] * 3
-    stream = TokenStream(iter(pieces), [0], ConvertOptions(max_tokens=5), None, "a.txt")
-    stream._kept[0] = 2**31 - 6
-    assert sum(len(ids) for ids in stream) == 5
-    stream = TokenStream(iter(pieces), [0], ConvertOptions(), None, "a.txt")
-    stream._kept[0] = 2**31 - 6
-    with pytest.raises(ConvertError, match=r"a\.txt: a document of more than"):
-        list(stream)

@@ -57,6 +57,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--format zst --level 9": {"kind": "zst", "level": 9},
     "--shard-size 1G": {"shard_bytes": 1 << 30},
     "--on-error skip": {"on_error": "skip"},
+    "--max-record-bytes 1M": {"max_record_bytes": 1 << 20},
     "--on-error skip --max-errors 1%": {"on_error": "skip", "max_errors": "1%"},
 }
 WITHOUT_OPTION = {"frame_bytes"}

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongString, RawDocument, Tokens, one_each
+from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
 from streammega.convert.read.keys import listed, names_of, splits
-from streammega.convert.read.lines import read_lines
-from streammega.convert.read.long_records import LONG_RECORD, may_be_long
+from streammega.convert.read.lines import LongLine, read_lines
 from streammega.convert.read.origins import id_fields, of_rows
-from streammega.convert.read.slices import Item, Skipped, Slice, fault, open_plain, open_stream
+from streammega.convert.read.slices import (
+    Item,
+    Skipped,
+    Slice,
+    fault,
+    open_plain,
+    open_stream,
+    too_large,
+    unreadable,
+)
 from streammega.convert.read.suffixes import bare_name, suffix_of
-from streammega.convert.read.whole_files import unreadable
-from streammega.convert.tokenize.long_texts import decoded
-from streammega.dataset.conversations import not_utf8
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
 from streammega.storage.open import is_remote
@@ -34,8 +38,6 @@ BATCH_BYTES = 16 << 20
 """Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
 MOST_ROWS = 1024
 """Of them, however short."""
-MAX_CELL = 1 << 30
-"""Characters of a cell of CSV."""
 
 
 def _rows_at_once(metadata: Any, groups: list[int]) -> int:
@@ -141,9 +143,11 @@ def read_csv(
     path = piece.input.path
     is_tsv = suffix_of(bare_name(path)) == ".tsv"
     # the module's own limit is 128 KiB
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL))
+    csv.field_size_limit(options.max_record_bytes)
     with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        rows = csv.reader(_decoded_lines(file), delimiter="\t" if is_tsv else ",", strict=True)
+        rows = csv.reader(
+            _decoded_lines(file, path, options), delimiter="\t" if is_tsv else ",", strict=True
+        )
         header = _next_row(rows, path)
         if not header:
             raise ConvertError(f"{path}: has no first row, which names the columns; add one")
@@ -172,11 +176,12 @@ def read_csv(
                 fault(options, skipped, "broken record", message)
 
 
-def _decoded_lines(file: Any) -> Iterator[str]:
+def _decoded_lines(file: Any, path: str, options: ConvertOptions) -> Iterator[str]:
     """The lines of a file; bytes that are no UTF-8 become what `_cell` knows again."""
     mark = BYTE_ORDER_MARK
-    for line in read_lines(b"", file, None):
-        assert isinstance(line, bytes)
+    for number, line in enumerate(read_lines(b"", file, options.max_record_bytes), 1):
+        if isinstance(line, LongLine):
+            raise ConvertError(too_large(f"{path}:{number}", options))
         yield line.removeprefix(mark).decode("utf-8", "surrogateescape")
         mark = b""
 
@@ -296,106 +301,18 @@ def _rows(
         tokens = _token_lists(column, batch.nbytes, path, first)
         yield of_rows(tokens, path, first + 1) if options.origins else tokens
         return
-    long_rows: list[int] = []
-    if batch.nbytes > LONG_RECORD and may_be_long(options):
-        long_rows = _long_rows(batch, paths)
-    begin = 0
-    for row in long_rows:
-        yield from _short_rows(batch.slice(begin, row - begin), path, first + begin)
-        place = RawDocument(data=b"", path=path, line=first + row + 1, record=True)
-        yield _long_row(batch, row, [*paths, *ids], place)
-        begin = row + 1
-    yield from _short_rows(batch.slice(begin), path, first + begin)
-
-
-def _short_rows(batch: Any, path: str, first: int) -> Iterator[Item]:
-    """Records of rows of which the first one's number is `first`, from 0; lines count from 1."""
     mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
-    at_once = max(1, PYTHON_BYTES // mean_bytes)
+    rows_at_once = max(1, PYTHON_BYTES // mean_bytes)
+    has_large_rows = batch.nbytes > options.max_record_bytes
+    if has_large_rows:
+        rows_at_once = 1
     line = first
-    for begin in range(0, batch.num_rows, at_once):
-        for fields in batch.slice(begin, at_once).to_pylist():
+    for begin in range(0, batch.num_rows, rows_at_once):
+        rows = batch.slice(begin, rows_at_once)
+        size = rows.nbytes if has_large_rows else mean_bytes
+        for fields in rows.to_pylist():
             line += 1
-            yield RawDocument(
-                data=b"", path=path, line=line, record=True, fields=fields, size=mean_bytes
-            )
-
-
-def _long_rows(batch: Any, paths: list[Path]) -> list[int]:
-    """Rows with a text that is not to be copied."""
-    import pyarrow.compute as pc
-
-    long_rows: set[int] = set()
-    for place in paths:
-        column = _column(batch, place)
-        if not _is_text(column.type):
-            continue
-        lengths = pc.fill_null(pc.binary_length(column), 0)
-        text_bytes = lengths.to_numpy(zero_copy_only=False)
-        long_rows.update(np.flatnonzero(text_bytes > LONG_RECORD).tolist())
-    return sorted(long_rows)
-
-
-def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> LongRecord:
-    """A record whose long texts are read from where pyarrow holds them."""
-    fields: dict[str, Any] = {}
-    size = 0
-    for path in paths:
-        column = _column(batch, path).slice(row, 1)
-        value: Any
-        if _is_text(column.type) and not column.null_count:
-            value = _ColumnText(_bytes_of(column), place.where)
-            size += len(value.data)
-        else:
-            value = column[0].as_py()
-        *outer_names, name = path
-        struct = fields
-        for outer_name in outer_names:
-            struct = struct.setdefault(outer_name, {})
-        struct[name] = value
-    return LongRecord(document=replace(place, fields=fields, size=size))
-
-
-def _bytes_of(column: Any) -> Any:
-    """Of a column of one text, its bytes where they are: a scalar of pyarrow's would be a copy."""
-    import pyarrow as pa
-
-    _, offsets, data = column.buffers()
-    if data is None:  # nothing but empty texts
-        return b""
-    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
-    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)
-    # a slice shares the buffers of the whole column
-    start = int(bounds[column.offset])
-    stop = int(bounds[column.offset + 1])
-    return data.slice(start, stop - start)
-
-
-class _ColumnText(LongString):
-    """A text in a buffer of pyarrow's."""
-
-    def __init__(self, data: Any, where: str) -> None:
-        self.data = memoryview(data)
-        self._where = where
-
-    def __bool__(self) -> bool:
-        return len(self.data) > 0
-
-    def pieces(self) -> Iterator[str]:
-        """As text, a piece of PYTHON_BYTES at a time. Raises FormatError for what is not UTF-8."""
-        return decoded(self._copies(), self._where, not_utf8)
-
-    def _copies(self) -> Iterator[bytes]:
-        for start in range(0, len(self.data), PYTHON_BYTES):
-            yield bytes(self.data[start : start + PYTHON_BYTES])
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return bool(is_string or is_binary)
+            yield RawDocument(data=b"", path=path, line=line, record=True, fields=fields, size=size)
 
 
 def _column(batch: Any, place: Path) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from streammega.convert.documents import LongString
 from streammega.dataset.conversations import encodable, not_utf8
 from streammega.errors import ConvertError
 
@@ -62,7 +61,7 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
         dot = key.rfind(".", 0, dot)
 
 
-def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
+def texts_at(record: Any, key: str, where: str) -> list[str]:
     """The texts under a key: one, or those of a list, as Megatron takes sentences that were split
     before; null is an empty one.
 
@@ -92,11 +91,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(first) or "nothing"
 
 
-def _text(value: Any, key: str, where: str, within: str = "") -> str | LongString:
+def _text(value: Any, key: str, where: str, within: str = "") -> str:
     if value is None:
         return ""
-    if isinstance(value, LongString):
-        return value
     if isinstance(value, bytes):
         try:
             return value.decode()

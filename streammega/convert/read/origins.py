@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.convert.documents import LongText, RawDocument, Tokens
+from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import MISSING, value_at
 from streammega.dataset.provenance import (
@@ -30,11 +30,9 @@ ID_FIELDS = ("id", "url")
 """Where an id is looked for, unless a field is named: what corpora of the field call it."""
 
 
-def origin_of(document: RawDocument | LongText, options: ConvertOptions) -> DocumentOrigin:
+def origin_of(document: RawDocument, options: ConvertOptions) -> DocumentOrigin:
     """Where a document comes from; its id, if its fields are known."""
     path = _without_secrets(document.path)
-    if isinstance(document, LongText):
-        return DocumentOrigin(path=path, kind=FILE, place=0, id="")
     kind = FILE
     place = 0
     if document.offset >= 0:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
+from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.archives import read_tar
 from streammega.convert.read.arrays import read_npy, read_raw
@@ -19,17 +19,25 @@ from streammega.convert.read.json_values import (
     holds_lines,
     read_values,
 )
-from streammega.convert.read.lines import LongLine, read_lines, read_over_line
-from streammega.convert.read.long_records import LONG_RECORD, may_be_long
+from streammega.convert.read.lines import LongLine, read_lines, skip_line
 from streammega.convert.read.pairs import read_pair
-from streammega.convert.read.slices import Item, Reader, Skipped, Slice, open_stream
+from streammega.convert.read.slices import (
+    Item,
+    Reader,
+    Skipped,
+    Slice,
+    fault,
+    open_stream,
+    too_large,
+    unreadable,
+)
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
-from streammega.convert.read.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
 from streammega.storage.object_file import expect_end
 from streammega.storage.open import is_remote
 
+TEXT_READ_BYTES = 1 << 20
 COUNTED_BYTES = 4 << 20
 """Of lines that are counted, at a time."""
 OPENINGS = (b"[", b"{", b"[{")
@@ -52,12 +60,15 @@ def read_slice(
     documents = 0
     try:
         for item in read(piece, options, storage, skipped):
-            last = item
-            documents += len(item.documents) if isinstance(item, Tokens) else 1
-            if isinstance(item, LongText | LongRecord):
-                yield guarded(item, storage_options)
+            if isinstance(item, RawDocument):
+                if max(len(item.data), item.size) > options.max_record_bytes:
+                    _refuse_large(item, options, storage, skipped)
+                    continue
+                documents += 1
             else:
-                yield item
+                documents += len(item.documents)
+            last = item
+            yield item
     except FileNotFoundError:
         raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
     except StreammegaError as error:
@@ -70,6 +81,14 @@ def read_slice(
         if options.on_error == "stop":
             raise ConvertError(message) from None
         skipped.add("unreadable file", f"{message}{_read_before(documents)}")
+
+
+def _refuse_large(
+    document: RawDocument, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> None:
+    if options.on_error == "stop":
+        document = with_line(document, storage)
+    fault(options, skipped, "too large", too_large(document.where, options))
 
 
 def _read_before(documents: int) -> str:
@@ -89,38 +108,41 @@ def _text(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     path = piece.input.path
-    text_bytes = 0  # not known
-    if not is_compressed(path):
-        text_bytes = piece.input.size
+    if piece.input.size > options.max_record_bytes and not is_compressed(path):
+        yield RawDocument(data=b"", path=path, size=piece.input.size)
+        return
     with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        yield from read_text(file, path, text_bytes)
+        parts: list[bytes] = []
+        left = options.max_record_bytes + 1  # one byte more tells that the text is too large
+        while left and (data := file.read(min(left, TEXT_READ_BYTES))):
+            parts.append(data)
+            left -= len(data)
+    yield RawDocument(data=b"".join(parts).removeprefix(BYTE_ORDER_MARK), path=path)
 
 
 def _lines(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        yield from _documents_of_lines(file, b"", piece, None, options)
+        yield from _documents_of_lines(file, b"", piece, options)
 
 
 def _jsonl(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     path = piece.input.path
-    most = LONG_RECORD if may_be_long(options) else None
     with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
         head = b""
         if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
             head = file.read(HEAD_BYTES)
             if not holds_lines(head):
-                passed_over = skipped if options.on_error == "skip" else None
-                yield from read_values(head, file, path, most=most, skipped=passed_over)
+                yield from read_values(head, file, path, options)
                 return
-        yield from _documents_of_lines(file, head, piece, most, options)
+        yield from _documents_of_lines(file, head, piece, options)
 
 
 def _documents_of_lines(
-    file: Any, head: bytes, piece: Slice, most: int | None, options: ConvertOptions
+    file: Any, head: bytes, piece: Slice, options: ConvertOptions
 ) -> Iterator[Item]:
     """The documents of the lines that begin within a slice. head: what was read of it already."""
     if piece.stop >= 0:  # another worker reads what is behind it
@@ -131,7 +153,7 @@ def _documents_of_lines(
         before = piece.start - 1
         file.seek(before)
         left = piece.stop - before if piece.stop >= 0 else None
-        passed, behind = read_over_line(file, left)
+        passed, behind = skip_line(file, left)
         if behind is None:
             return
         position = before + passed
@@ -141,7 +163,7 @@ def _documents_of_lines(
     is_first_slice = piece.start == 0
     line = 0
     offset = -1
-    for data in read_lines(head, file, most):
+    for data in read_lines(head, file, options.max_record_bytes):
         if 0 <= piece.stop <= position:
             return
         # The number of a line in a later slice is counted when somebody asks for it: see
@@ -151,9 +173,7 @@ def _documents_of_lines(
         else:
             offset = position
         if isinstance(data, LongLine):
-            place = RawDocument(data=b"", path=path, line=line, offset=offset, record=True)
-            yield LongRecord(document=place, pieces=data.pieces)
-            data.finish()
+            yield RawDocument(data=b"", path=path, line=line, offset=offset, size=data.size)
             position += data.size
             continue
         if not is_json:

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 from fsspec.utils import infer_compression
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
+from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.decompressed import DECOMPRESSORS, PieceReader, decompressed
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.suffixes import split_query, suffix_of, without_queries
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
-from streammega.errors.words import without_controls
+from streammega.errors.words import in_one_line, without_controls
 from streammega.storage.open import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
@@ -28,7 +28,7 @@ MOST_MESSAGES = 1000
 """Of what was passed over, in a report: a corpus may have millions of broken lines."""
 MOST_KINDS = 100
 """Of members of archives: names may end in anything."""
-Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
+Item: TypeAlias = "RawDocument | Tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,26 @@ def fault(
     if options.on_error == "stop":
         raise ConvertError(message)
     skipped.add(kind, message, count)
+
+
+def too_large(where: str, options: ConvertOptions) -> str:
+    """The message for a record that is larger than records may be."""
+    return (
+        f"{where}: the record is larger than max_record_bytes (--max-record-bytes), "
+        f"{options.max_record_bytes:,}; raise it if there is memory, or skip such records by "
+        f"--on-error skip"
+    )
+
+
+def unreadable(
+    path: str, error: Exception, storage_options: dict[str, Any], where: str = ""
+) -> str:
+    """The message for a file that a library could not read. where: the place in it, after a blank."""
+    if isinstance(error, PermissionError):
+        return f"{path}: permission denied; make it readable, or leave it out by --exclude"
+    message = without_queries(f"{type(error).__name__}: {error}")
+    reason = redact(message, storage_options)
+    return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"
 
 
 Reader = Callable[[Slice, ConvertOptions, StorageConfig, Skipped], Iterator[Item]]

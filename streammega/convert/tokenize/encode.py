@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongString, LongText, RawDocument, Tokens, check_lengths
+from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import texts_at
 from streammega.convert.read.origins import origin_of
 from streammega.convert.read.readers import with_line
 from streammega.convert.read.slices import Skipped
-from streammega.convert.read.whole_files import no_text
+from streammega.convert.read.suffixes import format_of, suffix_of
 from streammega.convert.tokenize.chat import ChatEncoder
 from streammega.convert.tokenize.chat_sources import find_template
 from streammega.convert.tokenize.chat_templates import Rendered
-from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder, decoded, text_in_pieces
+from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder
 from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
 
-Text: TypeAlias = "str | NDArray[np.int32]"
+Text: TypeAlias = "str | NDArray[Any]"
 """Of a sequence; if it is long, its ids."""
 Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongPart:
-    """A sequence of a document that is not held: its text in pieces, and its mode."""
-
-    pieces: Iterator[str]
-    mode: int = 0
 
 
 class BatchEncoder:
@@ -118,51 +110,6 @@ class BatchEncoder:
             return ids
         encoded = iter(ids)
         return [next(encoded) if isinstance(text, str) else text for text in texts]  # type: ignore[misc]
-
-    def long_document(
-        self, texts: Sequence[LongPart], where: str
-    ) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(number of the sequence, ids) of a document that is not held, a piece at a time; none if
-        it has no token.
-
-        What `_without_empty` leaves out has no ids. Raises ConvertError, FormatError.
-        """
-        keeps_empty = self._options.keep_empty
-        is_begun = self.bos is None
-        if keeps_empty and not is_begun:
-            yield 0, np.array([self.bos], self.dtype)
-            is_begun = True
-        last_with_token: int | None = None
-        for number, text in enumerate(texts):
-            for ids in self._long.encode(text.pieces, where):
-                if not len(ids):
-                    continue
-                if not is_begun:
-                    yield number, np.array([self.bos], self.dtype)
-                    is_begun = True
-                last_with_token = number
-                yield number, ids.astype(self.dtype)
-        if last_with_token is None and not keeps_empty:
-            return
-        ended = last_with_token
-        if ended is None or keeps_empty or self._options.makes_modes:
-            # sequences without a token stay there, so the end is the last one's
-            ended = len(texts) - 1
-        if self.eod is not None:
-            yield ended, np.array([self.eod], self.dtype)
-
-    def long_parts(self, item: LongText | RawDocument) -> list[LongPart]:
-        """The sequences of a document that is not held; none if it has no text.
-
-        Raises ConvertError, FormatError.
-        """
-        if isinstance(item, LongText):
-            return [LongPart(pieces=decoded(item.pieces, item.path))]
-        parts: list[LongPart] = []
-        for text, mode in self._texts(item):
-            pieces = text.pieces() if isinstance(text, LongString) else text_in_pieces(text)
-            parts.append(LongPart(pieces=pieces, mode=mode))
-        return parts
 
     def _read(
         self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
@@ -340,11 +287,9 @@ class BatchEncoder:
             parts.append((self._shortened(text, where), mode, is_last))
         return parts
 
-    def _texts(self, document: RawDocument) -> list[tuple[Any, int]]:
-        """(text, mode) of each sequence of a document that is no conversation: str, or
-        LongString.
-        """
-        texts: list[tuple[Any, int]] = []
+    def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
+        """(text, mode) of each sequence of a document that is no conversation."""
+        texts: list[tuple[str, int]] = []
         if not document.record:
             texts.append((_decode(document), 0))
         else:
@@ -362,8 +307,8 @@ class BatchEncoder:
             kept.append((last_text, last_mode))
         return kept
 
-    def _in_sentences(self, texts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        sentences: list[tuple[Any, int]] = []
+    def _in_sentences(self, texts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        sentences: list[tuple[str, int]] = []
         for text, mode in texts:
             sentences += [(sentence, mode) for sentence in self._split(text) if sentence]
         return sentences
@@ -374,8 +319,8 @@ class BatchEncoder:
         """
         if len(text) < LONG:
             return text
-        pieces = list(self._long.encode(text_in_pieces(text), where))
-        return np.concatenate([np.empty(0, np.int32), *pieces])
+        pieces = [ids.astype(self.dtype) for ids in self._long.encode(text, where)]
+        return np.concatenate([np.empty(0, self.dtype), *pieces])
 
 
 def _count(skipped: Skipped, reason: str) -> None:
@@ -407,7 +352,19 @@ def _decode(document: RawDocument) -> str:
     except UnicodeDecodeError as error:
         if document.line or document.offset >= 0:  # a line of a file, whose other lines may be text
             raise not_utf8(document.where, error) from None
-        raise no_text(document.where, error) from None
+        raise _not_text(document.where, error) from None
+
+
+def _not_text(path: str, error: UnicodeDecodeError) -> FormatError:
+    """For a file that is read as a text, as every file is whose suffix says nothing else; it may be
+    an image.
+    """
+    archive, _, member = path.partition("!")
+    if member and format_of(archive) == "tar":
+        return not_utf8(path, error, "name another member by --member")
+    name = path.rpartition("/")[2]
+    ending = suffix_of(name) or name
+    return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{ending}')")
 
 
 def _conversation(record: Any, where: str) -> list[Part]:

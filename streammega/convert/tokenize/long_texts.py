@@ -4,8 +4,7 @@ those of the whole.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.read.whole_files import no_text
 from streammega.convert.tokenize.safe_cuts import Cuts, cuts_of
 from streammega.convert.tokenize.tokenizers import AT_ONCE, HuggingFaceTokenizer, TextTokenizer
-from streammega.errors import ConvertError, FormatError
+from streammega.errors import ConvertError
 
 LONG = 1 << 20
 """Characters from which on a text is encoded in pieces: the library holds about 110 bytes for
@@ -28,8 +26,6 @@ MOST_UNCUT = 16 << 20
 """Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are
 refused.
 """
-
-Refused = Callable[[str, UnicodeDecodeError], FormatError]
 
 
 class LongTextEncoder:
@@ -49,11 +45,12 @@ class LongTextEncoder:
             return self._tokenizer.added_around()
         return [], []
 
-    def encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
-        """Ids of a text that comes in pieces. Raises ConvertError where it cannot be cut."""
+    def encode(self, text: str, where: str) -> Iterator[NDArray[np.int32]]:
+        """Ids of a text, piece by piece. Raises ConvertError where it cannot be cut."""
         before, behind = self._around
         if before:
             yield np.array(before, np.int32)
+        pieces = (text[start : start + LONG] for start in range(0, len(text), LONG))
         yield from self._encode(pieces, where)
         if behind:
             yield np.array(behind, np.int32)
@@ -135,33 +132,3 @@ class LongTextEncoder:
             f"where the text could be cut without changing its tokens; is it text? cut it into "
             f"documents of less, or leave it out"
         )
-
-
-def decoded(pieces: Iterator[bytes], where: str, refused: Refused = no_text) -> Iterator[str]:
-    """Text of UTF-8 that comes in pieces.
-
-    Raises FormatError that names the byte, as `refused` makes it.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
-    for piece in pieces:
-        # the begin of a character whose other bytes come with this piece
-        waiting, _ = decoder.getstate()
-        try:
-            yield decoder.decode(piece)
-        except UnicodeDecodeError as error:
-            error.start += done - len(waiting)
-            raise refused(where, error) from None
-        done += len(piece)
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        waiting, _ = decoder.getstate()
-        error.start = done - len(waiting)
-        raise refused(where, error) from None
-
-
-def text_in_pieces(text: str) -> Iterator[str]:
-    """A text that is held already."""
-    for start in range(0, len(text), LONG):
-        yield text[start : start + LONG]

@@ -4,28 +4,23 @@ work folder, with a `.side` file where documents are shuffled or compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
-from streammega.convert.read.origins import origin_of
+from streammega.convert.documents import Tokens, concatenate
 from streammega.convert.write.duplicates import document_hashes
-from streammega.convert.write.encoders import encoder_of, eod_of
 from streammega.convert.write.job import Job, Segment, UnitRecord, length_histogram, unit_name
-from streammega.convert.write.long_documents import TokenStream, check_tokens
 from streammega.convert.write.origins import save_origins
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.shuffling import permuted, shuffle_keys
 from streammega.convert.write.side_files import SideRows, save_side
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
-from streammega.dataset.provenance import collect_origins
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
-from streammega.storage.progress import Progress
 
 
 class SegmentWriter:
@@ -54,41 +49,6 @@ class SegmentWriter:
         self._held_bytes += chosen.tokens.nbytes
         if self._held_bytes >= self._job.segment_bytes:
             self.flush()
-
-    def add_long(self, item: LongText | RawDocument, progress: Progress) -> None:
-        """Take a document in that is not held: as a segment of its own. Raises ConvertError,
-        FormatError.
-
-        Of a record, its fields are known.
-        """
-        # What came before it is a segment before it.
-        self.flush()
-        encoder = encoder_of(self._job)
-        where = item.path if isinstance(item, LongText) else item.where
-        _check_size(item, self._job)
-        parts = encoder.long_parts(item)
-        if not parts:
-            self._record.count("empty", 1)
-            return
-        ids = encoder.long_document(parts, where)
-        modes = [part.mode for part in parts]
-        stream = TokenStream(ids, modes, self._options, eod_of(self._job), where)
-        multimodal = self._options.makes_modes
-        writer = self._writer(encoder.dtype, multimodal=multimodal)
-        try:
-            writer.add_document_stream(
-                _as_bytes(stream, progress), lambda: (stream.lengths, stream.modes)
-            )
-            if stream.dropped is None:
-                numbers = np.array([self._documents_seen])
-                self._save_side(self._shuffle_keys(numbers), numbers, stream.hashes)
-                origins = collect_origins([origin_of(item, self._options)])
-                save_origins(self._job, self._next_segment, origins, 1)
-                writer.finalize()
-        finally:
-            # Does nothing behind `finalize`; else the document was left out, or could not be read.
-            writer.abort()
-        self._note_long(stream, encoder.dtype)
 
     def flush(self) -> None:
         """Write what is held as a segment."""
@@ -155,17 +115,6 @@ class SegmentWriter:
         prefix = join_url(self._job.work, self._next_segment)
         return IndexedDatasetWriter(prefix, dtype, multimodal, self._job.storage, kind="bin")
 
-    def _note_long(self, stream: TokenStream, dtype: np.dtype[Any]) -> None:
-        """Count a document that was not held, whose segment is written unless it was left out."""
-        # An empty one is no document: of those that are held, the encoder leaves them out.
-        if not stream.is_empty:
-            self._documents_seen += 1
-        if stream.dropped is None:
-            sizes = np.array([stream.kept])
-            self._note(dtype, sizes, multimodal=self._options.makes_modes)
-        for reason, count in stream.counts.items():
-            self._record.count(reason, count)
-
     def _note(self, dtype: np.dtype[Any], sizes: NDArray[np.int64], *, multimodal: bool) -> None:
         """A segment that is written. sizes: tokens of its documents."""
         tokens = int(sizes.sum())
@@ -210,19 +159,3 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
             f"token ids run from {low} to {high}, which {dtype} cannot hold; choose a wider --dtype"
         )
     return dtype
-
-
-def _check_size(item: LongText | RawDocument, job: Job) -> None:
-    """Raise ConvertError for a text whose size tells, before it is read, that it has too many
-    tokens.
-    """
-    is_a_byte_each = job.options.tokenizer == "bytes" and job.options.max_tokens is None
-    if isinstance(item, LongText) and is_a_byte_each:
-        check_tokens(item.size, item.path)
-
-
-def _as_bytes(stream: TokenStream, progress: Progress) -> Iterator[memoryview]:
-    """Tokens as they are stored."""
-    for ids in stream:
-        progress(0, len(ids))
-        yield np.ascontiguousarray(ids).view(np.uint8).data

@@ -8,18 +8,15 @@ it can be done anywhere, and again. The unit's record, written last, says that a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
-from streammega.convert.read.long_records import text_file, with_fields
+from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.read.origins import of_file
-from streammega.convert.read.readers import read_slice, with_line
+from streammega.convert.read.readers import read_slice
 from streammega.convert.read.slices import Item, Skipped
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.job import Job, UnitRecord, save_record
 from streammega.convert.write.plan import stored_bytes
 from streammega.convert.write.segments import SegmentWriter
-from streammega.errors import ConvertError, FormatError
 from streammega.storage.progress import Progress
 
 BATCH_BYTES = 1 << 20
@@ -48,12 +45,6 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
         bytes_told = bytes_read
 
     for batch in batches_of(job, number, skipped):
-        if isinstance(batch, LongText | LongRecord):
-            record.read += 1
-            if isinstance(batch, LongRecord):
-                note(batch.document.size, 0)
-            _add_long(job, counted(batch, note), writer, skipped, note)
-            continue
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
         record.read += len(batch.documents if isinstance(batch, Tokens) else batch)
         writer.add(tokens)
@@ -71,9 +62,7 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     return record
 
 
-def batches_of(
-    job: Job, number: int, skipped: Skipped
-) -> Iterator[list[RawDocument] | LongText | LongRecord | Tokens]:
+def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | Tokens]:
     """Documents of a unit in order: raw ones in batches of about a MiB."""
     batch: list[RawDocument] = []
     batch_bytes = 0
@@ -96,62 +85,7 @@ def batches_of(
 def _documents_of(job: Job, number: int, skipped: Skipped) -> Iterator[Item]:
     for piece in job.units[number]:
         for item in read_slice(piece, job.options, job.input_storage, skipped):
-            if isinstance(item, LongText) and job.options.split_sentences:
-                # The splitter looks at all of a text at once.
-                yield RawDocument(data=b"".join(item.pieces), path=item.path)
-            elif isinstance(item, Tokens) and job.options.origins and item.origins is None:
+            if isinstance(item, Tokens) and job.options.origins and item.origins is None:
                 yield of_file(item, piece.input.path)
             else:
                 yield item
-
-
-def counted(item: LongText | LongRecord, note: Progress) -> LongText | LongRecord:
-    """The same, whose bytes are counted as they are read."""
-
-    def pieces() -> Iterator[bytes]:
-        """Those of the item, counted."""
-        for piece in item.pieces:
-            note(len(piece), 0)
-            yield piece
-
-    return replace(item, pieces=pieces())
-
-
-def _add_long(
-    job: Job,
-    item: LongText | LongRecord,
-    writer: SegmentWriter,
-    skipped: Skipped,
-    progress: Progress,
-) -> None:
-    """Take in a document that is not held.
-
-    One that cannot be read to its end, or is no text, is left out where faults may be.
-    """
-    fault = "unreadable file"
-    try:
-        if isinstance(item, LongText):
-            writer.add_long(item, progress)
-            return
-        with text_file(job.work) as texts:
-            document = with_fields(item, texts)
-            # The file was read to the record's end; what fails now is what the record says.
-            fault = "broken record"
-            writer.add_long(document, progress)
-    except (ConvertError, FormatError) as error:
-        if job.options.on_error == "stop":
-            raise ConvertError(_with_line(item, str(error), job)) from None
-        if isinstance(error, FormatError):
-            fault = "broken record"
-        skipped.add(fault, str(error))
-
-
-def _with_line(item: LongText | LongRecord, message: str, job: Job) -> str:
-    """A message that begins with the place of a record, with the number of its line in it."""
-    if isinstance(item, LongText):
-        return message
-    place = item.document.where
-    if not message.startswith(place):
-        return message
-    document = with_line(item.document, job.input_storage)
-    return document.where + message.removeprefix(place)

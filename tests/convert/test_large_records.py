@@ -1,0 +1,169 @@
+"""Records may be large, up to a limit: a larger one is an error with its place, or is skipped."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streammega import IndexedDataset
+from streammega.convert import convert
+from streammega.convert.read import lines
+from streammega.convert.read.lines import LongLine, read_lines
+from streammega.errors import ConvertError
+
+MAX_BYTES = 3000
+LARGE = "large " * 1000
+
+
+@given(
+    texts=st.lists(st.binary(max_size=60), max_size=8),
+    begun=st.integers(0, 30),
+    max_bytes=st.integers(1, 40),
+    read=st.integers(1, 9),
+)
+@settings(max_examples=100, deadline=None)
+def test_lines_are_lines_however_reads_end(
+    texts: list[bytes], begun: int, max_bytes: int, read: int
+) -> None:
+    data = b"\n".join(texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "READ_BYTES", read)
+        found = list(read_lines(data[:begun], io.BytesIO(data[begun:]), max_bytes))
+    expected = list(io.BytesIO(data))
+    assert len(found) == len(expected)
+    for line, whole in zip(found, expected, strict=True):
+        if isinstance(line, LongLine):
+            assert line.size == len(whole) > max_bytes
+        else:
+            assert line == whole
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def json_array(texts: list[str]) -> bytes:
+    return b"[" + json_lines(texts).strip().replace(b"\n", b",\n") + b"]"
+
+
+def parquet(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), file)
+    return file.getvalue()
+
+
+def arrow(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    table = pa.table({"text": texts})
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+def tar(texts: list[str], packed: bool = False) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number, text in enumerate(texts):
+            data = gzip.compress(text.encode()) if packed else text.encode()
+            member = tarfile.TarInfo(f"{number}.txt{'.gz' if packed else ''}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
+    "in.jsonl": (json_lines, r"in\.jsonl:3: "),
+    "in.jsonl.gz": (lambda texts: gzip.compress(json_lines(texts)), r"in\.jsonl\.gz:3: "),
+    "in.csv": (lambda texts: "\n".join(["text", *texts]).encode(), r"in\.csv:4: "),
+    "in.json": (json_array, r"in\.json:3: "),
+    "in.parquet": (parquet, r"in\.parquet:3: "),
+    "in.arrow": (arrow, r"in\.arrow:3: "),
+    "in.tar": (tar, r"in\.tar!2\.txt: "),
+    "packed.tar": (lambda texts: tar(texts, True), r"packed\.tar!2\.txt\.gz: "),
+}
+ENDS_THE_FILE = ("in.csv", "in.json")
+"""What follows a large record of these cannot be read."""
+
+
+@pytest.mark.parametrize("unit", [1 << 20, 500])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_that_is_too_large_is_refused_or_skipped(
+    form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
+    monkeypatch.setattr(lines, "READ_BYTES", 700)
+    monkeypatch.setattr("streammega.convert.read.json_values.READ_BYTES", 700)
+    monkeypatch.setattr("streammega.convert.read.readers.HEAD_BYTES", 64)
+    write, place = FORMS[form]
+    (tmp_path / form).write_bytes(write(["first", "second", LARGE, "last"]))
+    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
+    inputs = [str(tmp_path / form)]
+    message = place + r"the record is larger than max_record_bytes \(--max-record-bytes\), 3,000;"
+    with pytest.raises(ConvertError, match=message):
+        convert(inputs, str(tmp_path / "no"), max_record_bytes=MAX_BYTES, **settings)
+    report = convert(
+        inputs, str(tmp_path / "out"), max_record_bytes=MAX_BYTES, on_error="skip", **settings
+    )
+    assert report.documents == (2 if form in ENDS_THE_FILE else 3)
+    reason = "unreadable file" if form in ENDS_THE_FILE else "too large"
+    assert report.dropped == {reason: 1}
+    whole = convert(inputs, str(tmp_path / "whole"), **settings)
+    assert whole.documents == 4
+
+
+@pytest.mark.parametrize("name", ["large.txt", "large.txt.gz"])
+def test_a_text_that_is_too_large_is_refused_or_skipped(name: str, tmp_path: Path) -> None:
+    data = LARGE.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (tmp_path / "z.txt").write_text("small")
+    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "max_record_bytes": MAX_BYTES}
+    with pytest.raises(ConvertError, match=rf"{name}: the record is larger than max_record_bytes"):
+        convert([str(tmp_path / name)], str(tmp_path / "no"), **settings)
+    inputs = [str(tmp_path / name), str(tmp_path / "z.txt")]
+    report = convert(inputs, str(tmp_path / "out"), on_error="skip", **settings)
+    assert report.dropped == {"too large": 1}
+    (document,) = IndexedDataset(str(tmp_path / "out"))[:]
+    assert bytes(np.asarray(document)[:-1].astype(np.uint8)) == b"small"
+
+
+def test_a_conversion_that_is_killed_within_a_large_record_goes_on_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "words and words\n" * (1 << 20)}) + '\n{"text": "last"}\n'
+    )
+    inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
+    code = "import sys; from streammega.convert import convert; convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
+    command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]
+    work = tmp_path / ".out.convert"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(work.glob(".unit-000001-*.partial")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {path.name for path in work.glob("unit-*.json")} == {"unit-000000.json"}
+    done = subprocess.run(command, check=True, stderr=subprocess.PIPE)
+    assert b"1 of 6 units are done" in done.stderr
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"whole{suffix}"
+        ).read_bytes()
+    assert not work.exists()
