@@ -26,6 +26,7 @@ from streammega.convert.told import (
     tell_of_ids,
     tell_of_origins,
 )
+from streammega.convert.write.destination import Destination
 from streammega.convert.write.duplicates import remove_duplicates
 from streammega.convert.write.final_order import DocumentSet
 from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
@@ -34,8 +35,6 @@ from streammega.convert.write.layout import (
     ShardLayout,
     layout_digest,
 )
-from streammega.convert.write.names import OutputNames
-from streammega.convert.write.output import Output
 from streammega.convert.write.packing import PackCounts
 from streammega.convert.write.plan import plan_units, stored_bytes
 from streammega.convert.write.publish import Publisher
@@ -195,7 +194,7 @@ class Conversion:
 
     def remove_work(self) -> None:
         """Forget everything unfinished: at once, so that a kill leaves all of it or nothing."""
-        self.names.release()
+        self.publisher.release()
         resume.remove(self.work, self.storage)
 
     def job(self, *, all_units: bool = False) -> Job:
@@ -217,21 +216,16 @@ class Conversion:
         )
 
     @cached_property
-    def output(self) -> Output:
+    def destination(self) -> Destination:
         """Where its shards go."""
-        return Output(self.prefix, self.options.kind, self.storage)
-
-    @cached_property
-    def names(self) -> OutputNames:
-        """Under which names they go there: those of this conversion, of these inputs and options."""
-        inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
-        job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
-        return OutputNames(self.output, self.work, job)
+        return Destination(self.prefix, self.options.kind, self.storage)
 
     @cached_property
     def publisher(self) -> Publisher:
-        """Who puts them there."""
-        return Publisher(self.output, self.names, self.work, origins=self.options.origins)
+        """Publishes this job, of these inputs and options."""
+        inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
+        job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
+        return Publisher(self.destination, self.work, job, has_origins=self.options.origins)
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -343,9 +337,9 @@ class Conversion:
                 f"the {len(self.inputs)} input files hold no text and no tokens; nothing was "
                 f"written{reasons_of(records)}"
             )
-        layout = lay_out(job, parts, self.output, self.runner.memory_bytes)
+        layout = lay_out(job, parts, self.destination, self.runner.memory_bytes)
         layout = replace(layout, digest=layout_digest(job, layout, sources))
-        return self.names.aim(layout)
+        return self.publisher.choose_names(layout)
 
 
 def _pack_label(length: int | None, counts: PackCounts | None) -> dict[str, int] | None:

@@ -142,7 +142,7 @@ def plan_conversion(
     conversion, labels, passed_over = prepare(
         inputs, output, options, runner, storage, input_storage, progress
     )
-    conversion.names.check(conversion.inputs, overwrite=overwrite)
+    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
     options = conversion.options
     job = conversion.job(all_units=True)

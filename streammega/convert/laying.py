@@ -10,10 +10,10 @@ from streammega.config import StorageConfig
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pairs import dataset_name
 from streammega.convert.report import count_parts
+from streammega.convert.write.destination import Destination
 from streammega.convert.write.final_order import DocumentSet, OrderedDocuments
 from streammega.convert.write.job import Job, UnitRecord
 from streammega.convert.write.layout import ShardLayout, number_sequences, plan_bounds
-from streammega.convert.write.output import Output
 from streammega.convert.write.side_files import row_names, side_name
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.shards import shard_name
@@ -53,7 +53,9 @@ def parts_of_units(job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]
     return parts
 
 
-def lay_out(job: Job, parts: list[DocumentSet], output: Output, memory_bytes: int) -> ShardLayout:
+def lay_out(
+    job: Job, parts: list[DocumentSet], destination: Destination, memory_bytes: int
+) -> ShardLayout:
     """What goes into which shard, under plain names and without a digest.
 
     parts: with a document each. Raises ConvertError where modes are there and not there.
@@ -69,11 +71,11 @@ def lay_out(job: Job, parts: list[DocumentSet], output: Output, memory_bytes: in
     documents = OrderedDocuments(job, parts, buckets)
     bounds = plan_bounds(documents, dtype.itemsize, options.shard_bytes)
     num_shards = len(bounds) - 1
-    names = [output.stem]
+    names = [destination.stem]
     if options.shard_bytes is not None:
-        names = [shard_name(output.stem, number, num_shards) for number in range(num_shards)]
+        names = [shard_name(destination.stem, number, num_shards) for number in range(num_shards)]
     # Where files can be renamed, nothing is written beside the output before all is done.
-    folder = parent_url(output.prefix) if output.is_remote else join_url(job.work, "out")
+    folder = parent_url(destination.prefix) if destination.is_remote else join_url(job.work, "out")
     first_sequences = [0] * num_shards
     if options.kind == "tar":
         first_sequences = number_sequences(documents, bounds)

@@ -3,7 +3,7 @@ what has one is not done again.
 
 A record is believed if its digest is that of what would be made now (`Job.unit_digest`,
 `ShardLayout.digest`), so that after a change of inputs or options only what depends on them is done
-again. Which names of the output are this conversion's is noted there too (`write/names.py`).
+again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from streammega.convert.read.pipes import KEPT as KEPT_PIPE
 from streammega.convert.work_folder import LOCK, remove_folder
 from streammega.convert.write.job import Job, UnitRecord, read_record
 from streammega.convert.write.layout import ShardLayout
-from streammega.convert.write.publish import Publisher
+from streammega.convert.write.publish import RECORD, Publisher
 from streammega.convert.write.shards import read_shard
 from streammega.dataset.manifest import Shard
 from streammega.storage import open_store
 from streammega.storage.open import is_remote
 
-KEPT = (LOCK, "target.json", "publishing.json", "claim.json")
-"""What a restart leaves in the work folder: who works there, and which names of the output are its
-own.
-"""
+KEPT = (LOCK, RECORD)
+"""What a restart leaves in the work folder: its lock, and what it publishes."""
 
 
 def units_done(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
@@ -45,7 +43,7 @@ def shards_done(job: Job, layout: ShardLayout, publisher: Publisher) -> dict[int
         shard = read_shard(job, layout, number)
         if shard is not None:
             done[number] = shard
-    for number in publisher.lost(layout, done):
+    for number in publisher.missing_shards(layout, done):
         del done[number]
     return done
 

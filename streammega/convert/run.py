@@ -27,9 +27,9 @@ from streammega.convert.read.pipes import (
 from streammega.convert.report import ConvertReport, make_report
 from streammega.convert.resume import can_resume
 from streammega.convert.work_folder import held_output, work_folder
+from streammega.convert.write.destination import Destination
 from streammega.convert.write.labels import Labels
-from streammega.convert.write.names import OutputNames
-from streammega.convert.write.output import Output
+from streammega.convert.write.publish import Publisher
 from streammega.dataset.growing.checks import check_not_grown
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.shards import split_name
@@ -124,7 +124,7 @@ def _run(
     conversion: Conversion, labels: Labels, *, overwrite: bool
 ) -> tuple[WrittenDataset, Manifest]:
     """Make all shards and publish them. What is done when it fails is kept for a second run."""
-    conversion.names.check(conversion.inputs, overwrite=overwrite)
+    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     # What is done already takes room, and is not done again.
     if not (os.path.isdir(conversion.work) and can_resume(conversion.work)):
         warn_of_little_room(conversion.prefix, conversion.inputs)
@@ -137,7 +137,7 @@ def _run(
             if conversion.runner.engine == "ray":
                 files = shared_files(conversion.work, conversion.inputs)
                 conversion.files = cluster.enter_context(files)
-            conversion.names.claim(overwrite=overwrite)
+            conversion.publisher.reserve(overwrite=overwrite)
             written = conversion.make()
         manifest = conversion.publish(written, labels)
     except BaseException:
@@ -162,10 +162,10 @@ def _convert_pipes(
     work = work_folder(prefix, runner.work)
     # From before the pipes are read to the end: what is kept of them is this conversion's alone.
     with held_output(prefix, work):
-        # Else it is half published, perhaps by this very conversion.
-        if not os.path.exists(os.path.join(work, "target.json")):
-            place = Output(prefix, options.kind, storage)
-            OutputNames(place, work, "").check([], overwrite=overwrite)
+        # Else what is there may be half of this very conversion.
+        if not (os.path.isdir(work) and can_resume(work)):
+            destination = Destination(prefix, options.kind, storage)
+            Publisher(destination, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work, options.read_as)
         files = [kept.get(name, name) for name in inputs]

@@ -116,10 +116,10 @@ def convert_task(
     )
     _check_work_folder(conversion.prefix, runner)
     look_whether_free(conversion.work)
-    conversion.names.check(conversion.inputs, overwrite=overwrite)
+    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
-    # All tasks are one conversion: whoever holds the claim may take it again.
-    conversion.names.claim(overwrite=overwrite)
+    # All tasks are one conversion: each may take the reservation.
+    conversion.publisher.reserve(overwrite=overwrite)
     done = conversion.do_share(task.units)
     records = list(done.records.values())
     return TaskReport(

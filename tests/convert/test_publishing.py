@@ -173,7 +173,7 @@ def test_an_overwrite_killed_at_any_moment_leaves_the_former_or_the_new_dataset(
 
 def convert_is_under_way(name: str, tmp_path: Path) -> bool:
     """Whether a work folder is left, by which the same command goes on."""
-    return any(tmp_path.rglob("target.json"))
+    return any(tmp_path.rglob("publishing.json"))
 
 
 @pytest.mark.parametrize(("where", "shard_bytes"), [("remote", None), ("local", 1200)])

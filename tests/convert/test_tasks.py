@@ -18,7 +18,7 @@ from streammega.cli.main import main
 from streammega.convert import Runner, Task, convert, convert_task, merge_tasks
 from streammega.convert.tasks import parse_task
 from streammega.convert.work_folder import held_folder, work_folder
-from streammega.convert.write import claims
+from streammega.convert.write import destination
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
 from streammega.storage import open_store
 from streammega.storage.object_ops import read_whole
@@ -162,11 +162,11 @@ def test_tasks_of_other_options_do_not_meet_in_a_bucket(
         convert_task(inputs, output, Task(number=1, of=2), **OPTIONS, **elsewhere, min_tokens=3)
 
 
-def test_a_claim_that_another_task_is_writing_is_looked_at_again(
+def test_a_reservation_that_another_task_is_writing_is_looked_at_again(
     inputs: list[str], tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a server knows no conditions, tasks of one conversion write it over each other."""
-    monkeypatch.setattr(claims, "BETWEEN_LOOKS", 0)
+    monkeypatch.setattr(destination, "READ_PAUSE", 0)
     output = f"s3://{s3.new_bucket()}/web"
     named: dict[str, Any] = {
         "storage": StorageConfig(storage_options=s3.options),
@@ -184,7 +184,7 @@ def test_a_claim_that_another_task_is_writing_is_looked_at_again(
             raise answer
         return bytes(answer)
 
-    monkeypatch.setattr(claims, "read_whole", read_at_a_bad_moment)
+    monkeypatch.setattr(destination, "read_whole", read_at_a_bad_moment)
     convert_task(inputs, output, Task(number=1, of=2), **OPTIONS, **named)
     assert not answers
 

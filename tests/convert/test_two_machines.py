@@ -17,7 +17,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.dry_run import plan_conversion
-from streammega.convert.write.claims import Claim
+from streammega.convert.write.destination import Destination, Reservation
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import save_bytes
@@ -134,6 +134,23 @@ def test_what_overwrites_beside_a_conversion_that_runs_leaves_one_of_both_whole(
     assert text_of(f"{name}.manifest.json", s3_storage) == text_of(name, s3_storage)
 
 
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)
+@pytest.mark.parametrize("s3_storage", ["obstore"], indirect=True)
+def test_of_two_that_overwrite_one_dataset_at_once_the_later_is_told_and_replaces_nothing(
+    machine: Callable[[str], Machine], tmp_path: Path, bucket: str, s3_storage: StorageConfig
+) -> None:
+    name = f"s3://{bucket}/web"
+    (tmp_path / "first.txt").write_text("first")
+    convert([str(tmp_path / "first.txt")], name, tokenizer="bytes", storage=s3_storage)
+    one, two = machine("one"), machine("two")
+    for letter, each in (("a", one), ("b", two)):
+        assert each.convert(letter * 1000, name, overwrite=True) == "begun"
+        assert each.go_on() == "written"
+    assert two.go_on() == "done"
+    assert "meanwhile" in one.go_on()
+    assert text_of(name, s3_storage) == "b" * 1000
+
+
 # --- one after the other --------------------------------------------------------------------------------------------------
 
 
@@ -164,22 +181,52 @@ def objects(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("killed_in", ["make", "publish"])
-def test_a_killed_conversion_goes_on_on_another_machine_and_with_other_options_on_its_own(
+def test_a_killed_conversion_goes_on_on_any_machine_and_other_options_have_to_free_its_names(
     tmp_path: Path, inputs: list[str], killed_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machines: list[tuple[str, Any]] = [("elsewhere", {}), ("here", {"min_tokens": 3})]
-    for number, (cache, named) in enumerate(machines):
-        name = f"memory://{tmp_path.name}-{number}/web"
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_bytes": 10_000}
+    for cache in ("elsewhere", "here"):
+        name = f"memory://{tmp_path.name}-{cache}/web"
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
         kill_before(killed_in, monkeypatch, inputs[:1], name, shard_bytes=10_000)
         assert ".web.streammega-claim" in objects(name)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-        convert(inputs[:1], name, tokenizer="bytes", workers=1, shard_bytes=10_000, **named)
+        if cache == "here":
+            with pytest.raises(ConvertError, match=r"gc .* --remove"):
+                convert(inputs[:1], name, min_tokens=3, **options)
+            assert main(["gc", name, "--remove"]) == 0
+            options["min_tokens"] = 3
+        convert(inputs[:1], name, **options)
         assert verify(name).problems == []
-        assert len(objects(name)) == 3, "the claim is given back"
+        assert len(objects(name)) == 3, "the reservation is removed"
 
 
-def test_the_claim_of_a_killed_conversion_is_told_and_removed_by_gc(
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_dataset_that_appears_before_the_names_are_reserved_keeps_its_objects(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    name = f"memory://{tmp_path.name}-{overwrite}/web"
+    take = Reservation.take
+
+    def late(self: Reservation) -> bool:
+        monkeypatch.setattr(Reservation, "take", take)
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+            convert(inputs[1:], name, tokenizer="bytes", workers=1)
+        return take(self)
+
+    monkeypatch.setattr(Reservation, "take", late)
+    if not overwrite:
+        with pytest.raises(ConvertError, match="exists already"):
+            convert(inputs[:1], name, tokenizer="bytes", workers=1)
+    else:
+        convert(inputs[:1], name, tokenizer="bytes", workers=1, overwrite=True)
+        assert all("-gen" in found for found in objects(name) if "manifest" not in found)
+    assert text_of(name, StorageConfig()) == ("a" if overwrite else "b") * 1000
+    assert len(objects(name)) == 3
+
+
+def test_the_reservation_of_a_killed_conversion_is_told_and_removed_by_gc(
     tmp_path: Path,
     inputs: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +244,7 @@ def test_the_claim_of_a_killed_conversion_is_told_and_removed_by_gc(
     assert text_of(f"{name}.manifest.json", StorageConfig()) == "b" * 1000
 
 
-def test_a_conversion_that_fails_at_once_leaves_no_claim(
+def test_a_conversion_that_fails_at_once_leaves_no_reservation(
     tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"memory://{tmp_path.name}-fails/web"
@@ -230,11 +277,12 @@ def test_who_may_not_list_may_still_convert(
     assert text_of(name, StorageConfig()) == "b" * 1000
 
 
-def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_the_last(
+def test_of_two_reservations_where_the_server_knows_no_conditions_the_first_learns_of_the_last(
     tmp_path: Path,
 ) -> None:
     prefix = f"memory://{tmp_path.name}-claims/web"
-    one, two = (Claim(prefix, str(tmp_path / job), StorageConfig(), job) for job in ("one", "two"))
+    destination = Destination(prefix, "bin", StorageConfig())
+    one, two = (Reservation(destination, job) for job in ("one", "two"))
     assert one.take()
     # is obeyed
     save_bytes(
@@ -242,4 +290,4 @@ def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_
     )
     assert two.take()
     assert not one.take()
-    assert one.refusal() is not None
+    assert one.conflict() is not None

@@ -1,206 +1,358 @@
-"""From the work folder to a dataset under its final names: a kill at any moment leaves the former
-one or the new one whole.
+"""From the work folder to a dataset under its final names. After a kill at any moment, the previous
+dataset or the new one is whole.
 
-A dataset is what its manifest says. Where none is, tokens come first, then every `.idx`, the
-manifest last. Where one is replaced, the new shards are written beside it under names with a mark
-(`web-gen3f2a1b9c04d1`, see `names`), the manifest switches from one to the other at once, and only
-then the former shards are removed. On a local disk the new ones get their plain names back, by
-links and a second switch.
+A dataset is what its manifest lists, so putting the manifest is the only commit. In a bucket it is
+put on the condition that the manifest is still the one that was there at the start.
 
-What is noted of this in the work folder outlives a kill; what others do to the output meanwhile is
-looked for, and never replaced unasked.
+Shards have plain names (`web.bin`) where no dataset exists: on a disk a lock protects them, in a
+bucket a reservation. What replaces a dataset is written under names that carry the job's digest
+(`web-gen3f2a1b9c04d1`), which no other job writes; the commit switches to them, and then the
+replaced files are deleted. On a local disk hard links and a second switch restore the plain names.
+
+A record in the work folder says what is being published. By it a restart knows its own manifest.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from streammega.convert.digests import digest_of_bytes
+from streammega.convert.read.inputs import Input
+from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
 from streammega.convert.write.layout import ShardLayout
-from streammega.convert.write.names import OutputNames, Target
-from streammega.convert.write.output import Output
-from streammega.dataset.manifest import Manifest, Shard
+from streammega.convert.write.records import load_json, save_json
+from streammega.dataset.manifest import MANIFEST, Manifest, Shard
 from streammega.dataset.provenance import ENDING
+from streammega.dataset.shards import split_name
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.object_ops import delete, link, move
-from streammega.storage.store import create_object
+from streammega.storage.object_ops import delete, exists, link, move
+from streammega.storage.open import resolved
+from streammega.storage.store import create_object, replace_object
+
+RECORD = "publishing.json"
+"""The name of the record in the work folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishRecord:
+    """What a conversion publishes, saved before anything appears under a final name.
+
+    job: its digest. mark: of the names of its shards, "" for plain ones. replaced: the files of the
+    dataset that it replaces. manifests: digests of the manifests that it puts, in their order.
+    """
+
+    job: str
+    mark: str
+    replaced: list[str]
+    manifests: list[str]
 
 
 class Publisher:
-    """Puts one conversion's shards under their names. Every step may be interrupted and repeated."""
+    """Publishes one conversion. Every step may be interrupted and repeated.
+
+    job: a digest of the inputs and the options. has_origins: whether shards have an `.origins`.
+    """
 
     def __init__(
-        self, output: Output, names: OutputNames, work: str, *, origins: bool = False
+        self, destination: Destination, work: str, job: str, *, has_origins: bool = False
     ) -> None:
-        self._output = output
-        self._storage = output.storage
-        self._suffix = output.suffix
-        self._is_remote = output.is_remote
-        self._names = names
+        self._destination = destination
+        self._storage = destination.storage
+        self._is_remote = destination.is_remote
         self._work = work
-        # Before every .idx, which makes a shard one: whoever sees that sees where its documents
-        # came from.
-        self._beside = (ENDING,) if origins else ()
+        self._job = job
+        # Origins come before the .idx, which makes a shard readable.
+        self._last_endings = (ENDING, ".idx") if has_origins else (".idx",)
+        self._has_origins = has_origins
+        self._reservation = Reservation(destination, job)
+        self._has_reservation = False
+        self._is_resumed = False
+        """Whether an earlier run of this conversion was interrupted while it published."""
+        self._existing = ExistingDataset()
+        """What was there at the start, and is replaced."""
+        self._mark = ""
 
-    def lost(self, layout: ShardLayout, shards: dict[int, Shard]) -> list[int]:
-        """Of shards that were written, those whose tokens are not where they were written, or not
-        of that size.
+    def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
+        """Look at what is there. Raises ConvertError if it would have to be replaced and may not."""
+        record = self._own_record()
+        stored = None if record is None else self._destination.manifest()
+        if record is not None and stored is None:
+            # Plain names were free when it began.
+            self._is_resumed = not record.mark
+        elif record is not None and stored is not None:
+            self._is_resumed = digest_of_bytes(stored) in record.manifests
+        if record is not None and self._is_resumed:
+            version = self._destination.manifest_version()
+            self._existing = ExistingDataset(files=record.replaced, manifest_version=version)
+            self._mark = record.mark
+        else:
+            if not overwrite:
+                self._check_nothing_exists()
+            self._look()
+        self._check_inputs(inputs)
 
-        Somebody may remove, between two runs or beside one, what belongs to no dataset yet.
+    def reserve(self, *, overwrite: bool) -> None:
+        """Reserve plain names in a bucket, after `check` and before the first document is read.
+
+        Raises ConvertError if another job has them; with `overwrite`, other names are used.
+        """
+        if not self._is_remote or self._mark:
+            return
+        self._has_reservation = self._reservation.take()
+        if not self._has_reservation:
+            if not overwrite:
+                raise ConvertError(self._reservation.conflict() or self._lost_reservation())
+            self._mark = self._make_mark()
+        elif not self._is_resumed:
+            # Another conversion may have ended since `check`.
+            if not overwrite:
+                self._check_nothing_exists()
+            self._look()
+
+    def release(self) -> None:
+        """Free the reserved names."""
+        if self._is_remote:
+            self._reservation.release()
+
+    def choose_names(self, layout: ShardLayout) -> ShardLayout:
+        """The layout with the URLs that its tokens are written to, in a bucket the final ones.
+
+        Raises ConvertError if shards of another dataset are in the way.
+        """
+        self._check_reservation()
+        if not self._is_resumed:
+            self._check_set_without_manifest(layout)
+        if not self._is_remote:
+            return layout
+        names = self._destination.shard_names(layout.names, self._mark)
+        targets = [self._destination.url(name) for name in names]
+        # The mark is part of the digest: shards under other names would have to be written again.
+        return replace(layout, targets=targets, digest=layout.digest + self._mark)
+
+    def missing_shards(self, layout: ShardLayout, shards: dict[int, Shard]) -> list[int]:
+        """Of written shards, those whose tokens are gone or have another size: a `gc` may have
+        removed them.
         """
         if not self._is_remote:  # they are in the work folder, or were published
             return []
-        urls = {number: layout.targets[number] + self._suffix for number in shards}
-        sizes = self._output.sizes(list(urls.values()))
-        lost = []
-        for number, shard in shards.items():
-            if sizes.get(urls[number]) != shard.bytes:
-                lost.append(number)
-        return lost
+        urls = {number: layout.targets[number] + self._destination.suffix for number in shards}
+        sizes = self._destination.sizes(list(urls.values()))
+        return [
+            number for number, shard in shards.items() if sizes.get(urls[number]) != shard.bytes
+        ]
 
     def publish(self, layout: ShardLayout, manifest: Manifest) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end."""
-        self._names.keep_claim()
-        target = self._names.target(layout)
-        names = self._output.shard_names(layout.names, target.mark)
-        first = _renamed(manifest, names).to_json()
-        last = manifest.to_json()
-        is_local = not self._is_remote
-        stored = self._output.manifest()
-        digests = (
-            [digest_of_bytes(first), digest_of_bytes(last)]
-            if is_local
-            else [digest_of_bytes(first)]
-        )
-        self._check_others(stored, digests)
-        # Files of a disk can be linked, so there a second switch gives shards their plain names.
-        switches_twice = is_local and bool(target.mark)
-        if switches_twice and stored == last:
-            # An interrupted run did the second switch; only this was left.
-            self._remove_links(names)
+        self._check_reservation()
+        names = self._destination.shard_names(layout.names, self._mark)
+        committed = _with_names(manifest, names)
+        restores_names = bool(self._mark) and not self._is_remote
+        manifests = [committed.to_json(), manifest.to_json()][: 2 if restores_names else 1]
+        if self._is_resumed and restores_names and self._destination.manifest() == manifests[-1]:
+            # An earlier run ended the second switch.
+            self._remove_marked(names)
             return manifest
         self._check_tokens(layout, manifest)
-        self._names.note(replace(target, manifests=digests))
+        self._check_unchanged()
+        record = PublishRecord(
+            job=self._job,
+            mark=self._mark,
+            replaced=self._existing.files,
+            manifests=[digest_of_bytes(data) for data in manifests],
+        )
+        save_json(self._record_url, asdict(record), self._storage)
         self._bring(layout, names)
-        self._switch(first, stored)
-        self._remove_former(target, names)
-        if not switches_twice or not self._link(names, layout.names):
-            return _renamed(manifest, names)
-        save_bytes(self._output.manifest_url, last, self._storage)
-        self._remove_links(names)
+        self._commit(manifests[0])
+        self._remove_replaced(names)
+        if not restores_names or not self._link(names, layout.names):
+            return committed
+        save_bytes(self._destination.manifest_url, manifests[-1], self._storage)
+        self._remove_marked(names)
         return manifest
 
-    def _check_others(self, stored: bytes | None, digests: Sequence[str]) -> None:
-        """Raise ConvertError if the manifest that is there came from others since this conversion
-        began.
+    # --- checks ---
+
+    @property
+    def _record_url(self) -> str:
+        return join_url(self._work, RECORD)
+
+    def _own_record(self) -> PublishRecord | None:
+        stored = load_json(self._record_url, self._storage)
+        if stored is None or stored.get("job") != self._job:
+            return None
+        return PublishRecord(**stored)
+
+    def _look(self) -> None:
+        """Note what is there: if anything is, shards get a mark."""
+        self._existing = self._destination.existing()
+        self._mark = self._make_mark() if self._existing.version else ""
+
+    def _make_mark(self) -> str:
+        """The same after a kill, another one when another job or another dataset is concerned."""
+        seed = f"{self._job} {self._existing.version}"
+        return f"gen{hashlib.blake2b(seed.encode(), digest_size=6).hexdigest()}"
+
+    def _check_nothing_exists(self) -> None:
+        destination = self._destination
+        urls = [destination.index_url, destination.manifest_url]
+        if not self._is_remote or not self._reservation.is_ours():
+            urls.append(destination.tokens_url)
+        for url in urls:
+            if exists(url, self._storage):
+                raise ConvertError(
+                    f"{redact_urls(url)}: exists already; choose another output, or pass "
+                    f"--overwrite to replace it"
+                )
+        conflict = self._reservation.conflict() if self._is_remote else None
+        if conflict:
+            raise ConvertError(conflict)
+
+    def _check_inputs(self, inputs: Sequence[Input]) -> None:
+        """Raise ConvertError for an input that the output would replace."""
+        destination = self._destination
+        replaced = self._existing.files
+        prefixes = {resolved(split_name(url)[0]) for url in (destination.prefix, *replaced)}
+        files = {
+            resolved(url) for url in (destination.tokens_url, destination.index_url, *replaced)
+        }
+        for item in inputs:
+            is_replaced = resolved(item.path) in files
+            if item.format == "megatron":
+                prefix = split_name(item.path.removesuffix(MANIFEST))[0]
+                is_replaced = is_replaced or resolved(prefix) in prefixes
+            if is_replaced:
+                raise ConvertError(
+                    f"{redact_urls(destination.prefix)}: the output would replace its own input "
+                    f"{redact_urls(item.path)}; choose another name"
+                )
+
+    def _check_set_without_manifest(self, layout: ShardLayout) -> None:
+        """Raise ConvertError for a set of shards without a manifest, which is a dataset too.
+
+        Its first and its last name are looked for: a set is complete, or no dataset.
         """
-        if stored is None or digest_of_bytes(stored) in digests:
-            return
-        if self._output.manifest_version() != self._names.manifest_seen:
+        destination = self._destination
+        for name in {layout.names[0], layout.names[-1]}:
+            url = destination.url(f"{name}.idx")
+            is_other = name != destination.stem and url not in self._existing.files
+            if is_other and exists(url, self._storage):
+                raise ConvertError(
+                    f"{redact_urls(url)}: exists already, of a dataset without "
+                    f"{destination.stem}{MANIFEST}; choose another output, or remove that dataset "
+                    f"first"
+                )
+
+    def _check_reservation(self) -> None:
+        """Raise ConvertError if another job has reserved the names meanwhile."""
+        if self._has_reservation and not self._reservation.take():
+            raise ConvertError(self._lost_reservation())
+
+    def _check_unchanged(self) -> None:
+        """Raise ConvertError if another conversion has published since this one looked."""
+        if self._destination.manifest_version() != self._existing.manifest_version:
             raise ConvertError(self._published_by_others())
 
     def _check_tokens(self, layout: ShardLayout, manifest: Manifest) -> None:
-        """Raise ConvertError if tokens that were written are not there any more: a manifest would
-        speak of nothing.
-        """
-        lost = self.lost(layout, dict(enumerate(manifest.shards)))
-        if lost:
-            first = redact_urls(layout.targets[lost[0]] + self._suffix)
+        """Raise ConvertError if written tokens are gone: the manifest would list nothing."""
+        missing = self.missing_shards(layout, dict(enumerate(manifest.shards)))
+        if missing:
+            first = redact_urls(layout.targets[missing[0]] + self._destination.suffix)
             raise ConvertError(
-                f"{first}: is gone, or not as it was written ({len(lost)} of "
-                f"{len(manifest.shards)} such); did another conversion or a gc work here? run the "
-                f"same command again, which writes them anew"
+                f"{first}: is missing or has the wrong size ({len(missing)} of "
+                f"{len(manifest.shards)} shards). Another conversion or 'gc' may have removed it; "
+                f"run the same command again, which writes it again"
             )
 
+    def _lost_reservation(self) -> str:
+        return (
+            f"{redact_urls(self._destination.prefix)}: another conversion reserved it meanwhile; "
+            f"run the same command again when that has ended, or choose another output"
+        )
+
+    def _published_by_others(self) -> str:
+        return (
+            f"{redact_urls(self._destination.manifest_url)}: another conversion wrote it "
+            f"meanwhile; run the same command again with --overwrite to replace that dataset, or "
+            f"choose another output"
+        )
+
+    # --- steps ---
+
     def _bring(self, layout: ShardLayout, names: Sequence[str]) -> None:
-        """Put tokens under the names chosen, then every `.idx`: tokens without one are no
-        dataset.
-        """
+        """Put tokens under their names, then each `.idx`: tokens without one are no dataset."""
         if not self._is_remote:  # else they were written there
-            self._move(layout, names, self._suffix)
-        if not self._beside:
-            self._forget_origins(names)
-        for ending in (*self._beside, ".idx"):
+            self._move(layout, names, self._destination.suffix)
+        if not self._has_origins:
+            self._remove_stale_origins(names)
+        for ending in self._last_endings:
             self._move(layout, names, ending)
 
-    def _forget_origins(self, names: Sequence[str]) -> None:
-        """Remove origins of a dataset whose other files were removed by hand: they would tell of
-        these documents.
-        """
-        urls = {self._output.url(name + ENDING) for name in names}
+    def _remove_stale_origins(self, names: Sequence[str]) -> None:
+        """Delete origins whose dataset was removed by hand: they would describe these documents."""
+        urls = {self._destination.url(name + ENDING) for name in names}
         try:
-            found = self._output.sizes(list(urls))
+            found = self._destination.sizes(list(urls))
         except AccessDeniedError:
-            return  # whoever may not list is refused what is not there
+            return  # without the right to list, a missing object is refused too
         for url in urls.intersection(found):
             delete(url, self._storage)
 
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):
             source = join_url(self._work, f"out/{old}{ending}")
-            move(source, self._output.url(new + ending), self._storage)
+            move(source, self._destination.url(new + ending), self._storage)
 
-    def _switch(self, manifest: bytes, stored: bytes | None) -> None:
-        """Put the manifest in place of the one that is there; where none is, on the condition that
-        this is still so.
-        """
-        url = self._output.manifest_url
-        if stored is not None or not self._is_remote:
+    def _commit(self, manifest: bytes) -> None:
+        """Put the manifest, in a bucket on the condition that nobody has put another one."""
+        url = self._destination.manifest_url
+        if not self._is_remote:
             save_bytes(url, manifest, self._storage)
             return
         store, key = open_store(url, self._storage)
-        # What is there instead may be this one: the answer to a first try was lost.
-        if not create_object(store, key, manifest) and self._output.manifest() != manifest:
+        version = self._existing.manifest_version
+        is_put = (
+            replace_object(store, key, manifest, version)
+            if version
+            else create_object(store, key, manifest)
+        )
+        # It may be this one that is there: the answer to a first try was lost.
+        if not is_put and self._destination.manifest() != manifest:
             raise ConvertError(self._published_by_others())
 
-    def _remove_former(self, target: Target, names: Sequence[str]) -> None:
-        """Remove the shards that were replaced: not those that are the dataset now, whatever was
-        noted when.
-        """
-        kept = {self._output.manifest_url}
-        for name in names:
-            kept.add(self._output.url(name + self._suffix))
-            for ending in (*self._beside, ".idx"):
-                kept.add(self._output.url(name + ending))
-        for url in target.former:
+    def _remove_replaced(self, names: Sequence[str]) -> None:
+        """Delete the files of the replaced dataset, but none that the new one has."""
+        endings = (self._destination.suffix, *self._last_endings)
+        kept = {self._destination.url(name + ending) for name in names for ending in endings}
+        for url in self._existing.files:
             if url not in kept:
                 delete(url, self._storage)
 
     def _link(self, marked_names: Sequence[str], names: Sequence[str]) -> bool:
-        """Give local shards their plain names too; False on a file system without hard links, where
+        """Give local shards their plain names too. False on a file system without hard links, where
         they keep the marked ones.
         """
-        for ending in (self._suffix, *self._beside, ".idx"):
+        for ending in (self._destination.suffix, *self._last_endings):
             for marked_name, name in zip(marked_names, names, strict=True):
                 if not link(self._path(marked_name + ending), self._path(name + ending)):
                     return False
         return True
 
-    def _remove_links(self, marked_names: Sequence[str]) -> None:
-        """Take the marked names away: every `.idx` first, since without one tokens are no
-        dataset.
-        """
-        for ending in (".idx", self._suffix, *self._beside):
+    def _remove_marked(self, marked_names: Sequence[str]) -> None:
+        """Delete the marked names, each `.idx` first: tokens without one are no dataset."""
+        for ending in (".idx", self._destination.suffix, ENDING):
             for name in marked_names:
-                delete(self._output.url(name + ending), self._storage)
+                delete(self._destination.url(name + ending), self._storage)
 
     def _path(self, name: str) -> str:
-        """Of a local file."""
-        _, path = open_store(self._output.url(name), self._storage)
+        _, path = open_store(self._destination.url(name), self._storage)
         return path
 
-    def _published_by_others(self) -> str:
-        return (
-            f"{redact_urls(self._output.manifest_url)}: was written meanwhile, by another "
-            f"conversion; run the same command again with --overwrite to replace that dataset, or "
-            f"choose another output"
-        )
 
-
-def _renamed(manifest: Manifest, names: Sequence[str]) -> Manifest:
+def _with_names(manifest: Manifest, names: Sequence[str]) -> Manifest:
     """A manifest whose shards have other names."""
     shards = []
     for shard, name in zip(manifest.shards, names, strict=True):

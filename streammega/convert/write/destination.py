@@ -1,0 +1,241 @@
+"""Where a conversion writes: the names of its files, the dataset that is there now, and in a bucket
+the reservation of the plain names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streammega.config import StorageConfig
+from streammega.convert.read.inputs import CLAIM
+from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.dataset.provenance import ENDING
+from streammega.dataset.shards import SUFFIXES, Kind, marked
+from streammega.errors import (
+    AccessDeniedError,
+    ConvertError,
+    FormatError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from streammega.errors.redaction import redact_urls
+from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage.object_ops import delete, exists, read_whole, version
+from streammega.storage.open import is_remote
+from streammega.storage.store import create_object, replace_object
+
+log = logging.getLogger(__name__)
+
+MAX_SINGLE_LOOKUPS = 8
+"""Up to so many objects are looked up one by one; for more, the folder is listed."""
+UNREADABLE = {"job": "unknown"}
+"""The holder of a reservation that cannot be read: no conversion has such a digest."""
+READ_ATTEMPTS = 5
+READ_PAUSE = 0.1
+"""Seconds between attempts to read a reservation. On a server without conditional writes, tasks of
+one conversion may overwrite it at the same moment.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExistingDataset:
+    """The dataset under the output's name, by default none.
+
+    files: each `.idx` first, which is the order to delete them in. manifest_version, index_version:
+    the ETags of its manifest and of an `.idx` of the very name, "" where there is none.
+    """
+
+    files: list[str] = field(default_factory=list)
+    manifest_version: str = ""
+    index_version: str = ""
+
+    @property
+    def version(self) -> str:
+        """Changes with the dataset; "" where there is none."""
+        return self.manifest_version or self.index_version
+
+
+class Destination:
+    """The place of a dataset: its prefix, and the names of its files. Methods raise StorageError.
+
+    is_remote: whether it is a bucket, where nothing can be renamed. suffix: that of the tokens.
+    """
+
+    def __init__(self, prefix: str, kind: Kind, storage: StorageConfig) -> None:
+        folder, slash, stem = prefix.rpartition("/")
+        self.prefix = prefix
+        self.stem = stem
+        self.storage = storage
+        self.suffix = SUFFIXES[kind]
+        self.is_remote = is_remote(prefix)
+        self.manifest_url = f"{prefix}{MANIFEST}"
+        self.index_url = f"{prefix}.idx"
+        self.tokens_url = f"{prefix}{self.suffix}"
+        self._folder = folder if slash else "."
+
+    def url(self, name: str) -> str:
+        """The URL of a file in the output's folder."""
+        return join_url(self._folder, name)
+
+    def shard_names(self, plain_names: Sequence[str], mark: str) -> list[str]:
+        """The names of shards, with a mark unless it is empty."""
+        return [marked(name, self.stem, mark) for name in plain_names]
+
+    def manifest(self) -> bytes | None:
+        """The stored manifest."""
+        return read_whole(self.manifest_url, self.storage)
+
+    def manifest_version(self) -> str:
+        """The ETag of the manifest, "" where there is none."""
+        return version(self.manifest_url, self.storage)
+
+    def existing(self) -> ExistingDataset:
+        """The dataset that is there. Raises ConvertError if its manifest cannot be read."""
+        # The versions are read first: after a change in between, they do not match any more.
+        manifest_version = self.manifest_version()
+        index_version = version(self.index_url, self.storage)
+        files = []
+        if manifest_version:
+            try:
+                files = self._shard_files(read_manifest(self.manifest_url, self.storage))
+            except ObjectNotFoundError:
+                manifest_version = ""
+            except FormatError as error:
+                raise ConvertError(
+                    f"{redact_urls(self.prefix)}: cannot be replaced, since which shards belong to "
+                    f"it is not known: {error}; remove that dataset by hand, or choose another "
+                    f"output"
+                ) from None
+        if index_version:
+            files += [url for url in self._pair_files() if url not in files]
+        return ExistingDataset(
+            files=files, manifest_version=manifest_version, index_version=index_version
+        )
+
+    def sizes(self, urls: Sequence[str]) -> dict[str, int]:
+        """The bytes of those files that exist."""
+        if len(urls) > MAX_SINGLE_LOOKUPS:
+            store, key = open_store(f"{self._folder}/", self.storage)
+            try:
+                listed = store.list(key, recursive=False)
+                return {self.url(os.path.basename(info.key)): info.size for info in listed}
+            except StorageError as error:
+                if error.transient:
+                    raise
+                # Without the right to list, single objects may still be looked up.
+        sizes = {}
+        for url in urls:
+            store, key = open_store(url, self.storage)
+            try:
+                sizes[url] = store.info(key).size
+            except ObjectNotFoundError:
+                continue
+        return sizes
+
+    def _shard_files(self, manifest: Manifest) -> list[str]:
+        """Each `.idx` before all tokens: tokens without an `.idx` are no dataset."""
+        suffix = SUFFIXES[manifest.kind]  # type: ignore[index]
+        prefixes = [self.url(shard.name) for shard in manifest.shards]
+        # The manifest may not say whether there are origins; a missing file is deleted in no time.
+        endings = (".idx", suffix, ENDING)
+        return [prefix + ending for ending in endings for prefix in prefixes]
+
+    def _pair_files(self) -> list[str]:
+        """The `.idx` of the output's very name and its tokens."""
+        # `.bin` first: that is what a reader of the `.idx` opens.
+        for suffix in SUFFIXES.values():
+            if exists(self.prefix + suffix, self.storage):
+                return [self.index_url, self.prefix + suffix, self.prefix + ENDING]
+        return [self.index_url]
+
+
+class Reservation:
+    """The plain names of an output in a bucket, reserved for one job by one small object.
+
+    A first conversion writes its tokens under their final names, so two of them must not do so at
+    once. The first one creates the object, which holds its job's digest; the end of the conversion
+    removes it. After a crash the same job goes on, on any machine: it writes the same bytes.
+    """
+
+    def __init__(self, destination: Destination, job: str) -> None:
+        folder, slash, stem = destination.prefix.rpartition("/")
+        self._prefix = destination.prefix
+        self._storage = destination.storage
+        self._url = f"{folder}{slash}.{stem}{CLAIM}"
+        self._job = job
+
+    def take(self) -> bool:
+        """Reserve the names; False if another job has. The holder may take them again."""
+        holder = self._read()
+        if holder is None or not holder["job"]:
+            store, key = open_store(self._url, self._storage)
+            data = json.dumps(
+                {
+                    "job": self._job,
+                    "host": socket.gethostname(),
+                    "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                }
+            ).encode()
+            if holder is None:
+                create_object(store, key, data)
+            else:
+                replace_object(store, key, data, version(self._url, self._storage))
+            # Another job may have been first, or last on a server without conditional writes.
+            holder = self._read()
+        return holder is not None and holder["job"] == self._job
+
+    def is_ours(self) -> bool:
+        """Whether this job has reserved the names."""
+        holder = self._read()
+        return holder is not None and holder["job"] == self._job
+
+    def conflict(self) -> str | None:
+        """Why this job cannot reserve the names: a message; None if it can."""
+        holder = self._read()
+        if holder is None or holder["job"] in ("", self._job):
+            return None
+        place = redact_urls(self._prefix)
+        return (
+            f"{place}: another conversion, of other inputs or options, writes there (started on "
+            f"{holder.get('host')}, {holder.get('began')}). Wait for it, or choose another output. "
+            f"If it was killed: 'streammega gc {place} --remove' removes what it left; or pass "
+            f"--overwrite, which writes under other names"
+        )
+
+    def release(self) -> None:
+        """Free the names, if this job has them. A failure is logged: the conversion has ended."""
+        try:
+            if not self.is_ours():
+                return
+            try:
+                delete(self._url, self._storage)
+            except AccessDeniedError:
+                # Without the right to delete, an empty job frees them too.
+                save_bytes(self._url, b'{"job": ""}', self._storage)
+        except StorageError as error:
+            log.warning(
+                "%s: was left there (%s); streammega gc removes it", redact_urls(self._url), error
+            )
+
+    def _read(self) -> dict[str, Any] | None:
+        """The stored reservation; None if there is none."""
+        for _ in range(READ_ATTEMPTS):
+            try:
+                data = read_whole(self._url, self._storage)
+                if data is None:
+                    return None
+                stored = json.loads(data)
+                if isinstance(stored, dict) and isinstance(stored.get("job"), str):
+                    return stored
+            except (ObjectChangedError, ValueError):
+                pass
+            time.sleep(READ_PAUSE)
+        return UNREADABLE
