@@ -83,7 +83,7 @@ def gc(
     is no part of a dataset yet.
     """
     from streammega.convert.work_folder import held_by_another
-    from streammega.convert.write.leftovers import find_leftovers, remove_leftovers
+    from streammega.convert.write.gc import find_leftovers, remove_leftovers
 
     settings = storage_config(storage, storage_file, looks_only=True)
     leftovers = find_leftovers(prefix, settings)

@@ -15,7 +15,7 @@ from streammega.convert import resume
 from streammega.convert.cluster import SharedFiles
 from streammega.convert.digests import digest_of_json
 from streammega.convert.engines import TaskList, run_tasks
-from streammega.convert.laying import lay_out, parts_of_datasets, parts_of_units
+from streammega.convert.job import Job, UnitRecord, plan_units, segment_bytes_within, stored_bytes
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.read.inputs import Input
 from streammega.convert.tokenize.tokenizers import TextTokenizer
@@ -26,19 +26,22 @@ from streammega.convert.told import (
     tell_of_ids,
     tell_of_origins,
 )
+from streammega.convert.write.dedup import remove_duplicates
 from streammega.convert.write.destination import Destination
-from streammega.convert.write.duplicates import remove_duplicates
-from streammega.convert.write.final_order import DocumentSet
-from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
-from streammega.convert.write.labels import Labels
-from streammega.convert.write.layout import (
-    ShardLayout,
-    layout_digest,
-)
+from streammega.convert.write.document_order import DocumentSet
+from streammega.convert.write.manifest_metadata import Labels
 from streammega.convert.write.packing import PackCounts
-from streammega.convert.write.plan import plan_units, stored_bytes
 from streammega.convert.write.publish import Publisher
-from streammega.convert.write.shards import origins_written, read_pack_counts, write_shard
+from streammega.convert.write.shards import (
+    ShardLayout,
+    lay_out,
+    layout_digest,
+    origins_written,
+    parts_of_datasets,
+    parts_of_units,
+    read_pack_counts,
+    write_shard,
+)
 from streammega.convert.write.units import run_unit
 from streammega.dataset.manifest import Manifest, Shard
 from streammega.errors import ConfigError, ConvertError

@@ -16,6 +16,7 @@ import zstandard
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
+from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
@@ -26,7 +27,6 @@ from streammega.convert.read.slices import Skipped, read_head
 from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed, suffix_of
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.convert.write.encoders import encoder_of
-from streammega.convert.write.job import Job, UnitRecord
 from streammega.convert.write.segments import token_dtype
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.units import batches_of

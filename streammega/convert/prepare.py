@@ -20,7 +20,7 @@ from streammega.convert.tokenize.chat_sources import as_option, find_template
 from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
 from streammega.convert.work_folder import work_folder
 from streammega.convert.write.encoders import share_tokenizer
-from streammega.convert.write.labels import Labels, labels_of
+from streammega.convert.write.manifest_metadata import Labels, labels_of
 from streammega.dataset.shards import split_name
 from streammega.errors import ConfigError
 from streammega.storage.open import is_remote

@@ -11,9 +11,9 @@ import numpy as np
 
 import streammega
 from streammega.config import StorageConfig
+from streammega.convert.job import HISTOGRAM_BINS, Job, UnitRecord, length_histogram
 from streammega.convert.told import count_of
-from streammega.convert.write.final_order import DocumentSet, document_tokens
-from streammega.convert.write.job import HISTOGRAM_BINS, Job, UnitRecord, length_histogram
+from streammega.convert.write.document_order import DocumentSet, document_tokens
 from streammega.convert.write.packing import PackCounts
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest

@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterable
 
 from streammega.config import StorageConfig
+from streammega.convert.job import Job, UnitRecord, read_record
 from streammega.convert.read.pipes import KEPT as KEPT_PIPE
 from streammega.convert.work_folder import LOCK, remove_folder
-from streammega.convert.write.job import Job, UnitRecord, read_record
-from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.publish import RECORD, Publisher
-from streammega.convert.write.shards import read_shard
+from streammega.convert.write.shards import ShardLayout, read_shard
 from streammega.dataset.manifest import Shard
 from streammega.storage import open_store
 from streammega.storage.open import is_remote

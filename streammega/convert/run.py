@@ -28,7 +28,7 @@ from streammega.convert.report import ConvertReport, make_report
 from streammega.convert.resume import can_resume
 from streammega.convert.work_folder import held_output, work_folder
 from streammega.convert.write.destination import Destination
-from streammega.convert.write.labels import Labels
+from streammega.convert.write.manifest_metadata import Labels
 from streammega.convert.write.publish import Publisher
 from streammega.dataset.growing.checks import check_not_grown
 from streammega.dataset.manifest import Manifest

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 
 from streammega.config import StorageConfig
+from streammega.convert.job import UnitRecord
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pairs import dataset_name
-from streammega.convert.write.job import UnitRecord
 from streammega.dataset.find import find_pairs
 from streammega.dataset.manifest import Shard
 from streammega.dataset.provenance import ENDING, has_provenance

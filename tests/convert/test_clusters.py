@@ -15,8 +15,8 @@ from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.cluster import SharedFiles
 from streammega.convert.conversion import Conversion
+from streammega.convert.job import Job
 from streammega.convert.write.encoders import encoder_of
-from streammega.convert.write.job import Job
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 

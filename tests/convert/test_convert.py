@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 def test_lines_that_are_passed_over_cost_no_second_reading(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 4000)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 4000)
     good = b'{"text": "a good line"}\n'
     (tmp_path / "in.jsonl").write_bytes((good * 9 + b"{\n") * 100)
     opened: list[str] = []

@@ -22,9 +22,9 @@ import zstandard
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
+from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.tokenize.tokenizers import load_tokenizer
-from streammega.convert.write.plan import plan_units
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
 from tests.conftest import write_random_pair
 from tests.support.data.make_peers import TEXTS, tokens
@@ -232,8 +232,8 @@ def test_inputs_are_read_from_object_storage(
 def test_large_files_are_cut_into_units_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: int
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
-    monkeypatch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 100)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 100)
     inputs = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet"), pair(tmp_path / "c")]
     assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (
         10 if unit < 300 else 1
@@ -625,7 +625,7 @@ def test_rows_weigh_what_they_hold(
 def test_lines_of_later_units_have_their_true_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 100)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)
     with pytest.raises(ConvertError, match=r"a\.jsonl:41: broken JSON"):
         convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1)

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
+from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
-from streammega.convert.write.plan import plan_units
 from streammega.errors import ConvertError
 from tests.support.servers import S3
 
@@ -103,7 +103,7 @@ def test_every_form_gives_the_documents_of_lines(form: str, packed: str, tmp_pat
 def test_large_files_are_cut_into_units_only_where_they_are_lines(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 500)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 500)
     (tmp_path / "in.json").write_text(FORMS[form](RECORDS))
     units = plan_units(find_inputs([str(tmp_path / "in.json")]), ConvertOptions(), StorageConfig())
     assert (len(units) > 5) == (form == "lines")
@@ -299,7 +299,7 @@ def test_a_killed_conversion_of_arrays_goes_on_to_the_same_bytes(tmp_path: Path)
     inputs = [str(tmp_path / f"{number}.json") for number in range(6)]
     convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
     code = (
-        "import sys; from streammega.convert import convert; import streammega.convert.write.plan as plan;"
+        "import sys; from streammega.convert import convert; import streammega.convert.job as plan;"
         "plan.UNIT_BYTES = 1000;"
         "convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
     )

@@ -106,7 +106,7 @@ ENDS_THE_FILE = ("in.csv", "in.json")
 def test_a_record_that_is_too_large_is_refused_or_skipped(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
     monkeypatch.setattr(lines, "READ_BYTES", 700)
     monkeypatch.setattr("streammega.convert.read.json_values.READ_BYTES", 700)
     monkeypatch.setattr("streammega.convert.read.readers.HEAD_BYTES", 64)

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import streammega.convert.write.plan as plan
+import streammega.convert.job as plan
 from streammega import DataConfig, Provenance, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
-from streammega.convert.write import job
+from streammega.convert import job as job
 from streammega.dataset import provenance as stored_provenance
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import (

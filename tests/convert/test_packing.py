@@ -32,7 +32,7 @@ from streammega.config import Order, PhaseConfig
 from streammega.convert import convert
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
-from streammega.convert.write.copying import HeldDocuments, gather, read_all
+from streammega.convert.write.copy import HeldDocuments, gather, read_all
 from streammega.convert.write.packing import pack
 from streammega.dataset.growing.append import append
 from streammega.dataset.manifest import read_manifest
@@ -233,8 +233,8 @@ def test_memory_workers_and_kills_change_no_byte(
     }  # fmt: skip
     inputs = [str(tmp_path / "in")]
     convert(inputs, str(tmp_path / "one" / "out"), workers=1, **settings)
-    monkeypatch.setattr("streammega.convert.write.job.LEAST_SEGMENT_BYTES", 900)
-    monkeypatch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 900)
+    monkeypatch.setattr("streammega.convert.job.LEAST_SEGMENT_BYTES", 900)
+    monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 900)
     write_shard = shards.write_shard
     calls = []
 
@@ -279,8 +279,8 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
         assert not any(array() is not None for array in read)
         add_packed(*arguments)
 
-    monkeypatch.setattr("streammega.convert.write.bins.read_all", reading)
-    monkeypatch.setattr("streammega.convert.write.bins.gather", gathering)
+    monkeypatch.setattr("streammega.convert.write.packing.read_all", reading)
+    monkeypatch.setattr("streammega.convert.write.packing.gather", gathering)
     monkeypatch.setattr(IndexedDatasetWriter, "add_packed", writing)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, workers=1)
     assert len(filled) > 3

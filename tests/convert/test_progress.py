@@ -28,7 +28,7 @@ from streammega.cli import progress
 from streammega.cli.main import main
 from streammega.cli.progress import ProgressDisplay
 from streammega.convert import ProgressObserver, convert
-from streammega.convert.write import plan
+from streammega.convert import job as plan
 from streammega.errors import ConfigError
 
 LETTERS = random.Random(1)

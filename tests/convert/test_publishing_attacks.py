@@ -20,7 +20,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
-from streammega.convert.write.leftovers import find_leftovers
+from streammega.convert.write.gc import find_leftovers
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage.backends.fsspec import FsspecStore

@@ -124,7 +124,7 @@ def test_a_shuffle_is_one_permutation_whatever_the_memory(
     folder = tmp_path_factory.mktemp("shuffle")
     write(str(folder / "in"), documents, multimodal=multimodal)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 50)
+        patch.setattr("streammega.convert.job.SEGMENT_BYTES", 50)
         convert(
             [str(folder / "in")], str(folder / "a"), shuffle_seed=seed, shard_bytes=size, workers=1
         )
@@ -168,7 +168,7 @@ def test_the_first_of_equal_documents_stays(
         str(folder / "in"), [[([number] * (number + 1), 0)] for number in numbers], multimodal=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.write.job.SEGMENT_BYTES", cut)
+        patch.setattr("streammega.convert.job.SEGMENT_BYTES", cut)
         patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
         report = convert(
             [str(folder / "in")],
@@ -269,8 +269,8 @@ def make_corpus(path: Path, lines: int = 6000) -> None:
 
 CONVERT = """
 import sys
-import streammega.convert.write.job as job
-import streammega.convert.write.plan as plan
+import streammega.convert.job as job
+import streammega.convert.job as plan
 from streammega.convert import convert
 if __name__ == "__main__":
     plan.UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
@@ -399,7 +399,7 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
 def test_only_changed_inputs_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 1)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 1)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
     (tmp_path / "b.txt").write_bytes(b"\xff")
@@ -627,7 +627,7 @@ class TestRay:
             "shuffle_seed": 1,
             "kind": "zst",
         }
-        monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 20_000)
+        monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 20_000)
         inputs = [str(tmp_path / "in.jsonl")]
         convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
         report = convert(inputs, str(tmp_path / "ray" / "web"), engine="ray", **options)

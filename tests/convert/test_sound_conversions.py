@@ -45,7 +45,7 @@ token_corpus = st.lists(
 
 def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.write.job.SEGMENT_BYTES", segment_bytes)
+        patch.setattr("streammega.convert.job.SEGMENT_BYTES", segment_bytes)
         try:
             report = convert(inputs, str(folder / "out"), workers=1, **options)
         except ConvertError as error:

@@ -31,7 +31,7 @@ UNITS = 9
 
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 10_000)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 10_000)
 
 
 def write_corpus(folder: Path) -> list[str]:
@@ -121,13 +121,13 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     work = Path(work_folder(output, None))
     alone = Task(number=0, of=1)
     runner = Runner(workers=1)
-    monkeypatch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 1000)  # of a small machine
+    monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 1000)  # of a small machine
     convert_task(inputs, output, alone, runner=runner, **OPTIONS)
     records = {path: path.read_bytes() for path in work.glob("unit-*.json")}
     assert len(records) == UNITS
     for path in records:
         path.unlink()
-    monkeypatch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 4000)
+    monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 4000)
     convert_task(inputs, output, alone, runner=runner, **OPTIONS)
     for path, record in records.items():
         path.write_bytes(record)  # the small one was the last to end

@@ -27,11 +27,10 @@ from botocore.config import Config
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
+from streammega.convert.job import Job, plan_units
 from streammega.convert.prepare import prepare
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.write.job import Job
-from streammega.convert.write.plan import plan_units
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.servers import KEY, S3, SECRET, http_server

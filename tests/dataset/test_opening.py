@@ -14,8 +14,8 @@ import pytest
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.config import parse_blend
 from streammega.convert.options import ConvertOptions
-from streammega.convert.write.duplicates import remove_duplicates
-from streammega.convert.write.final_order import DocumentSet
+from streammega.convert.write.dedup import remove_duplicates
+from streammega.convert.write.document_order import DocumentSet
 from streammega.dataset.find import find_pairs
 from streammega.dataset.shards import SUFFIXES
 from streammega.dataset.verify import verify

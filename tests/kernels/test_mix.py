@@ -7,7 +7,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from streammega.convert.write.shuffling import shuffle_keys
+from streammega.convert.write.document_order import shuffle_keys
 from streammega.kernels.mix import GOLDEN, mix, mix_one
 
 OF_SEED_0 = [

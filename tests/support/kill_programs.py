@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import streammega.convert.engines as engines
-import streammega.convert.write.job as job
-import streammega.convert.write.plan as plan
+import streammega.convert.job as job
+import streammega.convert.job as plan
 from streammega import StorageConfig
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion

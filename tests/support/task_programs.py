@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-import streammega.convert.write.plan as plan
+import streammega.convert.job as plan
 from streammega import StorageConfig
 from streammega.convert import Runner, Task, convert_task
 from streammega.convert.write.units import run_unit

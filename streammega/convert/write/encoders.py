@@ -6,10 +6,10 @@ import socket
 import threading
 from weakref import WeakValueDictionary
 
+from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.tokenize.encode import BatchEncoder
 from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
-from streammega.convert.write.job import Job
 from streammega.errors import ConvertError
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import xxhash
 
-from streammega.convert.write.final_order import Integers, OrderedDocuments
-from streammega.convert.write.job import Job
+from streammega.convert.job import Job
+from streammega.convert.write.document_order import Integers, OrderedDocuments
 from streammega.dataset.provenance import (
     ENDING,
     DocumentOrigins,

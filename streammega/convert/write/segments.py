@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, concatenate
-from streammega.convert.write.duplicates import document_hashes
-from streammega.convert.write.job import Job, Segment, UnitRecord, length_histogram, unit_name
+from streammega.convert.job import Job, Segment, UnitRecord, length_histogram, unit_name
+from streammega.convert.write.dedup import document_hashes
+from streammega.convert.write.document_order import permuted, shuffle_keys
 from streammega.convert.write.origins import save_origins
 from streammega.convert.write.selection import Selection
-from streammega.convert.write.shuffling import permuted, shuffle_keys
 from streammega.convert.write.side_files import SideRows, save_side
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
 from streammega.dataset.writer import IndexedDatasetWriter

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, bounds_of
+from streammega.convert.job import Job, UnitRecord
 from streammega.convert.write.encoders import eod_of
-from streammega.convert.write.job import Job, UnitRecord
 
 
 class Selection:

@@ -1,32 +1,206 @@
-"""One shard: its documents copied to where it is to be published from, and a record that it is
-done.
+"""What goes into which shard, and one shard written.
+
+The plan is a function of the parts and the options, made before a token is moved, so that every
+shard can be written by any worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.write.bins import copy_packed
-from streammega.convert.write.copying import copy_in_order, copy_shuffled
+from streammega.convert.digests import digest_of_json
+from streammega.convert.documents import bounds_of
+from streammega.convert.job import Job, UnitRecord
+from streammega.convert.read.inputs import Input
+from streammega.convert.read.pairs import dataset_name
+from streammega.convert.report import count_parts
+from streammega.convert.write.copy import copy_in_order, copy_shuffled
+from streammega.convert.write.destination import Destination
+from streammega.convert.write.document_order import DocumentSet, Integers, OrderedDocuments
 from streammega.convert.write.encoders import eod_of
-from streammega.convert.write.final_order import Integers, OrderedDocuments
-from streammega.convert.write.job import Job
-from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.origins import write_origins
-from streammega.convert.write.packing import PackCounts
+from streammega.convert.write.packing import PackCounts, copy_packed
 from streammega.convert.write.records import load_json, save_json
+from streammega.convert.write.side_files import row_names, side_name
+from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Shard
+from streammega.dataset.shards import shard_name
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url
+from streammega.storage import join_url, parent_url
 from streammega.storage.backends.s3_writer import sized_for
 from streammega.storage.progress import Progress
+
+Place = tuple[int, int]
+"""(portion, document of it) in the final order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardLayout:
+    """What goes into the shards. bounds: for each shard where it begins, (portion, document of it),
+    and where the last ends.
+
+    A portion is a part, or with `buckets` one of so many ranges of shuffle keys.
+    """
+
+    parts: list[DocumentSet]
+    dtype: str
+    tokens: int
+    """Of all parts, duplicates too."""
+    multimodal: bool
+    buckets: int
+    bounds: list[Place]
+    names: list[str]
+    targets: list[str]
+    """Where the tokens of each shard are written: in the work folder, or under their final names
+    where nothing can be renamed.
+    """
+    first_sequences: list[int]
+    """Of each shard, the number of its first sequence in the dataset, where members are named by it
+    (tars); else 0.
+    """
+    digest: str = ""
+
+    @property
+    def num_shards(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+
+def plan_bounds(documents: OrderedDocuments, itemsize: int, shard_bytes: int | None) -> list[Place]:
+    """Where shards begin, and where the last one ends: as many documents as `shard_bytes` hold, at
+    least one.
+    """
+    bounds = [(0, 0)]
+    end = (documents.num_portions, 0)
+    if shard_bytes is None:
+        return [*bounds, end]
+    room = shard_bytes
+    for portion in range(documents.num_portions):
+        parts, chosen = documents.order(portion)
+        ends = np.cumsum(documents.sizes(parts, chosen) * itemsize)
+        first = 0
+        while first < len(ends):
+            bytes_before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, bytes_before + room, "right"))
+            # A shard that is still empty takes a document that is larger than it.
+            least = first + 1 if room == shard_bytes else first
+            last = max(last, least)
+            if last < len(ends):
+                bounds.append((portion, last))
+                room = shard_bytes
+            else:
+                room -= int(ends[-1]) - bytes_before
+            first = last
+    return [*bounds, end]
+
+
+def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> list[int]:
+    """The number of the first sequence of each shard, counted over all shards."""
+    first_sequences = [0]
+    later_shards = deque(bounds[1:-1])
+    sequences_before = 0
+    for portion in range(documents.num_portions):
+        if not later_shards:
+            break
+        parts, chosen = documents.order(portion)
+        sequence_bounds = bounds_of(documents.sequences(parts, chosen))
+        while later_shards and later_shards[0][0] == portion:
+            _, document = later_shards.popleft()
+            first_sequences.append(sequences_before + int(sequence_bounds[document]))
+        sequences_before += int(sequence_bounds[-1])
+    return first_sequences
+
+
+def layout_digest(job: Job, layout: ShardLayout, sources: Sequence[str]) -> str:
+    """Changes with everything that a shard depends on; `sources`: digests of what the parts were
+    made of.
+    """
+    return digest_of_json([job.options.digest(), asdict(layout), list(sources)])
+
+
+BUCKETS_IN_MEMORY = 8
+"""A bucket is an eighth of the memory, so that the shards which are written at once fit it twice
+over (`SHUFFLED_AT_ONCE`).
+"""
+
+
+def parts_of_datasets(inputs: Sequence[Input], storage: StorageConfig) -> list[DocumentSet]:
+    """Inputs that pass as they are."""
+    parts = []
+    for item in inputs:
+        name = dataset_name(item.path)
+        indexed = IndexedDataset(name, storage)
+        documents = len(indexed.document_indices) - 1
+        parts.append(DocumentSet(dataset=name, documents=documents, is_input=True))
+    return parts
+
+
+def parts_of_units(job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]:
+    """The segments that units made."""
+    has_side = bool(row_names(job.options))
+    parts = []
+    for unit, record in enumerate(records):
+        for segment in record.segments:
+            part = DocumentSet(
+                dataset=join_url(job.work, segment.name),
+                documents=segment.documents,
+                side=side_name(segment.name) if has_side else "",
+                unit=unit,
+            )
+            parts.append(part)
+    return parts
+
+
+def lay_out(
+    job: Job, parts: list[DocumentSet], destination: Destination, memory_bytes: int
+) -> ShardLayout:
+    """What goes into which shard, under plain names and without a digest.
+
+    parts: with a document each. Raises ConvertError where modes are there and not there.
+    """
+    options = job.options
+    kinds = count_parts(parts, job)
+    if len(kinds.multimodal) > 1:
+        raise ConvertError("some inputs have modes and others have none; convert them apart")
+    dtype = np.dtype(options.dtype or np.result_type(*kinds.dtypes))
+    buckets = 0
+    if options.shuffle_seed is not None:
+        buckets = _num_buckets(kinds.tokens * dtype.itemsize, memory_bytes)
+    documents = OrderedDocuments(job, parts, buckets)
+    bounds = plan_bounds(documents, dtype.itemsize, options.shard_bytes)
+    num_shards = len(bounds) - 1
+    names = [destination.stem]
+    if options.shard_bytes is not None:
+        names = [shard_name(destination.stem, number, num_shards) for number in range(num_shards)]
+    # Where files can be renamed, nothing is written beside the output before all is done.
+    folder = parent_url(destination.prefix) if destination.is_remote else join_url(job.work, "out")
+    first_sequences = [0] * num_shards
+    if options.kind == "tar":
+        first_sequences = number_sequences(documents, bounds)
+    return ShardLayout(
+        parts=parts,
+        dtype=str(dtype),
+        tokens=kinds.tokens,
+        multimodal=kinds.multimodal == {True},
+        buckets=buckets,
+        bounds=bounds,
+        names=names,
+        targets=[join_url(folder, name) for name in names],
+        first_sequences=first_sequences,
+    )
+
+
+def _num_buckets(token_bytes: int, memory_bytes: int) -> int:
+    """Ranges of shuffle keys, each of which fits the memory."""
+    return max(1, -(-token_bytes * BUCKETS_IN_MEMORY // memory_bytes))
 
 
 def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:

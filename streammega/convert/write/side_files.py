@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
-from streammega.convert.write.job import Job
 from streammega.convert.write.records import load_bytes
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.backends.local import LocalStore

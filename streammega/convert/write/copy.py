@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from streammega.convert.documents import bounds_of
 from streammega.convert.read.pairs import document_runs
-from streammega.convert.write.final_order import Integers, OrderedDocuments
-from streammega.convert.write.shuffling import ragged
+from streammega.convert.write.document_order import Integers, OrderedDocuments, ragged
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError

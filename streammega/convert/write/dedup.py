@@ -11,8 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens
-from streammega.convert.write.final_order import DocumentSet
-from streammega.convert.write.job import Job
+from streammega.convert.job import Job
+from streammega.convert.write.document_order import DocumentSet
 from streammega.convert.write.side_files import read_side
 from streammega.storage import join_url, save_bytes
 
