@@ -7,16 +7,27 @@ python tools/settings.py [--check]
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from streammega.config import (  # noqa: E402  # the package beside this file
+    DataConfig,
+    FieldsConfig,
+    FollowConfig,
+    PhaseConfig,
+    StorageConfig,
+)
+from streammega.config.validate import field_docs, field_types  # noqa: E402
+from streammega.convert import ConvertOptions, Runner  # noqa: E402
+from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
+
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
 
@@ -25,56 +36,18 @@ work together is told in [training.md](training.md), [storage.md](storage.md), [
 A run file has `[data]`, `[data.storage]`, `[model]`, `[parallel]` and `[train]`; on the command line `train.lr=1e-4` sets one.
 """
 
-
-@dataclass(frozen=True)
-class Section:
-    """A class of settings: where it is defined, and the heading it gets."""
-
-    file: str
-    name: str
-    title: str
-
-
-SECTIONS = [
-    Section(
-        "streammega/config/fields.py",
-        "FieldsConfig",
-        "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
-    ),
-    Section(
-        "streammega/config/data.py",
-        "DataConfig",
-        "`[data]`, what is read and in which order: `DataConfig`",
-    ),
-    Section(
-        "streammega/config/phases.py",
-        "PhaseConfig",
-        "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
-    ),
-    Section(
-        "streammega/config/follow.py",
-        "FollowConfig",
-        "`[data.follow]`, taking in what is appended: `FollowConfig`",
-    ),
-    Section(
-        "streammega/config/storage.py",
-        "StorageConfig",
-        "`[data.storage]`, how bytes are fetched: `StorageConfig`",
-    ),
-    Section("streammega/train/config/sizes.py", "ModelConfig", "`[model]`: `ModelConfig`"),
-    Section("streammega/train/config/sizes.py", "ParallelConfig", "`[parallel]`: `ParallelConfig`"),
-    Section("streammega/train/config/optimization.py", "TrainConfig", "`[train]`: `TrainConfig`"),
-    Section(
-        "streammega/convert/options.py",
-        "ConvertOptions",
-        "`streammega convert`, by its flags: `ConvertOptions`",
-    ),
-    Section(
-        "streammega/convert/options.py",
-        "Runner",
-        "`streammega convert`, how the work is done: `Runner`",
-    ),
-]
+SECTIONS: dict[type, str] = {
+    FieldsConfig: "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
+    DataConfig: "`[data]`, what is read and in which order: `DataConfig`",
+    PhaseConfig: "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
+    FollowConfig: "`[data.follow]`, taking in what is appended: `FollowConfig`",
+    StorageConfig: "`[data.storage]`, how bytes are fetched: `StorageConfig`",
+    ModelConfig: "`[model]`: `ModelConfig`",
+    ParallelConfig: "`[parallel]`: `ParallelConfig`",
+    TrainConfig: "`[train]`: `TrainConfig`",
+    ConvertOptions: "`streammega convert`, by its flags: `ConvertOptions`",
+    Runner: "`streammega convert`, how the work is done: `Runner`",
+}
 
 
 def main() -> int:
@@ -89,88 +62,52 @@ def main() -> int:
     page = settings_page()
     if not parser.parse_args().check:
         PAGE.write_text(page)
-        return 0
-    if PAGE.read_text() == page:
-        return 0
-    print(
-        f"{PAGE.relative_to(ROOT)} is not what the code says: run python tools/settings.py",
-        file=sys.stderr,
-    )
-    return 1
+    elif PAGE.read_text() != page:
+        print("docs/settings.md is out of date: run python tools/settings.py", file=sys.stderr)
+        return 1
+    return 0
 
 
 def settings_page() -> str:
     """The page as it should be."""
-    return "\n".join([HEAD, *(section_text(section) for section in SECTIONS)])
+    lines = [HEAD]
+    for settings, title in SECTIONS.items():
+        about = (settings.__doc__ or "").split("\n\n")[0]
+        lines += [f"## {title}", "", " ".join(about.split()), ""]
+        lines += ["| setting | type | default | what it is |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(cells)} |" for cells in rows(settings)] + [""]
+    return "\n".join(lines)
 
 
-def section_text(section: Section) -> str:
-    """One class as a table."""
-    tree = ast.parse((ROOT / section.file).read_text())
-    (settings,) = (
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.name
-    )
-    about = ast.get_docstring(settings) or ""
-    module = importlib.import_module(section.file.removesuffix(".py").replace("/", "."))
-    rows = [
-        f"| `{name}` | {kind} | {default} | {text} |"
-        for name, kind, default, text in fields_of(settings, module)
-    ]
-    first_paragraph = " ".join(about.split("\n\n")[0].split())
-    return "\n".join(
-        [
-            f"## {section.title}",
-            "",
-            first_paragraph,
-            "",
-            "| setting | type | default | what it is |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def fields_of(settings: ast.ClassDef, module: Any) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each public field, as cells of a table; constants of the
-    module by their values.
-    """
-    for item, after in zip(settings.body, [*settings.body[1:], None], strict=True):
-        if not isinstance(item, ast.AnnAssign) or ast.unparse(item.target).startswith("_"):
+def rows(settings: type) -> Iterator[tuple[str, str, str, str]]:
+    """(name, type, default, meaning) of each field that a class has for itself."""
+    docs = field_docs(settings)
+    types = field_types(settings)
+    for item in fields(settings):
+        if item.name not in settings.__annotations__:
             continue
-        described = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        meaning = str(after.value.value) if described else ""  # type: ignore[union-attr]
-        yield (
-            ast.unparse(item.target),
-            code(ast.unparse(item.annotation)),
-            default_of(item.value, module),
-            cell(meaning),
-        )
+        kind = code(re.sub(r"^Annotated\[(.*?), (?:Flag|Ge|Gt|Le|Lt)\(.*$", r"\1", str(item.type)))
+        if types[item.name].range:
+            kind += f", {types[item.name].range}"
+        yield code(item.name), kind, default_of(item), docs[item.name].replace("|", "\\|")
 
 
-def default_of(value: ast.expr | None, module: Any) -> str:
+def default_of(item: Field[Any]) -> str:
     """A default as a reader would write it."""
-    if value is None:
-        return "must be given"
-    if isinstance(value, ast.Name):
-        return code(repr(getattr(module, value.id)))
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
-        given = {keyword.arg: keyword.value for keyword in value.keywords}
-        if "default" in given:
-            return default_of(given["default"], module)
-        made = ast.unparse(given["default_factory"])
+    if item.default_factory is not MISSING:
+        made = getattr(item.default_factory, "__name__", "")
         return code({"dict": "{}", "list": "[]"}.get(made, f"{made}()"))
-    return code(ast.unparse(value).replace(" * MiB", " MiB"))
+    if item.default is MISSING:
+        return "must be given"
+    if item.name.endswith("_bytes") and item.default is not None:
+        power = max(power for power in (10, 20, 30) if item.default >= 1 << power)
+        return code(f"{item.default >> power} {'KMG'[power // 10 - 1]}iB")
+    return code(repr(item.default))
 
 
 def code(text: str) -> str:
     """Text as code; a bar would end the cell."""
     return f"`{text}`".replace("|", "\\|")
-
-
-def cell(text: str) -> str:
-    """A docstring as one cell."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

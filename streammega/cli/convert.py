@@ -5,89 +5,120 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streammega.cli import convert_options as option
 from streammega.cli.options import (
     AsJson,
     StorageFile,
     StorageOption,
-    parse_size,
+    settings_from,
     storage_config,
+    with_flags,
 )
 from streammega.config import StorageConfig
+from streammega.convert.options import (
+    DOCUMENTS,
+    INPUTS,
+    OUTPUT,
+    TEXT,
+    WORK,
+    ConvertOptions,
+    Runner,
+)
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact, redact_urls
 
 if TYPE_CHECKING:
-    from streammega.convert import ConvertOptions, ConvertReport, Runner
+    from streammega.convert import ConvertReport
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="Text, .jsonl, .json, .csv, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files "
+        "([.gz|.bz2|.zst]); folders, also of MDS or litdata shards; .bin/.idx prefixes and "
+        "manifests; globs, URLs, @lists of files; - for stdin."
+    ),
+]
 
 
+@with_flags(ConvertOptions, Runner)
 def convert(
     context: typer.Context,
-    inputs: option.Inputs,
-    output: option.Output,
-    key: option.Keys = None,
-    include: option.Include = None,
-    exclude: option.Exclude = None,
-    read_as: option.ReadAs = None,
-    hf_split: option.HfSplit = None,
-    member: option.Member = None,
-    chat: option.Chat = False,
-    chat_template: option.ChatTemplate = None,
-    template_var: option.TemplateVars = None,
-    eod_id: option.EodId = None,
-    input_dtype: option.InputDtype = None,
-    on_error: option.OnError = "stop",
-    max_errors: option.MaxErrors = None,
-    max_record_bytes: option.MaxRecordBytes = "1G",
-    input_storage: option.InputStorage = None,
-    input_storage_file: option.InputStorageFile = None,
-    tokenizer: option.Tokenizer = None,
-    merges: option.Merges = None,
-    eod: option.Eod = None,
-    append_eod: option.AppendEod = True,
-    keep_empty: option.KeepEmpty = False,
-    special_tokens: option.SpecialTokens = None,
-    bos: option.Bos = None,
-    add_special_tokens: option.AddSpecialTokens = False,
-    tiktoken_pattern: option.TiktokenPattern = None,
-    split_sentences: option.SplitSentences = None,
-    min_tokens: option.MinTokens = 0,
-    max_tokens: option.MaxTokens = None,
-    long: option.Long = "cut",
-    pack: option.Pack = None,
-    pack_long: option.PackLong = "split",
-    max_documents: option.MaxDocuments = None,
-    mode: option.Modes = None,
-    loss_mode: option.LossModes = None,
-    mix_tokenizers: option.MixTokenizers = False,
-    dedup: option.Dedup = False,
-    shuffle: option.Shuffle = False,
-    seed: option.Seed = 0,
-    format: option.Form = "bin",
-    level: option.Level = 3,
-    shard_size: option.ShardSize = None,
-    dtype: option.OutputDtype = None,
-    origins: option.Origins = False,
-    id_field: option.IdField = None,
-    overwrite: option.Overwrite = False,
-    append_to: option.AppendTo = None,
-    report: option.Report = None,
-    plot: option.Plot = None,
-    workers: option.Workers = 0,
-    memory: option.Memory = "4G",
-    engine: option.Engine = "local",
-    work: option.Work = None,
-    task: option.Task = None,
-    restart: option.Restart = False,
-    dry_run: option.DryRun = False,
+    inputs: Inputs,
+    output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
+    input_storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=INPUTS,
+            metavar="KEY=VALUE",
+            help="A storage option of the inputs alone, where --storage is the output's; repeat for "
+            "more.",
+        ),
+    ] = None,
+    input_storage_file: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=INPUTS,
+            metavar="FILE",
+            help="A TOML file with settings of StorageConfig for the inputs, as --storage-file.",
+        ),
+    ] = None,
+    merges: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=TEXT, help="The merges.txt of a --tokenizer that is GPT-2's vocab.json."
+        ),
+    ] = None,
+    shuffle: Annotated[
+        bool, typer.Option(rich_help_panel=DOCUMENTS, help="Shuffle all documents.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(rich_help_panel=DOCUMENTS, help="The seed of --shuffle.")
+    ] = 0,
+    overwrite: Annotated[
+        bool, typer.Option(rich_help_panel=OUTPUT, help="Replace an existing dataset.")
+    ] = False,
+    append_to: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=OUTPUT,
+            metavar="PREFIX",
+            help="Then make the next version of this dataset beside it, with these shards too.",
+        ),
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=OUTPUT, help="Write the report to this file, as JSON."),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=OUTPUT, help="Write the histogram of document lengths to this PNG."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=WORK,
+            metavar="i/N",
+            help="Run only task i of N (i starts at 0) in the shared folder --work; merge: make the "
+            "dataset when all tasks have ended.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            rich_help_panel=WORK,
+            help="Write nothing: print the plan, the first documents as tokens, and an estimate.",
+        ),
+    ] = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
+    **settings: Any,
 ) -> None:
     """Make token shards of a corpus: of text, or of tokens that are merged, split or filtered.
 
@@ -98,8 +129,8 @@ def convert(
     from streammega.convert.tasks import parse_task
 
     conversion: dict[str, Any] = {
-        "options": _options(context.params),
-        "runner": _runner(context.params),
+        "options": _options(settings, merges, seed if shuffle else None),
+        "runner": Runner(**settings_from(Runner, settings)),
         "overwrite": overwrite,
         **_storages(context.params),
     }
@@ -125,28 +156,18 @@ def convert(
     _write_outputs(done, report, plot, command_words(context.obj, storages))
 
 
+@with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
 def list_inputs(
-    inputs: option.Inputs,
-    include: option.Include = None,
-    exclude: option.Exclude = None,
-    read_as: option.ReadAs = None,
-    hf_split: option.HfSplit = None,
-    on_error: option.OnError = "stop",
+    inputs: Inputs,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
+    **settings: Any,
 ) -> None:
     """Say what convert would read, as what format, and what it would leave out and why."""
-    from streammega.convert import ConvertOptions
     from streammega.convert.read import listing
 
-    options = ConvertOptions(
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        read_as=read_as,  # type: ignore[arg-type]  # checked by the options
-        hf_split=hf_split,
-        on_error=on_error,  # type: ignore[arg-type]  # checked by the options
-    )
+    options = ConvertOptions(**settings_from(ConvertOptions, settings))
     found = listing.list_inputs(
         inputs, options, storage_config(storage, storage_file, looks_only=True)
     )
@@ -163,37 +184,20 @@ def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]
     return shown
 
 
-def _options(given: Mapping[str, Any]) -> ConvertOptions:
-    """What the output depends on, of the options by their names.
-
-    Most are called as the settings are; the others are told here, one by one.
-    """
-    from streammega.convert import ConvertOptions
-
-    tokenizer = given["tokenizer"]
-    if given["merges"]:
-        if tokenizer is None:
+def _options(
+    settings: Mapping[str, Any], merges: str | None, shuffle_seed: int | None
+) -> ConvertOptions:
+    """What the output depends on. Raises ConfigError."""
+    options = settings_from(ConvertOptions, settings)
+    if merges:
+        if "tokenizer" not in options:
             raise ConfigError(
                 "--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer"
             )
-        tokenizer = f"{tokenizer},{given['merges']}"
-    shard_size = given["shard_size"]
-    settings = {item.name for item in fields(ConvertOptions)}
-    named_alike = {name: value for name, value in given.items() if name in settings}
-    spelled_otherwise = {
-        "tokenizer": tokenizer,
-        "keys": tuple(given["key"] or ["text"]),
-        "template_vars": _template_vars(given["template_var"] or ()),
-        "include": tuple(given["include"] or ()),
-        "exclude": tuple(given["exclude"] or ()),
-        "modes": tuple(given["mode"]) if given["mode"] else None,
-        "loss_modes": tuple(given["loss_mode"]) if given["loss_mode"] else None,
-        "shuffle_seed": given["seed"] if given["shuffle"] else None,
-        "kind": given["format"],
-        "shard_bytes": parse_size(shard_size, "--shard-size") if shard_size else None,
-        "max_record_bytes": parse_size(given["max_record_bytes"], "--max-record-bytes"),
-    }
-    return ConvertOptions(**(named_alike | spelled_otherwise))
+        options["tokenizer"] += f",{merges}"
+    if "template_vars" in options:
+        options["template_vars"] = _template_vars(options["template_vars"])
+    return ConvertOptions(**options, shuffle_seed=shuffle_seed)
 
 
 def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
@@ -215,19 +219,6 @@ def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             variables[name] = value
     return variables
-
-
-def _runner(given: Mapping[str, Any]) -> Runner:
-    """How the work is done, of the options by their names."""
-    from streammega.convert import Runner
-
-    return Runner(
-        workers=given["workers"],
-        engine=given["engine"],
-        memory_bytes=parse_size(given["memory"], "--memory"),
-        work=given["work"],
-        restart=given["restart"],
-    )
 
 
 def _storages(given: Mapping[str, Any]) -> dict[str, StorageConfig]:

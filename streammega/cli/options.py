@@ -1,15 +1,17 @@
-"""What several commands share: options of a storage, and sizes."""
+"""What several commands share: flags that are made from settings, options of a storage, sizes."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from typing import Annotated, Any
 
 import typer
 
 from streammega.config import StorageConfig, load_storage
+from streammega.config.validate import FieldType, field_docs, field_types, flag_name
 from streammega.errors import ConfigError
 
 StorageOption = Annotated[
@@ -86,3 +88,86 @@ def parse_size(text: str, option: str) -> int:
     if not parsed:
         raise ConfigError(f"{option} {text!r}: write a size as 512M, 1G or a number of bytes")
     return int(float(parsed["number"]) * BYTES_OF_UNIT[parsed["unit"]])
+
+
+def with_flags(
+    *settings: type, only: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of settings: those of their fields that have a `Flag`.
+
+    The command gets their values as keyword arguments, for `settings_from`. only: names of fields.
+    """
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        parameters = [flag for kind in settings for flag in _flags(kind, only)]
+        parameters += [item for item in own.parameters.values() if item.kind != item.VAR_KEYWORD]
+        # arguments that must be given come first, then flags of settings, then the others
+        parameters.sort(key=lambda item: item.default is not item.empty)
+        # typer reads the signature of a command, and its annotations
+        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {item.name: item.annotation for item in parameters}
+        return command
+
+    return add
+
+
+def _flags(settings: type, only: Collection[str] | None) -> Iterator[inspect.Parameter]:
+    """A parameter for each flag; its help is the first sentence of the field's docstring."""
+    docs = field_docs(settings)
+    types = field_types(settings)
+    for item in fields(settings):
+        kind = types[item.name]
+        if kind.flag is None or (only is not None and item.name not in only):
+            continue
+        choices = "|".join(map(str, kind.choices)) or None
+        option = typer.Option(
+            *([kind.flag.name] if kind.flag.name else []),
+            help=re.split(r"(?<=\.) (?=[A-Z`])", docs[item.name])[0],
+            rich_help_panel=kind.flag.group,
+            metavar=kind.flag.metavar or choices,
+        )
+        default = None if _repeats(kind) or item.default is MISSING else item.default
+        if default is not None and _is_size(item.name):
+            default = f"{default >> 30}G"
+        yield inspect.Parameter(
+            item.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=default,
+            annotation=Annotated[_type_of_words(item.name, kind), option],
+        )
+
+
+def _is_size(name: str) -> bool:
+    """Whether a number of bytes is written as 512M."""
+    return name.endswith("_bytes")
+
+
+def _repeats(kind: FieldType) -> bool:
+    """Whether a flag may be repeated: its values become a tuple or a dict."""
+    return "tuple" in str(kind.alternatives) or "dict" in str(kind.alternatives)
+
+
+def _type_of_words(name: str, kind: FieldType) -> Any:
+    """The type by which typer reads the words of a flag."""
+    if _repeats(kind):
+        return list[int] | None if "int" in str(kind.alternatives) else list[str] | None
+    if kind.choices or _is_size(name) or str in kind.alternatives:
+        return str | None
+    (only,) = kind.alternatives
+    return only if only is bool else only | None
+
+
+def settings_from(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for settings, of the values of their flags. Raises ConfigError."""
+    given: dict[str, Any] = {}
+    for name, kind in field_types(settings).items():
+        value = values.get(name)
+        if kind.flag is None or value is None or value == []:
+            continue
+        if _is_size(name):
+            value = parse_size(value, flag_name(name, kind.flag))
+        elif _repeats(kind):
+            value = tuple(value)
+        given[name] = value
+    return given

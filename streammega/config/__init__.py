@@ -1,13 +1,10 @@
 """Settings, checked once. Frozen and keyword-only; units in the name or beside it."""
 
 from streammega.config.blends import MOST_DATASETS, Blend, parse_blend
-from streammega.config.data import MOST_SAMPLES, DataConfig, Order
-from streammega.config.fields import FieldsConfig
-from streammega.config.follow import FollowConfig
-from streammega.config.phases import PhaseConfig
-from streammega.config.setting_checks import local_folder
-from streammega.config.skips import SkippedList, SkippedNames
+from streammega.config.data import MOST_SAMPLES, DataConfig, FieldsConfig, Order
+from streammega.config.phases import FollowConfig, PhaseConfig, SkippedList, SkippedNames
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
+from streammega.config.validate import local_folder
 
 __all__ = [
     "MOST_DATASETS",

@@ -6,31 +6,87 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from streammega.config.blends import Blend, check_schedule, parse_blend
-from streammega.config.fields import FieldsConfig
-from streammega.config.follow import FollowConfig, check_follow
-from streammega.config.phases import PhaseConfig, check_phases
-from streammega.config.setting_checks import check_number, checked_folder, set_whole_numbers
-from streammega.config.skips import (
+from streammega.config.phases import (
+    FollowConfig,
+    PhaseConfig,
     SkippedList,
     SkippedNames,
+    check_follow,
+    check_phases,
     check_ranges,
     skipped_lists,
     skipped_names,
 )
 from streammega.config.storage import MiB, StorageConfig, with_prefixes
+from streammega.config.validate import Ge, Lt, check_fields, checked_folder
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
 Order = Literal["megatron", "stream", "sequential"]
-ORDERS = ("megatron", "stream", "sequential")
-SEAMS = ("joined", "masked", "apart")
 MOST_SAMPLES = 1 << 50
 """Of a split: far more than any run has, and few enough for all that is counted of them to be
 int64.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldsConfig:
+    """Which fields are made of the ids of a sample: what `batch_fields` needs of a DataConfig, for
+    ids from elsewhere.
+    """
+
+    sequence_length: Annotated[int, Ge(1)]
+    """Tokens of a sample, S."""
+    eod_id: Annotated[int | None, Ge(0)] = None
+    """The id that ends documents."""
+    pad_id: int | None = None
+    """The tokenizer's padding id; None: there is none."""
+    allow_ambiguous_pad_tokens: bool = False
+    """Accept a pad_id that equals eod_id; otherwise such a pad_id is ignored."""
+    eod_mask_loss: bool = False
+    """No loss where the token is eod_id."""
+    reset_position_ids: bool = False
+    """Positions restart after every eod_id."""
+    reset_attention_mask: bool = False
+    """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that
+    is made says so.
+    """
+    create_attention_mask: bool = False
+    """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
+    vocab_size: int | None = None
+    """When given, a token id at or past it is an error."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        vocab_size = self.vocab_size
+        if self.eod_id is not None and vocab_size is not None and self.eod_id >= vocab_size:
+            raise ConfigError(
+                f"eod_id is {self.eod_id}, outside of the vocabulary of {vocab_size}: no document "
+                f"would ever end; give the id that ends documents in the data"
+            )
+        asks_for_documents = (
+            self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
+        )
+        if asks_for_documents and self.eod_id is None:
+            raise ConfigError(
+                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, "
+                "the id that ends documents"
+            )
+
+    @property
+    def effective_pad_id(self) -> int:
+        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is
+        not allowed.
+        """
+        if self.pad_id is None:
+            return -1
+        if self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens:
+            # ends of documents would be masked and zeroed as padding
+            return -1
+        return self.pad_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +117,8 @@ class DataConfig(FieldsConfig):
     """Stream order: take in what is appended to the datasets while the run trains."""
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
-    seed: int = 1234
-    """Of the order, in [0, 2**32)."""
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 1234
+    """The seed of the order."""
     order: Order = "megatron"
     """`megatron`: Megatron's shuffle, bit for bit.
 
@@ -96,15 +152,15 @@ class DataConfig(FieldsConfig):
     """
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
-    surplus: float = 0.005
+    surplus: Annotated[float, Ge(0)] = 0.005
     """Megatron order: share by which a blend asks its datasets for more samples than it will
     take.
     """
-    lanes: int | None = None
+    lanes: Annotated[int | None, Ge(1)] = None
     """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
     kept in the state.
     """
-    block_bytes: int = MiB // 4
+    block_bytes: Annotated[int, Ge(1)] = MiB // 4
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
@@ -235,28 +291,10 @@ class DataConfig(FieldsConfig):
             check_follow(self.follow, self.order, self.blend_schedule is not None)
 
     def _check_numbers(self) -> None:
-        set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
-        for name in ("block_bytes", "lanes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
-        if self.order not in ORDERS:
-            raise ConfigError(
-                f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'"
-            )
         if self.num_samples is not None:
             object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
-        check_number("surplus", self.surplus)
-        if not self.surplus >= 0:
-            raise ConfigError(
-                f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005"
-            )
 
     def _check_seams(self) -> None:
-        if self.seams not in SEAMS:
-            raise ConfigError(f"seams is {self.seams!r}; it must be one of {', '.join(SEAMS)}")
         if self.seams != "joined" and self.order != "stream":
             raise ConfigError(
                 'seams are of phases, which belong to the stream order: set order="stream", or leave '

@@ -1,15 +1,84 @@
-"""What changes in the middle of a run."""
+"""What changes in the middle of a run: phases, what is appended, and what training skips."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
-from streammega.config.setting_checks import set_whole_numbers
-from streammega.config.skips import SkippedNames, skipped_names
+from streammega.config.validate import Ge, check_fields
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redacted_repr
+from streammega.errors.redaction import redact_urls, redacted_repr
+
+SkippedNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+"""Names of documents: a file of them, one a line; a list; or either for each of some datasets."""
+
+
+class SkippedList(NamedTuple):
+    """Names of documents that are not seen in samples `first_sample` and later.
+
+    names: the names, or the path of a file of them. dataset: the prefix whose documents they are;
+    None: those of any.
+    """
+
+    first_sample: int
+    names: str | tuple[str, ...]
+    dataset: str | None = None
+
+
+def skipped_lists(given: Any) -> list[SkippedList]:
+    """skip_documents of a run, in any of its forms. Raises ConfigError for others."""
+    if isinstance(given, Sequence) and given and not isinstance(given[0], str):
+        lists: list[SkippedList] = []
+        for entry in given:
+            is_pair = isinstance(entry, Sequence) and len(entry) == 2
+            if not is_pair or type(entry[0]) is not int or entry[0] < 0:
+                raise ConfigError(
+                    f"skip_documents holds {redact_urls(repr(entry))}; it takes names of documents, or several lists "
+                    "of them, each as (first sample, names)"
+                )
+            first_sample, names = entry
+            lists += skipped_names(names, first_sample)
+        return lists
+    return skipped_names(given, 0)
+
+
+def skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
+    """One list of names, or those of each dataset. Raises ConfigError for anything else."""
+    by_dataset = given if isinstance(given, Mapping) else {None: given}
+    lists = []
+    for dataset, names in by_dataset.items():
+        if isinstance(names, os.PathLike):
+            names = os.fspath(names)
+        if isinstance(dataset, os.PathLike):
+            dataset = os.fspath(dataset)
+        are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+        if not are_names or not isinstance(dataset, str | None):
+            raise ConfigError(
+                f"skip_documents is {redact_urls(repr(given))}; it takes the path of a file of names, a list of "
+                "names, or either for each dataset, as {prefix: names}"
+            )
+        if len(names):
+            names = names if isinstance(names, str) else tuple(names)
+            lists.append(SkippedList(first_sample=first_sample, names=names, dataset=dataset))
+    return lists
+
+
+def check_ranges(skipped: Any) -> None:
+    """Raise ConfigError for skip_samples that are no ranges."""
+    try:
+        ranges = [(start, stop, 0 <= start < stop) for start, stop in skipped]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"skip_samples is {skipped!r}; it takes ranges of sample ids, each as (start, stop)"
+        ) from None
+    for start, stop, runs_upwards in ranges:
+        if not runs_upwards:
+            raise ConfigError(
+                f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +99,11 @@ class PhaseConfig:
     """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
     was, and so does one that comes back; one that is new begins its first epoch.
     """
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, Ge(1)] = None
     """Samples of one optimizer step over all ranks."""
-    sequence_length: int | None = None
+    sequence_length: Annotated[int | None, Ge(1)] = None
     """Tokens of a sample. What epochs in progress have left is cut anew, so that nothing is lost."""
-    lanes: int | None = None
+    lanes: Annotated[int | None, Ge(1)] = None
     """Lanes, a multiple of the global batch. As of `sequence_length`."""
     restart: Sequence[str] = ()
     """Prefixes of the blend that begin a new epoch here. What is left of the one before is passed
@@ -49,13 +118,8 @@ class PhaseConfig:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
-        sizes = ("global_batch_size", "sequence_length", "lanes")
-        set_whole_numbers(self, ("first_sample", "first_step", "first_token", *sizes))
+        check_fields(self, "phase.")
         self._check_start()
-        for name in sizes:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} of a phase is {value}; it must be at least 1")
         if self.blend is not None:
             parse_blend(self.blend)
         if isinstance(self.restart, str):
@@ -137,4 +201,52 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
         raise ConfigError(
             f"phase {number} sets {name}, which is of the stream order; in that of Megatron every "
             "phase begins its datasets anew: leave it out"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowConfig:
+    """Take in by itself what is appended to datasets that the blend names by a version (`web@7`)."""
+
+    every_samples: Annotated[int, Ge(1)]
+    """Newer versions are looked for at each multiple of so many samples of training, or where the
+    step ends that holds it. What they have more joins there, in a phase.
+    """
+    record: str | None = None
+    """A folder, path or URL, of small files that say what joined at which sample. Every rank,
+    worker and resume of the run goes by them: all must see it, and it must keep conditional writes.
+    None: `follow` in train.out_dir, in runs of streammega.train.
+    """
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "follow.")
+        if self.record is not None:
+            try:
+                object.__setattr__(self, "record", os.fspath(self.record).rstrip("/"))
+            except TypeError:
+                raise ConfigError(
+                    f"follow.record is {self.record!r}; it must be the path or URL of a folder"
+                ) from None
+            if not self.record:
+                raise ConfigError(
+                    "follow.record is empty; name a folder of the run's own, path or URL"
+                )
+
+
+def check_follow(follow: Any, order: str, has_schedule: bool) -> None:
+    """Raise ConfigError for what is no FollowConfig, and where nothing can be followed."""
+    if not isinstance(follow, FollowConfig):
+        raise ConfigError(
+            f"follow is {redact_urls(repr(follow))}; it must be a FollowConfig, such as "
+            "FollowConfig(every_samples=1_000_000, record='s3://bucket/run/follow')"
+        )
+    if order != "stream":
+        raise ConfigError('follow belongs to the stream order: set order="stream"')
+    if has_schedule:
+        raise ConfigError(
+            "follow begins phases, and blend_schedule holds in the first one alone; give its "
+            "weights to phases"
         )

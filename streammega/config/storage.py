@@ -8,29 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from streammega.config.setting_checks import check_number, checked_folder, read_toml
+from streammega.config.validate import Ge, Gt, check_fields, checked_folder, read_toml
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 
 Transport = Literal["auto", "obstore", "fsspec"]
 
 MiB = 1 << 20
-STORAGE_LEAST = {
-    "part_bytes": 4096,
-    "max_requests": 1,
-    "in_flight_bytes": 4096,
-    "memory_bytes": 4096,
-    "coalesce_bytes": 0,
-    "cache_bytes": 0,
-    "chunk_bytes": MiB,
-    "retries": 0,
-    "upload_part_bytes": 5 * MiB,
-}
-"""The least that fields of StorageConfig may be; of parts of an upload it is S3's own."""
-
-
 SETTINGS_OF_A_STORE = (
     "transport",
     "storage_options",
@@ -58,18 +44,18 @@ class StorageConfig:
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
     `anon`, ...): docs/storage.md.
     """
-    part_bytes: int = 8 * MiB
+    part_bytes: Annotated[int, Ge(4096)] = 8 * MiB
     """Largest single range request."""
-    max_requests: int = 384
+    max_requests: Annotated[int, Ge(1)] = 384
     """Range requests in flight at once: what many small reads need."""
-    in_flight_bytes: int = 96 * MiB
+    in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
     """Bytes of range requests in flight at once: what few large reads need."""
-    memory_bytes: int = 1024 * MiB
+    memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
     """Bytes a loader may hold of what it fetched ahead; what is in flight counts. Too few for the
     open pieces of the stream order make it several times slower, and a warning says how many would
     do.
     """
-    coalesce_bytes: int = 64 * 1024
+    coalesce_bytes: Annotated[int, Ge(0)] = 64 * 1024
     """Ranges with at most this gap between them are fetched as one, while at most a seventh more is
     fetched than is used.
     """
@@ -77,33 +63,33 @@ class StorageConfig:
     """A folder on a local disk that keeps what was fetched, for all processes and runs of this
     node; None: no cache.
     """
-    cache_bytes: int = 64 * 1024 * MiB
+    cache_bytes: Annotated[int, Ge(0)] = 64 * 1024 * MiB
     """Largest size of everything in `cache_dir`.
 
     The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth.
     """
-    chunk_bytes: int = 256 * MiB
+    chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
     """Bytes of an object that are one file of the cache."""
-    timeout: float = 60.0
+    timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds one request may take."""
-    stall_timeout: float = 10.0
+    stall_timeout: Annotated[float, Gt(0)] = 10.0
     """Seconds without a single byte after which a request is given up and tried again."""
-    upload_part_bytes: int = 32 * MiB
+    upload_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
     """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000
     parts: this times as much is the largest object. Conversions raise it by themselves where a
     shard will be larger.
     """
-    give_up_after: float = 600.0
+    give_up_after: Annotated[float, Gt(0)] = 600.0
     """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no
     answer, name not found) is tried again, with pauses that grow to 10 seconds, before its error is
     raised. Other errors are raised at once.
     """
-    first_answer_within: float = 30.0
+    first_answer_within: Annotated[float, Gt(0)] = 30.0
     """Seconds after which an endpoint that has never answered this process is given up, if that is
     less than `give_up_after`: a mistyped name is no outage. Any answer counts, of any bucket of the
     endpoint; spawned workers know of their parent's.
     """
-    retries: int | None = None
+    retries: Annotated[int | None, Ge(0)] = None
     """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
     hedge: bool = True
     """Send a second request for one that takes far longer than others did."""
@@ -111,24 +97,7 @@ class StorageConfig:
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        if self.transport not in ("auto", "obstore", "fsspec"):
-            raise ConfigError(
-                f"transport is {self.transport!r}; it must be 'auto', 'obstore' or 'fsspec'"
-            )
-        if self.local not in ("mmap", "pread"):
-            raise ConfigError(f"local is {self.local!r}; it must be 'mmap' or 'pread'")
-        for name, least in STORAGE_LEAST.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            check_number(name, value)
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        for name in ("timeout", "stall_timeout", "give_up_after", "first_answer_within"):
-            seconds = getattr(self, name)
-            check_number(name, seconds)
-            if not seconds > 0:  # NaN is not, and is not less either
-                raise ConfigError(f"{name} is {seconds}; it must be a positive number of seconds")
+        check_fields(self)
         if self.cache_dir:
             # the way to set a field of what is frozen
             object.__setattr__(self, "cache_dir", checked_folder("cache_dir", self.cache_dir))

@@ -2,22 +2,41 @@
 parallel, restartable.
 """
 
-from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.report import ConvertReport
-from streammega.convert.run import convert
-from streammega.convert.tasks import Task, TaskReport, convert_task, merge_tasks
-from streammega.convert.tokenize.chat import ChatEncoder
-from streammega.storage.progress import ProgressObserver
+from __future__ import annotations
 
-__all__ = [
-    "ChatEncoder",
-    "ConvertOptions",
-    "ConvertReport",
-    "ProgressObserver",
-    "Runner",
-    "Task",
-    "TaskReport",
-    "convert",
-    "convert_task",
-    "merge_tasks",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streammega.convert.options import ConvertOptions as ConvertOptions
+    from streammega.convert.options import Runner as Runner
+    from streammega.convert.report import ConvertReport as ConvertReport
+    from streammega.convert.run import convert as convert
+    from streammega.convert.tasks import Task as Task
+    from streammega.convert.tasks import TaskReport as TaskReport
+    from streammega.convert.tasks import convert_task as convert_task
+    from streammega.convert.tasks import merge_tasks as merge_tasks
+    from streammega.convert.tokenize.chat import ChatEncoder as ChatEncoder
+    from streammega.storage.progress import ProgressObserver as ProgressObserver
+
+# Loaded at first use: the command line takes its flags from `options`, and starts without the rest.
+_HOMES = {
+    "ChatEncoder": "streammega.convert.tokenize.chat",
+    "ConvertOptions": "streammega.convert.options",
+    "ConvertReport": "streammega.convert.report",
+    "ProgressObserver": "streammega.storage.progress",
+    "Runner": "streammega.convert.options",
+    "Task": "streammega.convert.tasks",
+    "TaskReport": "streammega.convert.tasks",
+    "convert": "streammega.convert.run",
+    "convert_task": "streammega.convert.tasks",
+    "merge_tasks": "streammega.convert.tasks",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streammega.convert' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,166 +1,181 @@
-"""What a conversion is asked for: everything that its output depends on, and nothing else."""
+"""The settings of a conversion: what its output depends on, and how the work is done.
+
+The command line takes them from here: the group and name of a flag from the type of its field, its
+help from the first sentence of the field's docstring.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from streammega.config.validate import Flag, Ge, Le, Lt, check_fields
 from streammega.convert.digests import digest_of_json
-from streammega.dataset.idx import token_dtype_named
-from streammega.dataset.shards import SUFFIXES, Kind
 from streammega.errors import ConfigError
-from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL
 
 MiB = 1 << 20
-MOST_PACKED = 1 << 24
-"""Tokens of a bin: a window of them is held in memory."""
+
+INPUTS = "What is read"
+TEXT = "How text becomes tokens"
+DOCUMENTS = "Which documents, in which order"
+OUTPUT = "What is written"
+WORK = "How the work is done"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
 
-    tokenizer: str | None = None
-    """A tokenizer.json, a folder with one, `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer), a
-    name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or
-    `bytes`; None: the inputs hold tokens.
+    keys: Annotated[tuple[str, ...], Flag(INPUTS, "--key")] = ("text",)
+    """Key or column of the text, also nested (meta.text); the first that is there of text,content;
+    repeat for more sequences; KEY:MODE gives its tokens a mode. Each is a sequence of the document.
     """
-    include: tuple[str, ...] = ()
-    """Of folders and globs, patterns of the files that are read (none: all): of their names, or,
-    with a slash, of their paths.
+    include: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
+    """Read only such files of folders and globs; repeat for more. A pattern is of names, or, with a
+    slash, of paths. None: all.
     """
-    exclude: tuple[str, ...] = ()
-    """Of folders and globs, patterns of the files and folders that are not read."""
-    hf_split: str | None = None
-    """Read only inputs of this split, which names of files or folders say (`train`, `validation`,
-    `test`, `train_sft`, ...); `all`: of every one. None: inputs of several splits are an error.
+    exclude: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
+    """Leave such files and folders out of folders and globs; repeat for more."""
+    read_as: Annotated[Literal["text", "lines", "json"] | None, Flag(INPUTS, "--as")] = None
+    """How plain text and files of unknown suffix are read: a file is one text, each line is one, or
+    JSON records. None: plain text is one text a file, and unknown suffixes are refused.
     """
-    keys: tuple[str, ...] = ("text",)
-    """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the
-    document; `text,content` is the first of them that a record has, and `key:1` gives its tokens
-    mode 1.
+    hf_split: Annotated[str | None, Flag(INPUTS, metavar="NAME")] = None
+    """Read only files of this split, by their names (train, validation, test, ...); all: of every
+    split. None: inputs of several splits are an error.
     """
-    read_as: Literal["text", "lines", "json"] | None = None
-    """How plain text and files of unknown suffix are read: each file is one text, each line is one,
-    or JSON records. None: plain text is one text a file, and unknown suffixes are refused.
+    member: Annotated[str | None, Flag(INPUTS)] = None
+    """Which member is the document, where samples in a .tar have several, e.g. txt. A pattern takes
+    all that match it.
     """
-    member: str | None = None
-    """Of WebDataset samples with several members, the one that is the document (`txt`); a pattern
-    takes all that match it.
+    chat: Annotated[bool, Flag(INPUTS)] = False
+    """Records hold messages; answers get mode 1, all else mode 0."""
+    chat_template: Annotated[str | None, Flag(INPUTS)] = None
+    """How messages are written: tokenizer (its template; tokenizer:NAME), chatml, llama3, or a file.
+    Answers of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the
+    end-of-document token.
     """
-    chat: bool = False
-    """Records hold `messages`: headers and questions get mode 0, answers of the
-    assistant mode 1.
+    template_vars: Annotated[
+        dict[str, Any], Flag(INPUTS, "--template-var", metavar="NAME=VALUE")
+    ] = field(default_factory=dict)
+    """A variable of the chat template, e.g. enable_thinking=false (JSON, else text) or
+    strftime_now=2026-01-31; repeat for more. They are what transformers' apply_chat_template takes;
+    `strftime_now` is the day that a template writes.
     """
-    chat_template: str | None = None
-    """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`,
-    `llama3`, or a file; answers of the assistant get mode 1, all else 0. None: `<|role|>`, a
-    newline, the text and the end-of-document token.
+    eod_id: Annotated[int | None, Flag(INPUTS)] = None
+    """The id that ends documents, where the inputs are tokens."""
+    input_dtype: Annotated[str | None, Flag(INPUTS)] = None
+    """The dtype of raw token arrays without a header; uint16 by default. Arrays that look like 32-bit
+    ids are then an error.
     """
-    template_vars: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as transformers' apply_chat_template passes them
-    (`enable_thinking`). `strftime_now` is the day that a template writes, YYYY-MM-DD.
+    on_error: Annotated[Literal["stop", "skip"], Flag(INPUTS)] = "stop"
+    """What a broken record does: stop the conversion, or skip it: it is reported."""
+    max_record_bytes: Annotated[
+        int, Flag(INPUTS, "--max-record-bytes", metavar="SIZE"), Ge(1), Lt(2**63)
+    ] = 1 << 30
+    """Largest record, or file that is one text; a larger one is treated as --on-error says. A record
+    takes several times its bytes of memory.
     """
-    append_eod: bool = True
+    max_errors: Annotated[str | int | None, Flag(INPUTS, metavar="N|N%")] = None
+    """With --on-error skip: end with an error when more records than this are skipped. It is a number
+    of records (`100`), or a part of all (`1%`).
+    """
+    tokenizer: Annotated[str | None, Flag(TEXT)] = None
+    """What makes tokens of text: a tokenizer.json, a SentencePiece .model, a .tiktoken file,
+    tiktoken:NAME, a name on the Hugging Face hub, or bytes. Also a folder with a tokenizer.json, or
+    `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer). None: the inputs hold tokens.
+    """
+    eod: Annotated[str | None, Flag(TEXT)] = None
+    """The end-of-document token; by default it is found by its usual names."""
+    append_eod: Annotated[bool, Flag(TEXT)] = True
     """End every document with the end-of-document token."""
-    eod: str | None = None
-    """The end-of-document token; None: found by its usual names."""
-    eod_id: int | None = None
-    """For inputs of tokens: the id that ends documents."""
-    split_sentences: str | None = None
-    """A language code, such as `en`: every sentence is a sequence of its document."""
-    input_dtype: str | None = None
-    """Of raw token arrays without a header; None: uint16, unless they look like 32-bit ids, which
-    is an error.
-    """
-    keep_empty: bool = False
-    """Keep texts without a single token, empty ones and nulls too, as documents of an end alone;
+    keep_empty: Annotated[bool, Flag(TEXT)] = False
+    """Keep texts without a single token, empty ones too, as an end-of-document token alone.
     Megatron's datasets hold no sequence of them, and so do these by default.
     """
-    special_tokens: Literal["parse", "text"] | None = None
-    """What a special token that is spelt in a text becomes: its id, or text like any other. None:
-    as the tokenizer's library does, which is `parse` for Hugging Face (Megatron too) and `text` for
-    tiktoken.
+    special_tokens: Annotated[Literal["parse", "text"] | None, Flag(TEXT)] = None
+    """How special tokens in a text are treated: parse encodes them as special tokens, text as
+    ordinary characters; by default as the tokenizer's library does. That is `parse` for Hugging Face
+    (Megatron too) and `text` for tiktoken.
     """
-    bos: str | None = None
+    bos: Annotated[str | None, Flag(TEXT)] = None
     """A token that begins every document."""
-    add_special_tokens: bool = False
-    """Let the post-processor of a tokenizer.json add what it adds to every text."""
-    tiktoken_pattern: str | None = None
+    add_special_tokens: Annotated[bool, Flag(TEXT)] = False
+    """Let a tokenizer.json's post-processor add its tokens."""
+    tiktoken_pattern: Annotated[str | None, Flag(TEXT)] = None
     """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, qwen, or a
-    regular expression; None: by the number of its tokens, where that is one of these.
+    regular expression. None: by the number of its tokens, where that is one of these.
     """
-    dtype: str | None = None
-    """Of the output; None: that of the tokens."""
-    min_tokens: int = 0
-    """Documents with fewer tokens are dropped."""
-    max_tokens: int | None = None
-    """Documents with more are treated as `long` says."""
-    long: Literal["cut", "drop"] = "cut"
-    """Longer documents keep their first tokens and, in the last place, the end-of-document token;
-    or they are dropped.
+    split_sentences: Annotated[str | None, Flag(TEXT, metavar="LANG")] = None
+    """Make each sentence a sequence, e.g. en."""
+    min_tokens: Annotated[int, Flag(DOCUMENTS)] = 0
+    """Drop documents with fewer tokens."""
+    max_tokens: Annotated[int | None, Flag(DOCUMENTS)] = None
+    """Cut or drop documents with more tokens; see --long."""
+    long: Annotated[Literal["cut", "drop"], Flag(DOCUMENTS)] = "cut"
+    """What to do with documents above --max-tokens: cut or drop. Cut documents keep their first
+    tokens and, in the last place, the end-of-document token.
     """
-    pack: int | None = None
-    """Put documents into bins of so many tokens, of which none is cut: samples of that length in
-    training; None: documents lie end to end.
+    pack: Annotated[int | None, Flag(DOCUMENTS), Ge(2), Le(1 << 24)] = None
+    """Put documents into bins of so many tokens, without cutting any; train with that sequence
+    length. None: documents follow each other without padding.
     """
-    pack_long: Literal["split", "drop"] = "split"
-    """Documents longer than a bin become several of its length and one of the rest; or they are
-    dropped.
+    pack_long: Annotated[Literal["split", "drop"], Flag(DOCUMENTS)] = "split"
+    """What to do with documents longer than --pack: split or drop. Split ones become several of the
+    length of a bin, and one of the rest.
     """
-    max_documents: int | None = None
-    """Documents of a bin, at most; None: as many as fit."""
-    modes: tuple[int, ...] | None = None
-    """Keep only sequences of these modes."""
-    loss_modes: tuple[int, ...] | None = None
-    """The modes that are to be learned, as the manifest is to say; None: with `chat`, 1; else what
-    the inputs' manifests say.
+    max_documents: Annotated[int | None, Flag(DOCUMENTS), Ge(1)] = None
+    """Maximum number of documents in one bin of --pack. None: as many as fit."""
+    modes: Annotated[tuple[int, ...] | None, Flag(DOCUMENTS, "--mode")] = None
+    """Keep only sequences of this mode; repeat for more."""
+    loss_modes: Annotated[
+        tuple[int, ...] | None, Flag(DOCUMENTS, "--loss-mode"), Ge(-128), Le(127)
+    ] = None
+    """A mode whose tokens are learned in training (--chat: 1); repeat for more. The manifest says so.
+    None: what the inputs' manifests say.
     """
-    mix_tokenizers: bool = False
-    """Let tokens of different tokenizers into one dataset, whose manifest then names none."""
-    dedup: bool = False
+    mix_tokenizers: Annotated[bool, Flag(DOCUMENTS)] = False
+    """Let tokens of different tokenizers into one dataset. Its manifest then names none."""
+    dedup: Annotated[bool, Flag(DOCUMENTS)] = False
     """Keep the first of documents with the same tokens."""
-    shuffle_seed: int | None = None
-    """Shuffle all documents by this seed; None: the order of the inputs."""
-    origins: bool = False
-    """Keep beside each shard where its documents came from: file, line or row, and id."""
-    id_field: str | None = None
-    """Of records, the key or column of the id that origins keep, also nested (`meta.id`); None: `id`,
-    or else `url`.
+    shuffle_seed: Annotated[int | None, Ge(0), Lt(2**64)] = None
+    """Shuffle all documents by this seed (--shuffle, --seed). None: the order of the inputs."""
+    kind: Annotated[Literal["bin", "zst", "tar"], Flag(OUTPUT, "--format")] = "bin"
+    """What is written: bin, zst (seekable zstd) or tar (WebDataset). A Megatron pair, a pair whose
+    tokens are .bin.zst, or a tar file of both.
     """
-    kind: Kind = "bin"
-    """The form of the output: a Megatron pair, a pair whose tokens are .bin.zst, or a tar file of
-    both.
-    """
-    level: int = LEVEL
-    """Compression of .bin.zst, from 1 (fast) to 22 (small)."""
-    frame_bytes: int = FRAME_BYTES
+    level: Annotated[int, Flag(OUTPUT), Ge(1), Le(22)] = 3
+    """How hard zstd compresses, from 1 (fast) to 22 (small)."""
+    frame_bytes: Annotated[int, Ge(1024), Le(1 << 30)] = 32 << 10
     """Token bytes of a frame of .bin.zst, which is decompressed as a whole."""
-    shard_bytes: int | None = None
-    """Token bytes of a shard, at most unless one document has more; None: one shard."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """What a broken record does: it stops the conversion, or is left out, counted and told of."""
-    max_record_bytes: int = 1 << 30
-    """Bytes of a record, or of a file that is one text, at most. A larger one is treated as
-    `on_error` says. A record takes several times its bytes of memory.
+    shard_bytes: Annotated[int | None, Flag(OUTPUT, "--shard-size"), Ge(1)] = None
+    """Bytes of tokens in a shard, e.g. 1G; by default there is one shard. A shard is larger where
+    one document is.
     """
-    max_errors: str | int | None = None
-    """With `on_error` skip: the conversion ends with an error where more records than so many
-    (`100`), or than a part of all (`1%`), were skipped.
+    dtype: Annotated[str | None, Flag(OUTPUT)] = None
+    """The dtype of the output; it follows from the vocabulary or the inputs by default."""
+    origins: Annotated[bool, Flag(OUTPUT, "--origins")] = False
+    """Keep beside each shard where its documents came from; see trace. It is the file, the line or
+    row, and the id.
     """
+    id_field: Annotated[str | None, Flag(OUTPUT)] = None
+    """Key or column of the id that --origins keeps; else id, or url. It may be nested (`meta.id`)."""
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_numbers()
-        if self.dtype is not None:
-            token_dtype_named(self.dtype)
-        # uint32 is no dtype of the .idx; its ids are stored as int32, where they fit.
-        if self.input_dtype not in (None, "uint32"):
-            token_dtype_named(str(self.input_dtype))
+        check_fields(self)
+        self._check_dtypes()
+        self._check_documents()
         self._check_chat()
+        for name in ("hf_split", "include", "exclude"):
+            value = getattr(self, name)
+            if "" in (value if isinstance(value, tuple) else (value,)):
+                raise ConfigError(
+                    f"{name} (--{name.replace('_', '-')}) is empty; name what it chooses, or leave "
+                    f"it out"
+                )
         if self.max_errors is not None:
             self.most_errors(0)
             if self.on_error != "skip":
@@ -177,86 +192,36 @@ class ConvertOptions:
         for key in self.keys:
             key_mode(key)
 
-    def _check_choices(self) -> None:
-        if self.kind not in SUFFIXES:
-            raise ConfigError(f"kind (--format) {self.kind!r} is not one of {', '.join(SUFFIXES)}")
-        if self.read_as not in (None, "text", "lines", "json"):
-            raise ConfigError(
-                f"read_as (--as) is {self.read_as!r}; it must be 'text', 'lines' or 'json'"
-            )
-        patterns = {"hf_split": [self.hf_split], "include": self.include, "exclude": self.exclude}
-        for name, values in patterns.items():
-            if "" in values:
-                raise ConfigError(
-                    f"{name} (--{name.replace('_', '-')}) is empty; name what it chooses, or leave "
-                    f"it out"
-                )
-        if self.long not in ("cut", "drop"):
-            raise ConfigError(f"long (--long) is {self.long!r}; it must be 'cut' or 'drop'")
-        if self.on_error not in ("stop", "skip"):
-            raise ConfigError(
-                f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'"
-            )
-        if self.pack_long not in ("split", "drop"):
-            raise ConfigError(
-                f"pack_long (--pack-long) is {self.pack_long!r}; it must be 'split' or 'drop'"
-            )
+    def _check_dtypes(self) -> None:
+        # imported here: the command line reads the flags from this module before it needs any of that
+        from streammega.dataset.idx import token_dtype_named
+
+        if self.dtype is not None:
+            token_dtype_named(self.dtype)
+        # uint32 is no dtype of the .idx; its ids are stored as int32, where they fit.
+        if self.input_dtype not in (None, "uint32"):
+            token_dtype_named(str(self.input_dtype))
+
+    def _check_documents(self) -> None:
         if self.pack is None and self.pack_long == "drop":
             raise ConfigError(
-                "pack_long (--pack-long) is 'drop', which is of bins (pack, --pack), and none are "
-                "asked for; documents of any dataset are dropped by max_tokens and long='drop'"
+                "pack_long (--pack-long) drop needs bins: set pack (--pack). To drop long documents "
+                "without packing, use max_tokens (--max-tokens) with long (--long) drop"
+            )
+        if self.pack is None and self.max_documents is not None:
+            raise ConfigError(
+                "max_documents (--max-documents) limits the documents of a bin: set pack (--pack)"
             )
         if self.pack is not None and self.kind == "tar":
             raise ConfigError(
-                "pack (--pack) needs tokens that lie end to end, which those of a tar do not; "
-                "write kind (--format) 'bin' or 'zst'"
-            )
-        if self.special_tokens not in (None, "parse", "text"):
-            raise ConfigError(
-                f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' "
-                f"or 'text'"
-            )
-
-    def _check_numbers(self) -> None:
-        if not 1 <= self.max_record_bytes < 2**63:
-            raise ConfigError(
-                f"max_record_bytes (--max-record-bytes) is {self.max_record_bytes}; it must be a "
-                f"positive number of bytes"
-            )
-        if self.shard_bytes is not None and self.shard_bytes < 1:
-            raise ConfigError(
-                f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number "
-                f"of bytes"
-            )
-        if self.pack is not None and not 2 <= self.pack <= MOST_PACKED:
-            raise ConfigError(
-                f"pack (--pack) is {self.pack}; it must lie between 2 and {MOST_PACKED:,} tokens"
-            )
-        if self.max_documents is not None and (self.pack is None or self.max_documents < 1):
-            raise ConfigError(
-                f"max_documents (--max-documents) is {self.max_documents}; it is for bins (pack, "
-                f"--pack), and at least 1"
+                "pack (--pack) does not work with tar files, whose documents are apart; write kind "
+                "(--format) 'bin' or 'zst'"
             )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(
                 f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at "
                 f"least min_tokens (--min-tokens)"
             )
-        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
-            raise ConfigError(
-                f"shuffle_seed is {self.shuffle_seed}; it (--seed) must lie in [0, 2**64)"
-            )
-        if not 1 <= self.level <= 22:
-            raise ConfigError(f"level (--level) is {self.level}; zstd has levels 1 to 22")
-        if not 1024 <= self.frame_bytes <= 1 << 30:
-            raise ConfigError(
-                f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB"
-            )
-        for mode in self.loss_modes or ():
-            if not -128 <= mode <= 127:
-                raise ConfigError(
-                    f"loss_modes (--loss-mode) holds {mode}; modes lie between -128 and 127"
-                )
 
     def _check_chat(self) -> None:
         if self.chat_template is None:
@@ -350,35 +315,25 @@ class ConvertOptions:
 class Runner:
     """How the work is done; the output does not depend on it."""
 
-    workers: int = 0
-    """Units and shards that are worked on at once, by threads and processes of this machine; 0: one
-    per core. Not for Ray.
+    workers: Annotated[int, Flag(WORK), Ge(0)] = 0
+    """Units and shards that are worked on at once; 0: one per core. By threads and processes of this
+    machine; Ray decides for itself.
     """
-    engine: Literal["local", "ray"] = "local"
-    """This machine, or a Ray cluster (`RAY_ADDRESS`)."""
-    memory_bytes: int = 4096 * MiB
-    """For shuffling and for the removal of duplicates, on each machine."""
-    work: str | None = None
-    """A folder or URL for what is unfinished, which all machines of a cluster can write; None:
-    beside the output, or in the cache when that is remote.
+    memory_bytes: Annotated[int, Flag(WORK, "--memory"), Ge(MiB)] = 4096 * MiB
+    """Memory for shuffling and deduplication, e.g. 16G. It is for each machine."""
+    engine: Annotated[Literal["local", "ray"], Flag(WORK)] = "local"
+    """Where the work is done: local, or ray (see RAY_ADDRESS)."""
+    work: Annotated[str | None, Flag(WORK)] = None
+    """Folder or URL for what is unfinished; by default it is beside the output, or in the cache when
+    that is remote. All machines of a cluster must be able to write there.
     """
-    restart: bool = False
+    restart: Annotated[bool, Flag(WORK)] = False
     """Forget what an interrupted run has done."""
     merges_tasks: bool = False
     """Read nothing of the inputs, but make the dataset of what tasks have done: `merge_tasks`."""
 
     def __post_init__(self) -> None:
-        if self.workers < 0:
-            raise ConfigError(
-                f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per "
-                f"core"
-            )
-        if self.engine not in ("local", "ray"):
-            raise ConfigError(f"engine (--engine) is {self.engine!r}; it must be 'local' or 'ray'")
-        if self.memory_bytes < MiB:
-            raise ConfigError(
-                f"memory_bytes (--memory) is {self.memory_bytes}; it must be at least {MiB} (1M)"
-            )
+        check_fields(self)
 
 
 def key_mode(key: str) -> tuple[str, int]:

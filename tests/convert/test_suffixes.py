@@ -110,7 +110,7 @@ def test_saying_how_to_read_nothing_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", RECORDS)
     with pytest.raises(ConfigError, match=r"--as\) is 'text', but .*a\.jsonl"):
         convert_to(tmp_path, path, read_as="text")
-    with pytest.raises(ConfigError, match="must be 'text', 'lines' or 'json'"):
+    with pytest.raises(ConfigError, match="must be one of text, lines, json"):
         convert_to(tmp_path, path, read_as="csv")
 
 

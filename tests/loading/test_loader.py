@@ -411,8 +411,8 @@ def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) ->
     ("change", "message"),
     [
         ({"max_requests": 0}, "max_requests is 0; it must be at least 1"),
-        ({"max_requests": "8"}, "max_requests is '8'; it must be a number"),
-        ({"timeout": -1}, "timeout is -1; it must be a positive number of seconds"),
+        ({"max_requests": "8"}, "max_requests is '8'; it must be a whole number"),
+        ({"timeout": -1}, "timeout is -1; it must be more than 0"),
         ({"timeout": "60"}, "timeout is '60'; it must be a number"),
         ({"give_up_after": None}, "give_up_after is None; it must be a number"),
         ({"cache_dir": 3}, "cache_dir is 3; it must be the path of a folder"),

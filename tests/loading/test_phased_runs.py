@@ -516,7 +516,10 @@ def test_a_phase_says_what_is_wrong_with_it(data: Path) -> None:
     for settings_of_phase, message in (
         ({"first_sample": 0}, "first_sample of a phase is 0; it must be at least 1"),
         ({"first_sample": 9.5}, "first_sample is 9.5; it must be a whole number"),
-        ({"first_sample": 9, "global_batch_size": 0}, "global_batch_size of a phase is 0"),
+        (
+            {"first_sample": 9, "global_batch_size": 0},
+            "phase.global_batch_size is 0; it must be at least 1",
+        ),
         ({"first_sample": 9, "blend": []}, "the blend is empty"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -98,13 +98,10 @@ def test_attention_masks_that_the_trainer_does_not_use_are_not_made(run_file: st
     ("override", "message"),
     [
         ("train.recompute=some", r"train\.recompute"),
-        (
-            "train.recompute=-1",
-            "train.recompute is -1; it must be none, full or a number of layers",
-        ),
+        ("train.recompute=-1", "train.recompute is -1; it must be at least 0"),
         (
             "train.recompute=true",
-            r"train\.recompute is True; it must be none, full or a number of layers",
+            "train.recompute is true; it must be one of none, full, a whole number",
         ),
         ("train.recompute=5", r"train\.recompute is 5, more than model\.layers 1; .* full"),
     ],

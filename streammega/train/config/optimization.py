@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
 from streammega.order.batch_size import BatchSchedule, batch_schedule
-from streammega.train.config.ranges import Range, check_numbers
-
-CHOICES = {
-    "decay": ("cosine", "linear", "constant"),
-    "decay_by": ("steps", "samples", "tokens"),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "device": ("auto", "cpu", "cuda"),
-    "backend": ("auto", "gloo", "nccl"),
-}
-"""Settings of [train] that are one of a few words."""
-
-RANGES = {
-    **dict.fromkeys(
-        ("iters", "micro_batch_size", "global_batch_size", "keep_checkpoints", "log_interval"),
-        Range(1),
-    ),
-    **dict.fromkeys(
-        ("warmup_iters", "save_interval", "eval_interval", "eval_iters", "rewind", "clip_grad"),
-        Range(0),
-    ),
-    **dict.fromkeys(("lr", "min_lr", "weight_decay"), Range(0, sys.float_info.max)),
-    **dict.fromkeys(("beta1", "beta2"), Range(0, 1, open=True)),
-    "largest_gradient": Range(sys.float_info.min),
-    "seed": Range(-(2**63), 2**64, open=True),
-    "timeout": Range(1e-3, 1e9),
-}
-"""Of numbers in [train].
-
-Seeds are those of torch's generators; a timeout is whole milliseconds to torch, 30 years at most.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +17,11 @@ class TrainConfig:
     means never.
     """
 
-    iters: int
+    iters: Annotated[int, Ge(1)]
     """Optimizer steps of the whole run; the learning-rate schedule ends here."""
-    micro_batch_size: int
+    micro_batch_size: Annotated[int, Ge(1)]
     """Samples of one pass of one rank."""
-    global_batch_size: int
+    global_batch_size: Annotated[int, Ge(1)]
     """Samples of one optimizer step over all ranks."""
     rampup: tuple[int, int, int] | None = None
     """(start, increment, samples): the global batch grows from start to global_batch_size over so
@@ -60,11 +31,11 @@ class TrainConfig:
     """Where checkpoints and metrics go: one folder for all ranks, or a URL such as
     s3://bucket/run.
     """
-    lr: float = 1e-3
+    lr: Annotated[float, Ge(0), Lt(math.inf)] = 1e-3
     """The learning rate after the warmup: the largest."""
-    min_lr: float | None = None
+    min_lr: Annotated[float | None, Ge(0), Lt(math.inf)] = None
     """What the learning rate falls to by the last step. None: a tenth of lr."""
-    warmup_iters: int = 0
+    warmup_iters: Annotated[int, Ge(0)] = 0
     """Steps in which the learning rate rises to lr."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes from lr to min_lr after the warmup."""
@@ -72,15 +43,15 @@ class TrainConfig:
     """What the decay is even over: the steps, or the samples or tokens that they take, which differ
     where batches ramp up, or phases change their size or the length of samples.
     """
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = 0.1
     """Of matrices; vectors have none."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Of AdamW: how much of the former mean of gradients is kept."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Of AdamW: how much of the former mean of their squares is kept."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    largest_gradient: float | None = None
+    largest_gradient: Annotated[float | None, Gt(0)] = None
     """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
     over its tokens, with parallel.data_parallel = buckets. One that is not finite always does.
     """
@@ -88,9 +59,9 @@ class TrainConfig:
     """Of parameters and activations; the narrow ones with fp32 main parameters, of
     parallel.optimizer = sharded.
     """
-    seed: int = 1234
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**64)] = 1234
     """Of the model's initial weights."""
-    recompute: Literal["none", "full"] | int = "none"
+    recompute: Annotated[Literal["none", "full"] | int, Ge(0)] = "none"
     """Layers whose activations are not kept for backward but computed again: none, all, or so many
     on each pipeline stage. Memory for a third more compute in those layers; losses and gradients
     are the same to the bit.
@@ -101,31 +72,31 @@ class TrainConfig:
     """Only algorithms of torch that give the same bits every time; an operation that has none is an
     error. Slower on CUDA.
     """
-    save_interval: int = 0
+    save_interval: Annotated[int, Ge(0)] = 0
     """Steps from one checkpoint to the next; the last step is saved too.
 
     0: no checkpoints, of the last step neither, but after SIGTERM or Ctrl-C; the run says so as it
     begins.
     """
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[int, Ge(1)] = 3
     """The last so many are kept."""
     async_save: bool = True
     """Train on while a checkpoint is written, or uploaded."""
-    rewind: int | None = None
+    rewind: Annotated[int | None, Ge(0)] = None
     """Resume from the last checkpoint at or before this step; later ones are set aside, under
     *.rewound. It is done once: what was trained after it is gone on with.
     """
-    eval_interval: int = 0
+    eval_interval: Annotated[int, Ge(0)] = 0
     """Steps from one evaluation to the next; the last step is evaluated too."""
-    eval_iters: int = 0
+    eval_iters: Annotated[int, Ge(0)] = 0
     """Global batches of one evaluation."""
-    log_interval: int = 10
+    log_interval: Annotated[int, Ge(1)] = 10
     """Steps from one line of the log to the next; metrics.jsonl has every step."""
     hash_batches: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
-    timeout: float = 600.0
+    timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
     """Seconds after which a collective that does not end ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has,
@@ -138,8 +109,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_out_dir()
-        self._check_recompute()
-        check_numbers("train", self, RANGES)
+        check_fields(self, "train.")
         if self.lowest_lr > self.lr and self.decay != "constant":
             raise ConfigError(
                 f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
@@ -150,12 +120,6 @@ class TrainConfig:
                 f"train.warmup_iters is {self.warmup_iters}, more than train.iters {self.iters}: "
                 f"the learning rate would never reach train.lr; lower warmup_iters"
             )
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(
-                    f"train.{name} is {value!r}; it must be one of {', '.join(allowed)}"
-                )
         if self.device == "cpu" and self.backend == "nccl":
             raise ConfigError(
                 "train.backend = nccl goes with GPUs, and train.device is cpu: "
@@ -169,17 +133,6 @@ class TrainConfig:
             raise ConfigError(
                 f"train.out_dir is {self.out_dir!r}; it must be a folder or a URL, "
                 f"such as s3://bucket/run"
-            )
-
-    def _check_recompute(self) -> None:
-        recompute = self.recompute
-        if recompute in ("none", "full"):
-            return
-        # true is an int to Python.
-        is_int = isinstance(recompute, int) and not isinstance(recompute, bool)
-        if not is_int or int(recompute) < 0:
-            raise ConfigError(
-                f"train.recompute is {recompute!r}; it must be none, full or a number of layers"
             )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import dacite
 
 from streammega.config import PhaseConfig, StorageConfig
-from streammega.config.setting_checks import read_toml
+from streammega.config.validate import read_toml
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.train.config.whole_run import RunConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from streammega.config.validate import check_fields
 from streammega.errors import ConfigError
 from streammega.parallel.layout import ORDER
-from streammega.train.config.ranges import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ModelConfig:
     """Attention heads; they divide dim."""
 
     def __post_init__(self) -> None:
-        check_numbers("model", self, {})
+        check_fields(self, "model.")
         smallest = min(self.vocab_size, self.dim, self.layers, self.heads)
         # Twice: rotary embeddings turn pairs of the elements of a head.
         if smallest < 1 or self.dim % (2 * self.heads) != 0:
@@ -62,18 +62,12 @@ class ParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        check_numbers("parallel", self, {})
+        check_fields(self, "parallel.")
         without_pipeline = self.pp == 1
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and without_pipeline):
             raise ConfigError(
                 f"parallel.virtual_stages is {self.virtual_stages}; "
                 f"more than one needs parallel.pp of two or more"
-            )
-        is_known = self.data_parallel in ("buckets", "torch")
-        if not is_known or self.optimizer not in ("replicated", "sharded", "zero"):
-            raise ConfigError(
-                "parallel.data_parallel is buckets or torch, "
-                "parallel.optimizer is replicated, sharded or zero"
             )
         by_torch = self.data_parallel == "torch"
         splits_the_model = self.tp > 1 or self.pp > 1

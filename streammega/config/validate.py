@@ -1,0 +1,171 @@
+"""How settings are checked: by the types of their fields, once, with one form of message."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import numbers
+import operator
+import os
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from streammega.errors import ConfigError
+
+
+class Bound(NamedTuple):
+    """A limit of a number, as it stands in the type of a field: `Annotated[int, Ge(1)]`."""
+
+    words: str
+    is_met: Callable[[Any, Any], bool]
+    limit: float
+
+    def __str__(self) -> str:
+        limit = f"{self.limit:,}" if isinstance(self.limit, int) else f"{self.limit:g}"
+        return f"{self.words} {limit}"
+
+
+Ge = partial(Bound, "at least", operator.ge)
+Gt = partial(Bound, "more than", operator.gt)
+Le = partial(Bound, "at most", operator.le)
+Lt = partial(Bound, "less than", operator.lt)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How the command line calls a setting. name: where it is not the field's with dashes."""
+
+    group: str
+    name: str = ""
+    metavar: str | None = None
+
+
+class FieldType(NamedTuple):
+    """The type of a field, taken apart: `Annotated[Literal["none"] | int | None, Ge(0)]`."""
+
+    alternatives: tuple[Any, ...]
+    choices: tuple[Any, ...]
+    is_optional: bool
+    bounds: tuple[Bound, ...]
+    flag: Flag | None
+
+    @property
+    def range(self) -> str:
+        """What a number may be: "at least 0 and less than 1"; empty where it may be any."""
+        return " and ".join(map(str, self.bounds))
+
+    @property
+    def expected(self) -> str:
+        """What a value may be: "one of none, full, a whole number"."""
+        numbers = {int: "a whole number", float: "a number"}
+        words = [*self.choices, *(numbers[part] for part in self.alternatives if part in numbers)]
+        return f"one of {', '.join(words)}" if self.choices else words[0]
+
+
+@cache
+def field_types(settings: type) -> dict[str, FieldType]:
+    """The types of the fields of a dataclass, by their names."""
+    types: dict[str, FieldType] = {}
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        extras: tuple[Any, ...] = ()
+        if get_origin(hint) is Annotated:
+            hint, *extras = get_args(hint)  # type: ignore[assignment]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        literals = [part for part in parts if get_origin(part) is Literal]
+        types[name] = FieldType(
+            alternatives=tuple(part for part in parts if part not in (*literals, NoneType)),
+            choices=tuple(choice for part in literals for choice in get_args(part)),
+            is_optional=NoneType in parts,
+            bounds=tuple(extra for extra in extras if isinstance(extra, Bound)),
+            flag=next((extra for extra in extras if isinstance(extra, Flag)), None),
+        )
+    return types
+
+
+def check_fields(settings: Any, section: str = "") -> None:
+    """Raise ConfigError for a field whose value its type forbids: by `Literal`, by bounds, or
+    because it is no number. Whole numbers of other kinds (numpy's) become plain ints.
+
+    section: what stands before the name in messages, such as "train.".
+    """
+    settings_class: type = type(settings)
+    types = field_types(settings_class)
+    for item in fields(settings):
+        kind = types[item.name]
+        value = getattr(settings, item.name)
+        is_choice = isinstance(value, str) and value in kind.choices
+        if is_choice or (value is None and kind.is_optional):
+            continue
+        what = f"{section}{item.name}"
+        if kind.flag is not None:
+            what += f" ({flag_name(item.name, kind.flag)})"
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        if kind.alternatives in ((int,), (float,)):
+            value = _as_number(value, is_whole=int in kind.alternatives)
+            if value is None:
+                raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
+            # the way to set a field of a frozen dataclass
+            object.__setattr__(settings, item.name, value)
+        elif kind.choices:
+            raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if not all(bound.is_met(number, bound.limit) for bound in kind.bounds):
+                raise ConfigError(f"{what} is {shown}; it must be {kind.range}")
+
+
+def _as_number(value: Any, *, is_whole: bool) -> Any:
+    """The number that a field gets; None for what is none, or is not whole where it must be."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    if not is_whole:
+        return value
+    return operator.index(value) if hasattr(value, "__index__") else None
+
+
+def flag_name(name: str, flag: Flag) -> str:
+    """`--shard-size`, the name of the flag of a field."""
+    return flag.name or "--" + name.replace("_", "-")
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """The docstring below each field of a class, on one line."""
+    module = ast.parse(Path(inspect.getfile(settings)).read_text(encoding="utf-8"))
+    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+    body = classes[settings.__name__].body
+    docs: dict[str, str] = {}
+    for item, after in pairwise(body):
+        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
+            text = ast.literal_eval(after.value)
+            docs[ast.unparse(item.target)] = " ".join(text.split())
+    return docs
+
+
+def read_toml(path: str, remedy: str) -> dict[str, Any]:
+    """What a TOML file holds. remedy: what to do where it cannot be read. Raises ConfigError, which
+    repeats no value of the file: it may hold secrets.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no valid TOML ({error})") from None
+
+
+def local_folder(path: str | Path) -> Path:
+    """A folder that somebody named, `~` being their home."""
+    return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
+
+
+def checked_folder(name: str, path: str | Path) -> Path:
+    """The folder that a setting names. Raises ConfigError for what is no path."""
+    try:
+        return local_folder(path)
+    except TypeError:
+        raise ConfigError(f"{name} is {path!r}; it must be the path of a folder") from None
