@@ -118,11 +118,13 @@ def cache_verify(folder: CacheFolder) -> None:
 
 @cache_app.command(name="clear", no_args_is_help=True)
 def cache_clear(folder: CacheFolder) -> None:
-    """Remove all cached objects that nobody uses now."""
+    """Remove all cached objects that were not used within the last ten minutes."""
     from streammega.storage import cache as page_cache
 
     removed, kept = page_cache.clear(_cache_folder(folder))
-    typer.echo(f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept")
+    typer.echo(
+        f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten minutes)"
+    )
 
 
 def _cache_folder(folder: str) -> Path:

@@ -16,7 +16,7 @@ from streammega.loading.steps import MicroSteps
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PAGE_BYTES, PageCache
-from streammega.storage.cache.layout import whole_pages
+from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.derived_stores import is_local
 from streammega.storage.etags import tell_unversioned

@@ -98,7 +98,7 @@ class Stager:
             with self._lock:
                 self.staged_bytes += stop - start
 
-        part.store.cached.ensure(part.low, part.high, fetch, self._closed.is_set)
+        part.store.cached.prefetch(part.low, part.high, fetch, self._closed.is_set)
 
     def close(self) -> None:
         """Stop after the parts under way; those of an endpoint that hangs are not

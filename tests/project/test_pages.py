@@ -25,7 +25,7 @@ from streammega.order import lanes as stream_order
 from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.cache import layout, room
+from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
 from streammega.train import stopping, watch
 from streammega.train.config import load_run
@@ -286,15 +286,15 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
     ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
     ("architecture", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
-    ("architecture", "pass through 128 KiB pages", layout.PAGE_BYTES, 128 << 10),
+    ("architecture", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
     ("architecture", "staged by four threads", staging.THREADS, 4),
     (
         "architecture",
         "(1 GiB or 1 % stay free)",
-        (room.DISK_RESERVE, room.DISK_SHARE),
+        (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
     ),
-    ("architecture", "is not looked at again for half a minute", room.FULL_FOR, 30),
+    ("architecture", "is not looked at again for half a minute", cache_folder.FULL_FOR, 30),
     ("architecture", "Slabs of micro-batches (16 MiB of tokens", reader.SLAB_BYTES, 16 << 20),
     ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),

@@ -27,6 +27,7 @@ from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, PageCache
+from streammega.storage.cache.chunk_file import try_lock
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.store import Bytes
 from tests.support.processes import Family
@@ -164,7 +165,9 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(
     listed, cleared = of_other_processes("ls", "clear", folder=tmp_path)
     assert "in use  s3://b/k" in listed
     assert "1 in use and kept" in cleared
+    used = cached.folder / "used"
     del cached
+    os.utime(used, (1000, 1000))
     assert "0 damaged" in told("verify")[1]
     assert "1 object removed" in told("clear")[1]
     assert not list(tmp_path.glob("chunks/*/*.data"))
@@ -390,7 +393,9 @@ def kill_at_random_moments(
         runs.close()
         for entry in page_cache.entries(folder / "cache" / "chunks"):
             assert not page_cache.damaged_pages(entry)
-            assert not entry.in_use, "locks die with their holders"
+            for path in entry.folder.glob("*.data"):
+                with open(path, "r+b") as file:
+                    assert try_lock(file.fileno()), "locks die with their holders"
     endpoint.behave()
     plain = config_of(order, "s3:/", folder / "idx", storage_of(endpoint, "obstore"))
     cached = replace(plain, storage=StorageConfig(

@@ -52,8 +52,8 @@ class CachedStore:
         missing_spans = []
         missing_outs = []
         for (start, stop), out in zip(spans, outs, strict=True):
-            if stop - start >= SMALL or self.cached.finds(start, stop):
-                hits = self.cached.read(start, stop, out, fetch, self._given_up)
+            if stop - start >= SMALL or self.cached.contains(start, stop):
+                hits = self.cached.read(start, stop, out, fetch, self._is_closed)
                 self._count(hits, 0)
             else:
                 missing_spans.append((start, stop))
@@ -86,7 +86,7 @@ class CachedStore:
         """End all waiting for pages that others fetch: nobody wants them any more."""
         self._closed = True
 
-    def _given_up(self) -> bool:
+    def _is_closed(self) -> bool:
         return self._closed
 
     def _count(self, hits: int, fetched: int) -> None:

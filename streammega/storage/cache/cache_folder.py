@@ -1,0 +1,365 @@
+"""The folder of a page cache: what lies in it, how much of the disk it may take, and what is evicted.
+
+    <cache_dir>/chunks/
+        lock                 locked while chunks are made or removed; has the bytes of all chunks
+        <object>/            one folder for each object, ETag and chunk size
+            object.json      url, etag, size: what `streammega cache ls` shows
+            used             its time is that of the last use
+            3.data           chunk 3, see chunk_file.py
+
+Files have the mode that the umask gives them. A process touches `used` once a minute while it has
+the object open. An object is in use until `GRACE` after that, and is not evicted before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from streammega.storage.cache.chunk_file import (
+    OPEN_FLAGS,
+    file_bytes,
+    make_chunk,
+    try_lock,
+    unlock,
+    whole_pages,
+)
+from streammega.storage.fd_limit import TOO_MANY, limit_reached, raise_limit
+
+log = logging.getLogger(__name__)
+
+LAYOUT = 3
+"""Part of the name of each object. Those of another layout are not found, but evicted in time."""
+NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}")
+GRACE = 600.0
+"""Seconds after the last touch within which an object is in use."""
+DISK_RESERVE = 1 << 30
+"""Bytes of its disk that a cache leaves free: for checkpoints, logs and other programs."""
+DISK_SHARE = 0.01
+"""The share of a large disk that it leaves free, where that is more."""
+SMALL_DISK_SHARE = 0.1
+"""Of a small disk it leaves free no more than this share."""
+LOCK_TIMEOUT = 1.0
+"""Seconds to wait for another process that makes or removes a chunk."""
+BUSY_FOR = 5.0
+"""Seconds without new chunks after that timeout: the other process may have been stopped."""
+FIRST_PAUSE = 0.001
+MAX_PAUSE = 0.02
+FULL_FOR = 30.0
+"""Seconds without new chunks after nothing could be evicted, at least."""
+FULL_FACTOR = 100.0
+"""And this many times as long as the search took, which then takes a hundredth of the time."""
+COUNT_AGE = 3600.0
+"""Seconds for which the noted bytes are believed when the cache is full."""
+PAGE_TIMEOUT = 60.0
+"""Seconds to wait for a page that another process fetches."""
+LATE_TIMEOUT = 1.0
+LATE_FOR = 600.0
+"""After such a timeout: seconds to wait for further pages, and how long that holds. A process that
+was stopped may have locked hundreds.
+"""
+_RECORD = struct.Struct("<8sQd")
+"""Of the file `lock`: the magic, the bytes of all chunk files, and when they were counted."""
+_MAGIC = b"SMTOTAL\n"
+
+
+class LockedError(OSError):
+    """Another process holds the lock of a cache folder for too long."""
+
+
+class CacheFolder:
+    """A cache folder as this process sees it. Safe for threads and processes.
+
+    A disk that fails turns the cache off with one warning: `usable` is False then.
+
+    Args:
+        folder: `cache_dir`; made when it is not there.
+        max_bytes: bytes that all chunks may take.
+        chunk_bytes: bytes of an object in one file.
+        timeout: seconds to wait for a page that another process fetches.
+    """
+
+    def __init__(
+        self, folder: str | Path, max_bytes: int, chunk_bytes: int, timeout: float = PAGE_TIMEOUT
+    ) -> None:
+        raise_limit()
+        self.folder = Path(folder) / "chunks"
+        self.max_bytes = max_bytes
+        self.chunk_bytes = whole_pages(chunk_bytes)
+        self.usable = True
+        self._timeout = timeout
+        self._late_until = 0.0
+        self._full_until = 0.0
+        self._evictable: deque[tuple[float, Path]] = deque()  # by the time of last use
+        self._warned: set[str] = set()
+
+    @property
+    def page_timeout(self) -> float:
+        """Seconds to wait for a page that another process fetches."""
+        if time.monotonic() < self._late_until:
+            return min(self._timeout, LATE_TIMEOUT)
+        return self._timeout
+
+    def on_timeout(self, url: str) -> None:
+        """Another process did not fetch its pages in time."""
+        self._late_until = time.monotonic() + LATE_FOR
+        self._warn(
+            f"another process has locked pages of {url} for over {self._timeout:g} s; this process "
+            f"downloads them as well"
+        )
+
+    def on_error(self, error: OSError) -> None:
+        """Go on after an error of the disk, without the cache unless the error passes."""
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            log.debug("%s: %s: was removed meanwhile", self.folder, error.filename)
+        elif error.errno in TOO_MANY:
+            self._warn(f"{limit_reached()}; what needs a file of the cache is read without it")
+        elif error.errno == errno.ENOMEM:
+            self._warn(
+                "no more files can be mapped (vm.max_map_count); further ones are read without the "
+                "cache"
+            )
+        elif self.usable:
+            self.usable = False
+            remedy = "free some space"
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                remedy = "let this user write there, by a common group and umask 002 for instance"
+            reason = error.strerror or str(error)
+            self._warn(f"{reason}; going on without a cache ({remedy}, or name another cache_dir)")
+
+    def has_disk_space(self, size: int) -> bool:
+        """Whether the disk takes so many bytes more and keeps its reserve. Raises OSError."""
+        if _spare_bytes(self.folder) >= size:
+            return True
+        self._warn("the disk is nearly full; what is not cached yet is read without the cache")
+        return False
+
+    def reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
+        """Make the file of a chunk of `size` bytes; False if there is no room. Raises OSError.
+
+        Evicts objects that are not in use, the longest unused first. The cost does not depend on
+        the number of objects, but for a list of all of them when the last list is used up.
+        """
+        if time.monotonic() < self._full_until:
+            return False
+        try:
+            if self._try_reserve(path, size, description):
+                return True
+            began = time.monotonic()
+            self._evictable = deque(sorted(unused_objects(self.folder)))
+            if self._try_reserve(path, size, description):
+                return True
+        except LockedError:
+            self._warn(
+                "another process has locked the cache for a while; new data is read without the "
+                "cache meanwhile"
+            )
+            self._full_until = time.monotonic() + BUSY_FOR
+            return False
+        now = time.monotonic()
+        self._full_until = now + max(FULL_FOR, FULL_FACTOR * (now - began))
+        return False
+
+    def _try_reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
+        with _locked(self.folder) as lock:
+            new_bytes = file_bytes(size)
+            old_bytes = 0
+            with contextlib.suppress(FileNotFoundError):
+                old_bytes = os.stat(path, follow_symlinks=False).st_size
+            if old_bytes == new_bytes:
+                return True  # another process was quicker
+            total, counted_at = _read_total(self.folder, lock)
+            is_full = not self._fits(total, new_bytes) and not self._evictable
+            if is_full and counted_at < time.time() - COUNT_AGE:
+                total, counted_at = _count(self.folder)
+            while self._evictable and not self._fits(total, new_bytes):
+                last_used, folder = self._evictable.popleft()
+                if last_use(folder) == last_used:
+                    total -= _remove_object(folder)
+            fits = self._fits(total, new_bytes)
+            # Noted before the chunk is made and after others were removed: a process that is killed
+            # in between leaves a number that is too high, never one that is too low.
+            total += new_bytes - old_bytes if fits else 0
+            _write_total(lock, total, counted_at)
+            if fits:
+                _describe(path.parent, description)
+                make_chunk(path, size)
+            return fits
+
+    def _fits(self, total: int, size: int) -> bool:
+        return total + size <= self.max_bytes and _spare_bytes(self.folder) >= size
+
+    def remove(self, folder: Path, last_used: float) -> bool:
+        """Remove an object; False if it was used after that time. Raises OSError."""
+        with _locked(self.folder) as lock:
+            if last_use(folder) != last_used:
+                return False
+            total, counted_at = _read_total(self.folder, lock)
+            _write_total(lock, total - _remove_object(folder), counted_at)
+        return True
+
+    def recount(self) -> int:
+        """Count the bytes of all chunk files and note them. Raises OSError."""
+        with _locked(self.folder) as lock:
+            total, counted_at = _count(self.folder)
+            _write_total(lock, total, counted_at)
+            return total
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s: %s", self.folder, text)
+
+
+def object_name(url: str, etag: str, size: int, chunk_bytes: int) -> str:
+    """The folder of an object, one for each of its versions."""
+    texts = (url, f"{LAYOUT}:{etag}:{size}:{chunk_bytes}")
+    return "-".join(hashlib.blake2b(text.encode(), digest_size=12).hexdigest() for text in texts)
+
+
+def object_folders(folder: Path) -> list[Path]:
+    """The folders of all objects, of this layout and of others."""
+    folders = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+    return folders
+
+
+def last_use(folder: Path) -> float:
+    """When an object was used last; 0 if it is gone.
+
+    An object that was made halfway is as old as its folder.
+    """
+    for path in (folder / "used", folder):
+        with contextlib.suppress(OSError):
+            return os.stat(path).st_mtime
+    return 0.0
+
+
+def is_in_use(last_used: float) -> bool:
+    """Whether an object that was used last at this time is in use."""
+    return abs(time.time() - last_used) < GRACE
+
+
+def unused_objects(folder: Path) -> list[tuple[float, Path]]:
+    """(time of last use, folder) of the objects that are not in use."""
+    uses = [(last_use(object_folder), object_folder) for object_folder in object_folders(folder)]
+    return [
+        (last_used, object_folder) for last_used, object_folder in uses if not is_in_use(last_used)
+    ]
+
+
+def _describe(folder: Path, description: dict[str, Any]) -> None:
+    """Make the folder of an object with its description. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    file = folder / "object.json"
+    if not file.exists():
+        temporary = folder / ".object"
+        temporary.unlink(missing_ok=True)
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666), "w"
+        ) as out:
+            json.dump(description, out)
+        os.replace(temporary, file)
+    if not (folder / "used").exists():
+        os.close(_open_or_make(folder / "used"))
+
+
+def _remove_object(folder: Path) -> int:
+    """Remove an object's folder; returns the bytes of the chunks that were removed.
+
+    Processes that have mapped them go on reading what is mapped.
+    """
+    freed = 0
+    with contextlib.suppress(OSError):
+        with os.scandir(folder) as scanned:
+            # The description last: a process that is killed before leaves chunks with a name.
+            entries = sorted(scanned, key=lambda entry: not entry.name.endswith(".data"))
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                size = entry.stat(follow_symlinks=False).st_size
+                os.unlink(entry.path)
+                freed += size if entry.name.endswith(".data") else 0
+        os.rmdir(folder)
+    return freed
+
+
+def _open_or_make(path: Path) -> int:
+    """A descriptor to read and write a file that all users of a cache share. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDWR | OPEN_FLAGS)
+    except FileNotFoundError:
+        # Only then: in a sticky folder, O_CREAT refuses a file of another user.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Hold the lock of a cache folder; gives the descriptor of its file. Raises OSError."""
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    pause = FIRST_PAUSE
+    descriptor = _open_or_make(folder / "lock")
+    try:
+        # A call that waits in the kernel could not end at the deadline.
+        while not try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise LockedError(f"{folder}: another process holds its lock")
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE)
+        yield descriptor
+    finally:
+        unlock(descriptor)
+
+
+def _read_total(folder: Path, lock: int) -> tuple[int, float]:
+    """(bytes of all chunk files, when they were counted); counted now if the note is damaged."""
+    data = os.pread(lock, _RECORD.size + 8, 0)
+    record = data[: _RECORD.size]
+    if len(data) == _RECORD.size + 8 and data[_RECORD.size :] == xxhash.xxh3_64_digest(record):
+        magic, total, counted_at = _RECORD.unpack(record)
+        if magic == _MAGIC:
+            return total, counted_at
+    return _count(folder)
+
+
+def _write_total(lock: int, total: int, counted_at: float) -> None:
+    record = _RECORD.pack(_MAGIC, max(0, total), counted_at)
+    os.pwrite(lock, record + xxhash.xxh3_64_digest(record), 0)
+
+
+def _count(folder: Path) -> tuple[int, float]:
+    total = 0
+    for object_folder in object_folders(folder):
+        with contextlib.suppress(OSError), os.scandir(object_folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".data"):
+                    with contextlib.suppress(OSError):
+                        total += entry.stat(follow_symlinks=False).st_size
+    return total, time.time()
+
+
+def _spare_bytes(folder: Path) -> int:
+    """Bytes that the cache may still take of its disk; negative where less than the reserve is
+    free.
+    """
+    disk = os.statvfs(folder)
+    disk_bytes = disk.f_blocks * disk.f_frsize
+    reserve = max(DISK_RESERVE, int(DISK_SHARE * disk_bytes))
+    return disk.f_bavail * disk.f_frsize - min(reserve, int(SMALL_DISK_SHARE * disk_bytes))

@@ -1,0 +1,242 @@
+"""One file of the page cache: the bytes of a chunk of an object, then a checksum of each page.
+
+A checksum is written after its page, and 0 says that the page is not there. So a writer that was
+killed leaves no page that is believed. Who fetches pages locks their bytes in the file meanwhile;
+the kernel ends such a lock with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from streammega.storage.backends.mapping import map_file
+from streammega.storage.store import Bytes, address_of
+
+PAGE_BYTES = 128 << 10
+"""Pages are small, so that a piece of the stream order fetches little more than itself."""
+ENTRY_BYTES = 8
+"""Bytes of a page's checksum."""
+MAX_MAPPED = 32_000
+"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count)."""
+# A link or a pipe in place of a file was put there by somebody else: it is neither followed nor
+# waited for.
+OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
+_locking: set[int] = set()
+"""Descriptors that hold locks in this process."""
+mapped: weakref.WeakSet[ChunkFile] = weakref.WeakSet()
+"""Chunks that stay mapped in this process."""
+
+
+class ChunkFile:
+    """The pages of a chunk, mapped. Numbers of pages are those within the object.
+
+    `view` uint8 [size]: its bytes. `verified` uint8 [pages]: pages that are there and were checked,
+    or written, by this process. `gone`: another file has taken the place of this one; what is
+    mapped stays right, and nothing is added to it.
+    """
+
+    def __init__(self, path: Path, descriptor: int, first: int, size: int) -> None:
+        file = map_file(descriptor, file_bytes(size), path)
+        self.first = first
+        self.view: Bytes = file[:size]
+        self.verified = np.zeros(pages_of(size), np.uint8)
+        self.gone = False
+        self._path = path
+        self._identity = _identity(descriptor)
+        self._table_at = table_at(size)
+        self._table = file[self._table_at :].view("<u8")
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are mapped."""
+        return address_of(self.view)
+
+    def has(self, first: int, last: int) -> bool:
+        """Whether all of pages [first, last) are known to be there."""
+        return bool(self.verified[first - self.first : last - self.first].all())
+
+    def part(self, start: int, stop: int) -> Bytes:
+        """Bytes [start, stop) of the object."""
+        chunk_start = self.first * PAGE_BYTES
+        return self.view[start - chunk_start : stop - chunk_start]
+
+    def is_sound(self, page: int) -> bool | None:
+        """Whether a page's bytes have its checksum; None: the page is not there.
+
+        A page is compared once in each process.
+        """
+        number = page - self.first
+        if self.verified[number]:
+            return True
+        expected = int(self._table[number])
+        if not expected:
+            return None
+        begin = number * PAGE_BYTES
+        if checksum(self.view.data[begin : begin + PAGE_BYTES]) != expected:
+            return False
+        self.verified[number] = 1
+        return True
+
+    def open(self) -> int | None:
+        """A descriptor to write to the file; None if the file is gone. Raises OSError."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | OPEN_FLAGS)
+        except FileNotFoundError:
+            self.gone = True
+            return None
+        if _identity(descriptor) != self._identity:
+            self.gone = True
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def lock(self, descriptor: int, first: int, last: int) -> bool:
+        """Lock pages [first, last); False if somebody else has locked one. Raises OSError."""
+        start = (first - self.first) * PAGE_BYTES
+        return try_lock(descriptor, start, (last - first) * PAGE_BYTES)
+
+    def write(self, descriptor: int, page: int, data: Bytes) -> None:
+        """Write pages from `page` on, then their checksums. Raises OSError."""
+        number = page - self.first
+        view = memoryview(data)  # type: ignore[arg-type]
+        _write_all(descriptor, view, number * PAGE_BYTES)
+        checksums = []
+        for begin in range(0, len(view), PAGE_BYTES):
+            checksums.append(checksum(view[begin : begin + PAGE_BYTES]))
+        entries = memoryview(np.array(checksums, "<u8").tobytes())
+        _write_all(descriptor, entries, self._table_at + ENTRY_BYTES * number)
+        self.verified[number : number + len(checksums)] = 1
+
+    def forget(self, page: int) -> None:
+        """Remove a checksum, so that the page is fetched again. Raises OSError."""
+        descriptor = self.open()
+        if descriptor is not None:
+            entry_at = self._table_at + ENTRY_BYTES * (page - self.first)
+            os.pwrite(descriptor, bytes(ENTRY_BYTES), entry_at)
+            os.close(descriptor)
+
+
+def open_chunk(path: Path, first: int, size: int) -> ChunkFile | None:
+    """The chunk of `size` bytes from page `first` on; None if there is no file of that size.
+
+    Raises OSError.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file_bytes(size):
+            return None
+        return ChunkFile(path, descriptor, first, size)
+    finally:
+        os.close(descriptor)
+
+
+def make_chunk(path: Path, size: int) -> None:
+    """Make the file of a chunk of `size` bytes, without any page. Raises OSError.
+
+    It is sparse, but for its checksums: on a full tmpfs, reading a hole that is mapped would end
+    the process (SIGBUS).
+    """
+    temporary = path.with_suffix(".partial")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
+    try:
+        os.ftruncate(descriptor, file_bytes(size))
+        table = bytes(file_bytes(size) - table_at(size))
+        if os.pwrite(descriptor, table, table_at(size)) < len(table):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+
+
+def pages_of(size: int) -> int:
+    """The number of pages of so many bytes."""
+    return -(-size // PAGE_BYTES)
+
+
+def whole_pages(chunk_bytes: int) -> int:
+    """The size of chunks that is used for a configured one."""
+    return max(PAGE_BYTES, chunk_bytes // PAGE_BYTES * PAGE_BYTES)
+
+
+def table_at(size: int) -> int:
+    """Where the checksums of a chunk of `size` bytes begin: aligned, for they are mapped."""
+    return -(-size // ENTRY_BYTES) * ENTRY_BYTES
+
+
+def file_bytes(size: int) -> int:
+    """The size of the file of a chunk of `size` bytes."""
+    return table_at(size) + ENTRY_BYTES * pages_of(size)
+
+
+def checksum(data: Any) -> int:
+    """xxh3 of a page, never 0."""
+    return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def try_lock(descriptor: int, start: int = 0, length: int = 0) -> bool:
+    """Lock bytes of an open file, all of them by default; False if another opening of it has locked
+    one of them. Raises OSError where the file system has no locks.
+
+    Such a lock belongs to the open file (Linux: open file description locks), so that it keeps
+    threads apart as well as processes. It ends with `unlock`, or with the process.
+    """
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    _locking.add(descriptor)
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Release all locks of a descriptor and close it. A forked child's copy holds none then."""
+    if descriptor in _locking:
+        _locking.discard(descriptor)
+        with contextlib.suppress(OSError):
+            request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies of descriptors that hold locks: the locks are its parent's."""
+    for descriptor in list(_locking):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _locking.clear()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    # A call may write less: on a disk that is nearly full, or where a signal comes.
+    written = 0
+    while written < len(view):
+        written += os.pwrite(descriptor, view[written:], offset + written)
+
+
+os.register_at_fork(after_in_child=_close_in_child)

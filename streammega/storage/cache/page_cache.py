@@ -1,0 +1,341 @@
+"""The cached pages of objects: read, fetched where they are missing, and kept.
+
+A page's checksum is compared before its bytes are believed, once in each process. One process of
+the node fetches a page, under a lock; the others wait for it, but not for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from streammega.errors import StorageError
+from streammega.storage.cache import chunk_file
+from streammega.storage.cache.cache_folder import CacheFolder, object_name
+from streammega.storage.cache.chunk_file import (
+    PAGE_BYTES,
+    ChunkFile,
+    open_chunk,
+    pages_of,
+    unlock,
+)
+from streammega.storage.fork_lock import process_lock
+from streammega.storage.store import Bytes
+
+log = logging.getLogger(__name__)
+
+TOUCH_SECONDS = 60.0
+"""Seconds between two touches of the objects that a process has open."""
+FIRST_PAUSE = 0.005
+MAX_PAUSE = 0.05
+"""Seconds between two looks at a page that somebody else fetches: most take milliseconds."""
+PAUSE_GROWTH = 1.5
+Fetch = Callable[[int, int, Bytes], None]
+"""Reads bytes [start, stop) of the object itself into an array."""
+IsClosed = Callable[[], bool]
+"""Whether nobody wants the bytes any more."""
+_open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = (
+    weakref.WeakValueDictionary()
+)
+_lock = process_lock()
+_toucher_pid = 0
+
+
+def _never() -> bool:
+    return False
+
+
+class _Source(NamedTuple):
+    fetch: Fetch
+    is_closed: IsClosed
+
+
+class CachedObject:
+    """The cached pages of one object, in this process.
+
+    `verified` uint8 [pages]: pages that are there and were checked, or written, by this process.
+    `address` int64 [chunks]: where chunks are mapped, 0 where they are not. Kernels read both
+    without a lock: a page is verified after its chunk was mapped, and a chunk stays mapped as long
+    as this object lives.
+    """
+
+    def __init__(self, cache: CacheFolder, name: str, url: str, etag: str, size: int) -> None:
+        self.cache = cache
+        self.url = url
+        self.size = size
+        self.chunk_bytes = cache.chunk_bytes
+        self.folder = cache.folder / name
+        self.verified = np.zeros(pages_of(size), np.uint8)
+        self.address = np.zeros(-(-size // cache.chunk_bytes), np.int64)
+        chunk_bytes = cache.chunk_bytes
+        self._description = {"url": url, "etag": etag, "size": size, "chunk_bytes": chunk_bytes}
+        self._chunks: dict[int, ChunkFile] = {}
+        self._opening = threading.Lock()
+        self._fetched = threading.Condition()
+        """Notified when a thread of this process ends to fetch pages."""
+        self.touch()
+
+    def touch(self) -> None:
+        """Note that the object is in use. Raises OSError."""
+        try:
+            os.utime(self.folder / "used")
+        except FileNotFoundError:
+            pass  # nothing of it is cached
+
+    def read(
+        self, start: int, stop: int, out: Bytes, fetch: Fetch, is_closed: IsClosed = _never
+    ) -> int:
+        """Fill `out` with bytes [start, stop), from pages that are there, else by `fetch`, whose
+        pages are kept. Returns the bytes that came from the cache.
+
+        Raises what `fetch` raises, and StorageError if `is_closed()` while it waits for somebody
+        else's pages.
+        """
+        cached_bytes = 0
+        source = _Source(fetch, is_closed)
+        for first, last in self._by_chunk(start, stop):
+            low = max(start, first * PAGE_BYTES)
+            high = min(stop, last * PAGE_BYTES)
+            part = out[low - start : high - start]
+            chunk = self._chunk(first)
+            if chunk is not None:
+                present = self._count_present(chunk, first, last)
+                if present == last - first or self._fill(chunk, first, last, source):
+                    part[:] = chunk.part(low, high)
+                    cached_bytes += present * PAGE_BYTES
+                    continue
+            # Pages cannot be kept: exactly what is wanted, without the rest of its pages.
+            fetch(low, high, part)
+        return cached_bytes
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether all pages of bytes [start, stop) are known to be there."""
+        return bool(self.verified[start // PAGE_BYTES : pages_of(stop)].all())
+
+    def contains(self, start: int, stop: int) -> bool:
+        """Whether all pages of bytes [start, stop) are there, whoever wrote them."""
+        if self.has(start, stop):
+            return True
+        for first, last in self._by_chunk(start, stop):
+            chunk = self._chunk(first, make=False)
+            if chunk is None or self._count_present(chunk, first, last) < last - first:
+                return False
+        return True
+
+    def prefetch(self, start: int, stop: int, fetch: Fetch, is_closed: IsClosed = _never) -> None:
+        """Have the pages of bytes [start, stop) on disk and verified, as far as there is room."""
+        for first, last in self._by_chunk(start, stop):
+            chunk = self._chunk(first)
+            if chunk is not None:
+                self._fill(chunk, first, last, _Source(fetch, is_closed))
+
+    def is_fetched_elsewhere(self, start: int, stop: int) -> bool:
+        """Whether somebody else fetches pages of bytes [start, stop) now. They are of one chunk."""
+        first = start // PAGE_BYTES
+        chunk = None if self.has(start, stop) else self._chunk(first, make=False)
+        descriptor = self._open(chunk) if chunk is not None else None
+        if chunk is None or descriptor is None:
+            return False
+        try:
+            return not self._lock(chunk, descriptor, first, pages_of(stop))
+        finally:
+            unlock(descriptor)
+
+    def _by_chunk(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The pages [first, last) of bytes [start, stop), chunk by chunk."""
+        pages_of_chunk = self.chunk_bytes // PAGE_BYTES
+        first = start // PAGE_BYTES
+        while first < pages_of(stop):
+            last = min(pages_of(stop), (first // pages_of_chunk + 1) * pages_of_chunk)
+            yield first, last
+            first = last
+
+    def _chunk(self, page: int, *, make: bool = True) -> ChunkFile | None:
+        """The chunk of a page, mapped.
+
+        None: it is not there and is not to be made, there is no room, or the disk failed.
+        """
+        if not self.cache.usable:
+            return None
+        number = page * PAGE_BYTES // self.chunk_bytes
+        # Without the lock, as nearly always: what is mapped stays.
+        chunk = self._chunks.get(number)
+        if chunk is not None:
+            return chunk
+        path = self.folder / f"{number}.data"
+        start = number * self.chunk_bytes
+        size = min(self.chunk_bytes, self.size - start)
+        first = start // PAGE_BYTES
+        with self._opening:
+            chunk = self._chunks.get(number)
+            try:
+                chunk = chunk or open_chunk(path, first, size)
+                if chunk is None and make and self.cache.reserve(path, size, self._description):
+                    chunk = open_chunk(path, first, size)
+            except OSError as error:
+                self.cache.on_error(error)
+                return None
+            if chunk is not None and len(chunk_file.mapped) < chunk_file.MAX_MAPPED:
+                # Kernels may read it where it is mapped, as long as this object lives. Its pages
+                # are a part of the whole: what is verified in the one is so in the other.
+                chunk_file.mapped.add(chunk)
+                chunk.verified = self.verified[first : first + len(chunk.verified)]
+                self.address[number] = chunk.address
+                self._chunks[number] = chunk
+            return chunk
+
+    def _count_present(self, chunk: ChunkFile, first: int, last: int) -> int:
+        if chunk.has(first, last):
+            return last - first
+        return sum(self._is_present(chunk, page) for page in range(first, last))
+
+    def _is_present(self, chunk: ChunkFile, page: int) -> bool:
+        """Whether a page is there and sound."""
+        is_sound = chunk.is_sound(page)
+        if is_sound is False:
+            log.warning("%s: page %d is damaged; it is fetched again", self.folder, page)
+            with self._errors_noted():
+                chunk.forget(page)
+        return bool(is_sound)
+
+    def _fill(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
+        """Have all of pages [first, last) of a chunk; False if they cannot be kept."""
+        page = first
+        while page < last:
+            end = page + 1
+            if not self._is_present(chunk, page):
+                while end < last and not self._is_present(chunk, end):
+                    end += 1
+                if not self._fetch_pages(chunk, page, end, source):
+                    return False
+            page = end
+        return chunk.has(first, last)
+
+    def _fetch_pages(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
+        """Fetch pages [first, last) under a lock, or wait for whoever does; False if they cannot be
+        kept.
+        """
+        descriptor = self._open(chunk, (last - first) * PAGE_BYTES)
+        if descriptor is None:
+            return False
+        try:
+            self._wait_for_lock(chunk, descriptor, first, last, source.is_closed)
+            # Whoever had the lock before has fetched some of them, or all.
+            missing = [page for page in range(first, last) if not self._is_present(chunk, page)]
+            if missing:
+                # In one request, though some in between may be there.
+                start = missing[0] * PAGE_BYTES
+                stop = min((missing[-1] + 1) * PAGE_BYTES, self.size)
+                data = np.empty(stop - start, np.uint8)
+                source.fetch(start, stop, data)
+                with self._errors_noted():
+                    chunk.write(descriptor, missing[0], data)
+        finally:
+            unlock(descriptor)
+            with self._fetched:
+                self._fetched.notify_all()
+        return True
+
+    def _open(self, chunk: ChunkFile, new_bytes: int = 0) -> int | None:
+        """A descriptor to lock pages of a chunk and write so many bytes; None if nothing can be
+        kept there.
+        """
+        if not chunk.gone and self.cache.usable:
+            with self._errors_noted():
+                if self.cache.has_disk_space(new_bytes):
+                    return chunk.open()
+        return None
+
+    def _wait_for_lock(
+        self, chunk: ChunkFile, descriptor: int, first: int, last: int, is_closed: IsClosed
+    ) -> None:
+        """Return when pages are locked, are there, or were locked by somebody else for too long.
+
+        Fetching without the lock does no harm: two writers of a page write the same bytes.
+        """
+        deadline = time.monotonic() + self.cache.page_timeout
+        pause = FIRST_PAUSE
+        while not self._lock(chunk, descriptor, first, last):
+            if is_closed():
+                raise StorageError(f"{self.url}: was closed while another process was waited for")
+            with self._fetched:
+                self._fetched.wait(pause)
+            pause = min(PAUSE_GROWTH * pause, MAX_PAUSE)
+            if all(self._is_present(chunk, page) for page in range(first, last)):
+                return
+            if time.monotonic() > deadline:
+                self.cache.on_timeout(self.url)
+                return
+
+    def _lock(self, chunk: ChunkFile, descriptor: int, first: int, last: int) -> bool:
+        """Lock pages; False if somebody else has. Where there are no locks, all may fetch."""
+        try:
+            return chunk.lock(descriptor, first, last)
+        except OSError as error:
+            self.cache.on_error(error)
+            return True
+
+    @contextlib.contextmanager
+    def _errors_noted(self) -> Iterator[None]:
+        """A block in which the disk may fail: reading goes on without the cache then."""
+        try:
+            yield
+        except OSError as error:
+            self.cache.on_error(error)
+
+
+class PageCache(CacheFolder):
+    """The page cache in a folder; its arguments are those of CacheFolder."""
+
+    def open(self, url: str, etag: str, size: int) -> CachedObject | None:
+        """The pages of an object, which all openings in this process share.
+
+        None: the disk cannot be used.
+        """
+        name = object_name(url, etag, size, self.chunk_bytes)
+        key = (os.getpid(), str(self.folder / name))
+        with _lock:
+            cached = _open_objects.get(key)
+            if cached is None and self.usable:
+                try:
+                    cached = CachedObject(self, name, url, etag, size)
+                except OSError as error:
+                    self.on_error(error)
+                    return None
+                _open_objects[key] = cached
+                _start_toucher()
+            return cached
+
+
+def _start_toucher() -> None:
+    """Start the thread that touches open objects, once in each process."""
+    global _toucher_pid
+    if _toucher_pid != os.getpid():
+        _toucher_pid = os.getpid()
+        threading.Thread(target=_touch_objects, name="streammega-cache", daemon=True).start()
+
+
+def _touch_objects() -> None:
+    """Touch the objects of this process as long as it lives: kernels read them without a call."""
+    while True:
+        time.sleep(TOUCH_SECONDS)
+        with _lock:
+            keys = [key for key in _open_objects if key[0] == os.getpid()]
+        for key in keys:
+            _touch_object(key)
+
+
+def _touch_object(key: tuple[int, str]) -> None:
+    # A function of its own: a variable of the loop would keep the object open until the next round.
+    cached = _open_objects.get(key)
+    if cached is not None:
+        with contextlib.suppress(OSError):
+            cached.touch()
