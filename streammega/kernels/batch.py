@@ -59,6 +59,31 @@ def scan_ids(ids, pad):
 
 
 @kernel
+def join_labels(tokens, labels, ids):
+    """Fill ids [samples, S + 1] with the tokens of each row and its last label.
+
+    tokens, labels: int64 [samples, S]. False where labels are not the tokens one place later, or
+    the dtype of ids cannot hold a value.
+    """
+    samples, length = tokens.shape
+    for r in range(samples):
+        token = tokens[r]
+        label = labels[r]
+        row = ids[r]
+        different = label[0] - label[0]
+        for c in range(length - 1):
+            different |= token[c + 1] ^ label[c]
+        for c in range(length):
+            row[c] = token[c]
+            different |= token[c] ^ np.int64(row[c])
+        row[length] = label[length - 1]
+        different |= label[length - 1] ^ np.int64(row[length])
+        if different != 0:
+            return False
+    return True
+
+
+@kernel
 def zero_padding(ids, pad) -> None:
     """Replace `pad` by 0 in ids [samples, width]: what the model reads there has no loss."""
     for r in range(len(ids)):

@@ -39,14 +39,12 @@ def batch_memory(pinned: bool | None = None) -> Allocate:
     pinned: None: where CUDA can be used. False: nowhere, since batches are copied on the host
     before any device is told of them.
 
-    Torch's pinned memory where CUDA can be used, arrays that are used again where there is no
-    accelerator at all. Memory that is new every time serves worker processes, whose memory is read
-    after they have forgotten it, children of processes that use CUDA, and other accelerators, of
-    whose copies nothing is known here.
+    Torch's pinned memory where CUDA can be used. Arrays that are used again in worker processes,
+    which copy what they send, and where there is no accelerator at all. Memory that is new every
+    time serves children of processes that use CUDA, and other accelerators, of whose copies nothing
+    is known here.
     """
-    if torch.utils.data.get_worker_info() is not None:
-        return new_memory
-    if pinned is False:
+    if pinned is False or torch.utils.data.get_worker_info() is not None:
         # asks nothing of CUDA: a process that only passes batches on opens no context
         return ReusedMemory().take
     if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():

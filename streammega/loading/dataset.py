@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,13 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.kernels.collector import end_without_a_look
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
-from streammega.loading.places import Begun, Places
-from streammega.loading.sent_ids import as_given, goes_as_ids
-from streammega.loading.shares import Share, read_share, write_share
 from streammega.loading.steps import MicroSteps
+from streammega.loading.worker_state import IterationStart, IterationState
+from streammega.loading.worker_transfer import WorkerBatch
 from streammega.order.batch_size import BatchSchedule, batch_schedule
-from streammega.order.cursor import make_state, parse_state
+from streammega.order.cursor import parse_state
 from streammega.order.phase_starts import in_samples
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
@@ -51,14 +48,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     **Where an iteration begins**: where `load_state_dict` or `seek` put the dataset, if it is the
     first one since, and at the first sample otherwise, also after one that was left in the middle.
-    That is so by itself and under a torch DataLoader (`batch_size=None`) with any number of
-    workers, forked, spawned or persistent; worker w builds micro-batches w, w + W, ..., so the
-    order is the same. An iteration from the end of the data gives nothing, with a warning. One that
+    An iteration from the end of the data gives nothing, with a warning. One that
     is held while the dataset is put elsewhere, or that ended by an error, raises StateError.
 
-    **State under workers**: torchdata's StatefulDataLoader keeps each worker's own, to be loaded
-    with as many workers. With a plain DataLoader only the caller knows what was taken:
-    `state_dict(num_batches)`.
+    **Workers**: under a torch DataLoader (`batch_size=None`) all of this holds for any number of
+    workers, forked, spawned or persistent. Worker 0 reads everything and the others give nothing,
+    so one worker is enough, and a transform that wraps the dataset runs in that one process.
+    torchdata's StatefulDataLoader keeps the state, which fits any number of ranks and workers.
+    With a plain DataLoader only the caller knows what was taken: `state_dict(num_batches)`.
 
     Args:
         config: what is read.
@@ -106,9 +103,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         self.steps.check()
         self._consumed = 0  # the cursor
         self._placed = 0  # where `seek` or `load_state_dict` put it last
-        self._places = Places()
-        self._share: Share | None = None  # in a worker: of the iteration that runs
-        self._loaded: Share | None = None  # in a worker: of the iteration that will
+        self._state = IterationState()
 
     def __len__(self) -> int:
         """Micro-batches of this rank from the first sample to the last.
@@ -203,82 +198,55 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
-        begun = self._places.begin(worker)
-        share = Share(start=begun.start, origin=begun.origin)
-        if worker is not None:
-            end_without_a_look()  # its process is there for this iteration alone
-            share = replace(share, worker=worker.id, workers=worker.num_workers)
-            # what this worker was told by `load_state_dict` goes before what all were told
-            share = self._loaded or share
-            self._loaded = None
-        self.steps = self.steps.in_lanes(begun.lanes).from_origin(share.origin)
-        self._share = share
-        self._consumed = share.start
-        return Iteration(self._batches(self.steps, begun, share))
+        if worker is not None and worker.id > 0:
+            return Iteration(_no_batches())  # worker 0 reads; torch passes over the others
+        begun = self._state.begin()
+        self.steps = self.steps.in_lanes(begun.lanes).from_origin(begun.origin)
+        self._consumed = begun.start
+        return Iteration(self._batches(self.steps, begun))
 
-    def _batches(
-        self, steps: MicroSteps, begun: Begun, share: Share
-    ) -> Generator[Batch, None, None]:
-        if share.start and share.start == steps.num_samples and share.is_first_batch:
+    def _batches(self, steps: MicroSteps, begun: IterationStart) -> Generator[Batch, None, None]:
+        if begun.start and begun.start == steps.num_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, "
                 "so this iteration gives nothing; the next begins at the first sample",
                 self.split,
-                share.start,
+                begun.start,
             )
-        steps.begin(share.start)
-        left: Share | None = share
-        while left is not None:
-            left = yield from self._until_something_joins(steps, begun, left)
-        self._places.check(begun)
+        steps.begin(begun.start)
+        next_sample: int | None = begun.start
+        while next_sample is not None:
+            next_sample = yield from self._until_something_joins(steps, begun, next_sample)
+        self._state.check(begun)
         in_worker = torch.utils.data.get_worker_info() is not None
-        if not in_worker and self._places.is_latest(begun):
+        if not in_worker and self._state.is_latest(begun):
             self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
             self._consumed = 0
-            self._places.finished()
+            self._state.finish()
 
     def _until_something_joins(
-        self, steps: MicroSteps, begun: Begun, share: Share
-    ) -> Generator[Batch, None, Share | None]:
-        """The batches of a share, as far as nothing joins, and where it then goes on: what was read
-        ahead is of the order without it. None: at the end of the data.
+        self, steps: MicroSteps, begun: IterationStart, first_sample: int
+    ) -> Generator[Batch, None, int | None]:
+        """The batches from a sample on, as far as nothing joins, and the sample where it then goes
+        on: what was read ahead is of the order without it. None: at the end of the data.
         """
-        given = 0
         joined_at = steps.joined_at
-        positions = steps.positions(share.start, share.next_batch, share.workers)
-        for steps_of_phase, positions_of_phase, start in steps.by_phase(positions, share.start):
-            as_ids = goes_as_ids(self, steps_of_phase)
-            engine = Engine(
-                steps_of_phase,
-                positions_of_phase,
-                AHEAD,
-                start=start,
-                worker=share.worker,
-                workers=share.workers,
-                ids_only=as_ids,
-            )
+        in_worker = torch.utils.data.get_worker_info() is not None
+        for steps_of_phase, positions, start in steps.by_phase(
+            steps.positions(first_sample), first_sample
+        ):
+            engine = Engine(steps_of_phase, positions, AHEAD, start=start)
             with closing(engine):
                 for consumed, batch in engine:
-                    self._places.check(begun)
+                    self._state.check(begun)
                     steps.reach(consumed)
                     if steps.joined_at != joined_at:
-                        return replace(share, batches=share.batches + given)
-                    batch = as_given(batch, steps_of_phase, as_ids=as_ids)
-                    given += 1
-                    self._count(begun, consumed)
-                    yield batch
+                        return consumed
+                    if self._state.is_latest(begun):
+                        self.advance(consumed)
+                    yield WorkerBatch(batch) if in_worker else batch
                     del batch  # its memory is free as soon as the caller lets go
         return None
-
-    def _count(self, begun: Begun, consumed: int) -> None:
-        """Note that the batch at `consumed` is handed out: in a worker as one of its share, else by
-        the cursor, unless it is that of a later iteration.
-        """
-        if torch.utils.data.get_worker_info() is not None:
-            assert self._share is not None
-            self._share = replace(self._share, batches=self._share.batches + 1)
-        elif self._places.is_latest(begun):
-            self.advance(consumed)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by DataLoaders that accelerate prepared; passes are all alike, so there is nothing
@@ -312,7 +280,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     @property
     def generation(self) -> int:
         """How often `seek` and `load_state_dict` have put the dataset somewhere."""
-        return self._places.generation
+        return self._state.generation
 
     def state_dict(self, num_batches: int | None = None, *others: Any) -> dict[str, Any]:
         """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset",
@@ -321,7 +289,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         Counts what was handed out; after the last batch of an iteration that has ended, the
         position is the first sample. Under a DataLoader with workers only the caller knows what was
         handed out: pass `num_batches`, the micro-batches taken from the iteration that began last.
-        In a worker (asked by torchdata's StatefulDataLoader) it is the state of that worker.
+        In a worker, where torchdata's StatefulDataLoader asks, it counts what the worker gave.
 
         Raises StateError for other arguments, which Composer passes.
         """
@@ -333,14 +301,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 f"that has no state_dict, and save state_dict(num_batches=...) in a callback"
             )
         if torch.utils.data.get_worker_info() is not None:
-            return self._worker_state()
+            return self.state_at(self._consumed)
         if num_batches is not None:
-            start, origin = self._places.running
+            start, origin = self._state.running
             steps = self.steps.from_origin(origin)
             return steps.state(steps.after(start, num_batches))
-        if self._places.by_workers:
+        if self._state.in_worker:
             raise StateError(
-                "worker processes read ahead of what the DataLoader handed out, "
+                "a worker process reads ahead of what the DataLoader handed out, "
                 "so the position is not known here; "
                 "pass state_dict(num_batches=<micro-batches taken from this iteration>), "
                 "save the state of torchdata's StatefulDataLoader, "
@@ -365,10 +333,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         saved = parse_state(state)
         steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
-        share = read_share(state, self.step_samples)
-        reached = saved.consumed if share is None else share.reached
         steps.begin(saved.consumed)
-        identity = steps.identity(saved.consumed, reached)
+        identity = steps.identity(saved.consumed)
         saved.check(identity, names_in_identity(steps.samples.config, steps.split))
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
@@ -379,47 +345,18 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             )
         steps.check_position(saved.consumed)
         steps.check_ahead(saved.consumed)
-        if share is not None:
-            share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
-            if _reached(share, steps) != reached:
-                raise StateError(
-                    "skip_samples or num_samples changed within what this worker's state counts; "
-                    "restore them"
-                )
-        self._put(saved.consumed, steps, share)
+        self._put(saved.consumed, steps)
 
-    def _put(self, consumed: int, steps: MicroSteps, share: Share | None = None) -> None:
-        """Go somewhere. A worker process goes there by itself: what it is given is only its own."""
-        worker = torch.utils.data.get_worker_info()
-        origin = steps.schedule.origin
+    def _put(self, consumed: int, steps: MicroSteps) -> None:
+        """Go somewhere."""
         self.steps = steps
         self._consumed = consumed
         self._placed = consumed
-        if worker is None:
-            self._places.put(consumed, steps.lanes, origin)
-            return
-        self._places.adopt_lanes(steps.lanes)
-        alone = Share(start=consumed, origin=origin, worker=worker.id, workers=worker.num_workers)
-        self._loaded = share or alone
-
-    def _worker_state(self) -> dict[str, Any]:
-        """The state of one worker: where the iteration began, and how many micro-batches this
-        worker gave.
-        """
-        share = self._share
-        if share is None:
-            raise StateError("a worker has a state once its iteration began")
-        steps = self.steps.from_origin(share.origin)
-        reached = _reached(share, steps)
-        state = make_state(
-            steps.identity(share.start, reached), share.start, steps.schedule.offset_at(share.start)
-        )
-        return state | write_share(replace(share, reached=reached), self.step_samples)
+        worker = torch.utils.data.get_worker_info()
+        if worker is None or worker.id == 0:  # the others read nothing
+            self._state.put(consumed, steps.lanes, steps.schedule.origin)
 
 
-def _reached(share: Share, steps: MicroSteps) -> int:
-    """The position after the last micro-batch that a worker gave."""
-    if not share.batches:
-        return share.start
-    last_batch = share.next_batch - share.workers
-    return steps.after(share.start, last_batch + 1)
+def _no_batches() -> Generator[Batch, None, None]:
+    """An iteration that is over."""
+    yield from ()

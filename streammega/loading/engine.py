@@ -63,8 +63,7 @@ class Engine:
         steps: what is read.
         positions: which of the micro-steps, as values of `consumed`.
         ahead: micro-batches made ahead of the caller.
-        start: where the iteration begins, over all workers.
-        worker, workers: the reader is one of several that take micro-batches in turn.
+        start: where the iteration begins.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids
             that each sample has}, and where modes make the loss mask "learned": bool, of each id.
         kept: with ids_only, which tokens of every sample are read, each part as a row of its own.
@@ -78,8 +77,6 @@ class Engine:
         ahead: int,
         *,
         start: int,
-        worker: int = 0,
-        workers: int = 1,
         ids_only: bool = False,
         stats: Stats | None = None,
         kept: KeptParts = WHOLE,
@@ -87,21 +84,8 @@ class Engine:
     ) -> None:
         self.stats = stats or Stats()
         storage = steps.config.storage
-        budget = storage.memory_bytes // workers
-        # Fields that leave a worker as torch sends them bring along all memory that they lie in:
-        # there a slab is a batch. Of ids, and elsewhere, a few batches share one kernel call.
-        in_turn = workers > 1 or worker > 0
-        slab_batches = 1 if in_turn and not ids_only else None
-        reading = plan_reading(
-            steps,
-            start,
-            worker,
-            workers,
-            budget,
-            slab_batches=slab_batches,
-            kept=kept,
-            ids_only=ids_only,
-        )
+        budget = storage.memory_bytes
+        reading = plan_reading(steps, start, budget, kept=kept, ids_only=ids_only)
         self._reading = reading
         self._storage = storage
         self._slots = reading.planner.slots
@@ -117,7 +101,6 @@ class Engine:
             steps,
             reading,
             positions,
-            workers=workers,
             fetcher=self._fetcher,
             stats=self.stats,
         )

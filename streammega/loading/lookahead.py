@@ -42,7 +42,6 @@ class Lookahead:
         steps: what is read.
         reading: how it is read.
         positions: which of the micro-steps, as values of `consumed`.
-        workers: how many readers take micro-steps in turn.
         fetcher: is given the reads; None where nothing has to be fetched.
         stats: counts what is planned.
     """
@@ -53,7 +52,6 @@ class Lookahead:
         reading: ReadingPlan,
         positions: Iterator[int],
         *,
-        workers: int,
         fetcher: Fetcher | None,
         stats: Stats,
     ) -> None:
@@ -64,12 +62,11 @@ class Lookahead:
         self._steps = steps
         self._reading = reading
         self._positions = positions
-        self._workers = workers
         self._fetcher = fetcher
         self._stats = stats
         self._slabs: deque[PlannedSlab] = deque()
         self._batch_rows = steps.micro_batch_size * reading.planner.kept.rows_of_sample
-        self._stride = steps.step_samples * workers
+        self._stride = steps.step_samples
         self._next: int | None = None  # taken from `positions`, and not planned yet
         self._last: int | None = None  # planned last
         # The first span is one micro-batch, and each is twice the one before it: the first batches
@@ -210,13 +207,11 @@ class Lookahead:
         return taken
 
     def _jump(self, consumed: int) -> None:
-        """Positions go on at `consumed`, for one of several workers perhaps in other lanes: what
-        was open is forgotten.
-        """
+        """Positions go on at `consumed`: what was open is forgotten."""
         pieces = self._reading.planner.pieces
         if pieces is None:
             return
-        lanes = lanes_from(self._steps, pieces.order, consumed, self._workers)
+        lanes = lanes_from(self._steps, pieces.order, consumed)
         forgotten = self._reading.planner.jump(lanes)
         if forgotten and self._fetcher is not None:
             self._fetcher.release(forgotten)

@@ -1,4 +1,4 @@
-"""How one reader (a rank, or a worker of it) reads: what from, how much at a time, within its memory."""
+"""How a rank reads: what from, how much at a time, within its memory."""
 
 from __future__ import annotations
 
@@ -96,19 +96,15 @@ class ReadingPlan:
 def plan_reading(
     steps: MicroSteps,
     start: int,
-    worker: int,
-    workers: int,
     budget: int,
     *,
-    slab_batches: int | None = None,
     kept: KeptParts = WHOLE,
     ids_only: bool = False,
 ) -> ReadingPlan:
-    """How every `workers`-th micro-batch of a rank is read, of an iteration from `start` on.
+    """How the micro-batches of a rank are read, of an iteration from `start` on.
 
-    budget: bytes that its fetched data may take. slab_batches: micro-batches gathered together;
-    None: as many as serve. kept: which tokens of every sample are read. ids_only: batches hold ids
-    as they are stored. Raises ConfigError for a budget that cannot hold a micro-batch.
+    budget: bytes that fetched data may take. kept: which tokens of every sample are read. ids_only:
+    batches hold ids as they are stored. Raises ConfigError for a budget that cannot hold a micro-batch.
     """
     storage = steps.config.storage
     files = through_cache(all_files(steps.samples), storage)
@@ -118,8 +114,8 @@ def plan_reading(
     stored_dtype = np.result_type(*(file.dtype for file in files))
     slab_dtype = stored_dtype if ids_only else np.dtype(np.int64)
     slab_bytes = min(SLAB_BYTES, max(LEAST_SLAB_BYTES, budget // SLABS_OF_BUDGET))
-    least_slab = slab_batches or _slab_batches(LEAST_SLAB_BYTES, batch_tokens, np.dtype(np.int64))
-    largest_slab = slab_batches or _slab_batches(slab_bytes, batch_tokens, slab_dtype)
+    least_slab = _slab_batches(LEAST_SLAB_BYTES, batch_tokens, np.dtype(np.int64))
+    largest_slab = _slab_batches(slab_bytes, batch_tokens, slab_dtype)
     plan = ReadingPlan(
         files=files,
         table=table,
@@ -135,9 +131,9 @@ def plan_reading(
     held_of_batch = _held(batch_bytes)
     if held_of_batch > budget:
         raise ConfigError(
-            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; "
-            f"it needs at least {held_of_batch * workers:,} "
-            f"({steps.micro_batch_size} samples of {sample_tokens} tokens, {workers} readers)"
+            f"memory_bytes {budget:,} cannot hold one micro-batch; "
+            f"it needs at least {held_of_batch:,} "
+            f"({steps.micro_batch_size} samples of {sample_tokens} tokens)"
         )
 
     def pieces_beside(slab_batches: int) -> WholePieces:
@@ -145,7 +141,7 @@ def plan_reading(
         if kept.bounds and are_packed(files):
             return WholePieces()  # of a bin that ends early some kept parts are empty
         slab_samples = slab_batches * steps.micro_batch_size
-        return whole_pieces(steps, table, start, worker, workers, budget, slab_samples)
+        return whole_pieces(steps, table, start, budget, slab_samples)
 
     whole = pieces_beside(largest_slab)
     beside_least = pieces_beside(least_slab)
@@ -153,9 +149,8 @@ def plan_reading(
         # more slabs cost far less than pieces that are fetched sample by sample
         plan = replace(plan, slab_batches=least_slab)
         whole = beside_least
-    # of several readers alike, one tells
-    if worker == 0 and whole.without_room:
-        tell_without_room(beside_least, storage, workers)
+    if whole.without_room:
+        tell_without_room(beside_least, storage)
     return _within_memory(plan, whole, storage, budget, batch_bytes)
 
 

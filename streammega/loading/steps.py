@@ -22,7 +22,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import BatchSchedule
 from streammega.order.cursor import make_state
-from streammega.order.rank_samples import check_resume, every_nth, rank_samples
+from streammega.order.rank_samples import check_resume, rank_samples
 from streammega.order.sample_lengths import SampleLengths
 from streammega.samples.fields import Batch
 from streammega.samples.following_source import FollowingSource
@@ -174,11 +174,9 @@ class MicroSteps:
         if start < end:
             yield range(start, end, self.step_samples)
 
-    def positions(self, start: int, first: int = 0, stride: int = 1) -> Iterator[int]:
-        """The micro-steps from `start` on, one by one: those at first, first + stride, ... of
-        them.
-        """
-        return itertools.chain.from_iterable(every_nth(self.parts(start), first, stride))
+    def positions(self, start: int) -> Iterator[int]:
+        """The micro-steps from `start` on, one by one."""
+        return itertools.chain.from_iterable(self.parts(start))
 
     def by_phase(
         self, positions: Iterator[int], start: int
@@ -255,32 +253,29 @@ class MicroSteps:
         """
         if num_batches == 0:
             return start
-        last = None
-        if num_batches > 0:
-            last = next(self.positions(start, num_batches - 1), None)
-        if last is None:
-            raise StateError(
-                f"there are no {num_batches} micro-batches from sample {start} on; "
-                "count those of one iteration alone"
-            )
-        return last + self.step_samples
+        left = num_batches
+        for part in self.parts(start):
+            if 0 < left <= len(part):
+                return part[left - 1] + self.step_samples
+            left -= len(part)
+        raise StateError(
+            f"there are no {num_batches} micro-batches from sample {start} on; "
+            "count those of one iteration alone"
+        )
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
         return make_state(self.identity(consumed), consumed, self.schedule.offset_at(consumed))
 
-    def identity(self, consumed: int, reached: int | None = None) -> dict[str, Any]:
-        """What defines the order of the samples before `reached` (None: `consumed`), of a state
-        that stops at `consumed`.
+    def identity(self, consumed: int) -> dict[str, Any]:
+        """What defines the order of the samples before `consumed`.
 
         Within a balanced batch it also says how large that is: another size, or none of it
         balanced, would have begun with other samples. Between batches nobody need know.
         """
-        reached = consumed if reached is None else reached
-        self.reach(reached - 1)
-        identity = self.samples.identity(reached)
-        offsets = [self.schedule.offset_at(consumed), self.schedule.offset_at(reached)]
-        if self.config.balance_batches and any(offsets):
+        self.reach(consumed - 1)
+        identity = self.samples.identity(consumed)
+        if self.config.balance_batches and self.schedule.offset_at(consumed):
             identity["balanced_batch"] = self.schedule.size_at(consumed)
         return identity
 

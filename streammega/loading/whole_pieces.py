@@ -1,4 +1,4 @@
-"""Which pieces of the stream order one reader may fetch whole: of which lanes and datasets, as far as
+"""Which pieces of the stream order a rank may fetch whole: of which lanes and datasets, as far as
 there is memory.
 """
 
@@ -56,8 +56,6 @@ def whole_pieces(
     steps: MicroSteps,
     table: FileTable,
     start: int,
-    worker: int,
-    workers: int,
     budget: int,
     slab_samples: int,
 ) -> WholePieces:
@@ -68,12 +66,12 @@ def whole_pieces(
     if not isinstance(source, LaneSource):
         return WholePieces()
     order = source.order
-    if order.lanes % (steps.step_samples * workers):
-        # this reader shares its lanes with other workers: a piece would be fetched by each of them
+    if order.lanes % steps.step_samples:
+        # this rank shares its lanes with others: a piece would be fetched by each of them
         return WholePieces()
-    if steps.config.balance_batches and not _balances_whole_lanes(steps, order, workers):
+    if steps.config.balance_batches and not _balances_whole_lanes(steps, order):
         return WholePieces()
-    lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
+    lanes = lanes_from(steps, order, start)
     numbers = order.dataset_numbers
     itemsizes = table.itemsize[table.firsts[numbers]]
     # samples of a block lie end to end, the last with the token after it
@@ -115,9 +113,9 @@ def whole_pieces(
     )
 
 
-def _balances_whole_lanes(steps: MicroSteps, order: StreamOrder, workers: int) -> bool:
+def _balances_whole_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
     """Whether a reader whose samples go by what they cost takes every lane, in its order."""
-    if steps.dp_size * workers > 1:
+    if steps.dp_size > 1:
         return False
     # A lane of which a batch has two samples may give the later one first. A state brings along its
     # lanes, and may be resumed with more samples in a batch than those.
@@ -138,25 +136,22 @@ def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
     return bool(one_width and remote and of_one_lane and of_several_samples)
 
 
-def lanes_from(
-    steps: MicroSteps, order: StreamOrder, consumed: int, workers: int
-) -> NDArray[np.int64]:
-    """The lanes that a reader takes every sample of, which begins at `consumed` and takes every
-    `workers`-th micro-step.
+def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[np.int64]:
+    """The lanes that a rank takes every sample of, which begins at `consumed`.
 
-    There are as many wherever it begins, if the lanes are a multiple of what the workers take in
-    turn.
+    There are as many wherever it begins, if the lanes are a multiple of what the ranks take in a
+    micro-step.
     """
     if steps.config.balance_batches:
         return np.arange(order.lanes)  # the only reader takes all of them, in whatever order
-    micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
+    micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples)
     lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
     return lanes
 
 
-def tell_without_room(whole: WholePieces, storage: StorageConfig, workers: int) -> None:
+def tell_without_room(whole: WholePieces, storage: StorageConfig) -> None:
     """Say that pieces are read sample by sample for want of memory, and what would hold them."""
-    enough = math.ceil(whole.wanted_bytes / FOR_WHOLE_PIECES) * workers
+    enough = math.ceil(whole.wanted_bytes / FOR_WHOLE_PIECES)
     log.warning(
         "memory_bytes %s has no room for the open pieces of %d of the datasets: their samples are "
         "read one by one, in many small requests, which is several times slower. Set memory_bytes "

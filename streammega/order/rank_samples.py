@@ -8,8 +8,6 @@ batch tile it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,18 +70,6 @@ def rank_samples(
     # The first sample from `start` on whose number leaves the remainder dp_rank.
     first = start + (dp_rank - start) % dp_size
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
-
-
-def every_nth(parts: Iterable[range], first: int, step: int) -> Iterator[range]:
-    """Of the numbers of several ranges end to end, those at first, first + step, ... as ranges.
-
-    Nothing is counted through.
-    """
-    for part in parts:
-        taken = part[first::step]
-        yield taken
-        # How far into the next range the next number lies.
-        first += step * len(taken) - len(part)
 
 
 def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:

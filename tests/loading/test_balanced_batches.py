@@ -206,12 +206,12 @@ def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
     config = replace(settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, lanes=GLOBAL)
     with StreamLoader(config, micro_batch_size=8, global_batch_size=GLOBAL) as loader:
         state = loader.state_dict()
-        assert plan_reading(loader.dataset.steps, 0, 0, 1, 1 << 28).planner.pieces is not None
+        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.pieces is not None
     larger = replace(config, lanes=None)
     with StreamLoader(larger, micro_batch_size=8, global_batch_size=4 * GLOBAL) as loader:
         loader.load_state_dict(state)
         assert loader.dataset.steps.lanes == GLOBAL
-        assert plan_reading(loader.dataset.steps, 0, 0, 1, 1 << 28).planner.pieces is None
+        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.pieces is None
 
 
 def test_workers_give_the_same_batches(data: str, tmp_path: Path) -> None:

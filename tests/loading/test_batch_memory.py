@@ -121,8 +121,10 @@ def test_memory_is_chosen_by_who_may_read_it_late(monkeypatch: pytest.MonkeyPatc
     assert isinstance(memory, PinnedMemory)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert batch_memory() is new_memory, "a forked child cannot use CUDA"
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    assert batch_memory() is new_memory
+    memory = batch_memory().__self__  # type: ignore[attr-defined]
+    assert isinstance(memory, ReusedMemory), "a worker opens no context on a device"
 
 
 def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(

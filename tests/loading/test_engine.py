@@ -248,7 +248,7 @@ def test_a_budget_too_small_for_the_open_pieces_is_told_with_what_would_do(
         caplog.clear()
         config = config_of("stream", "s3:/", tmp_path, replace(storage, memory_bytes=memory_bytes))
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-        return plan_reading(loader.dataset.steps, 0, 0, 1, memory_bytes)
+        return plan_reading(loader.dataset.steps, 0, memory_bytes)
 
     short = reading_with(storage.memory_bytes).planner.pieces
     assert short is None or not short.whole.all()
@@ -274,7 +274,7 @@ def test_the_stream_order_fetches_every_byte_once(
         block_bytes=2048,
     )
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-    reader = plan_reading(loader.dataset.steps, 0, 0, 1, storage.memory_bytes)
+    reader = plan_reading(loader.dataset.steps, 0, storage.memory_bytes)
     assert reader.planner.pieces is not None
     samples = loader.dataset.samples
     assert isinstance(samples, StreamSource)
@@ -298,7 +298,7 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     held = []
     for budget in range(20_000, 600_000, 4_000):
         steps = dataset.steps
-        whole = whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 4)
+        whole = whole_pieces(steps, plan_reading(steps, 0, budget).table, 0, budget, 4)
         held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
         assert whole.open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
@@ -324,10 +324,10 @@ def test_larger_slabs_take_no_memory_from_whole_pieces(
     sizes: dict[bool, set[int]] = {False: set(), True: set()}
     for budget in range(20_000, 4_000_000, 50_000):
         monkeypatch.setattr(f"{module}.SLAB_BYTES", 8 * bytes_of_batch)
-        least = plan_reading(steps, 0, 0, 1, budget)
+        least = plan_reading(steps, 0, budget)
         monkeypatch.setattr(f"{module}.SLAB_BYTES", 16 * bytes_of_batch)
         for ids_only in (False, True):
-            plan = plan_reading(steps, 0, 0, 1, budget, ids_only=ids_only)
+            plan = plan_reading(steps, 0, budget, ids_only=ids_only)
             assert (plan.planner.pieces is None) == (least.planner.pieces is None)
             if plan.planner.pieces is not None:
                 sizes[ids_only].add(plan.slab_batches)
@@ -758,18 +758,15 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     micro=st.sampled_from([1, 4]),
     dp_size=st.sampled_from([1, 2]),
     steps=st.sampled_from([1, 2, 3]),
-    workers=st.sampled_from([1, 2, 3]),
     skip=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), min_size=1, max_size=3),
     memory=st.sampled_from([400_000, 4_000_000]),
 )
-def test_workers_follow_their_lanes_over_skips(
-    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int, workers: int,
+def test_ranks_follow_their_lanes_over_skips(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int,
     skip: list[tuple[int, int]], memory: int,
 ) -> None:  # fmt: skip
-    """A skip of an odd number of micro-steps moves each worker to the lanes of another."""
     endpoint, root = server
     size = micro * dp_size * steps
-    lanes = size * workers
     config = config_of(
         "stream",
         "s3:/",
@@ -777,7 +774,7 @@ def test_workers_follow_their_lanes_over_skips(
         replace(storage_of(endpoint, "obstore"), memory_bytes=memory),
     )
     ranges = tuple((first * size, (first + count) * size) for first, count in skip)
-    config = replace(config, lanes=lanes, num_samples=(70 * size, 0, 0), skip_samples=ranges)
+    config = replace(config, lanes=size, num_samples=(70 * size, 0, 0), skip_samples=ranges)
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     sizes: Any = {
         "micro_batch_size": micro,
@@ -788,17 +785,15 @@ def test_workers_follow_their_lanes_over_skips(
     expected = StreamingDataset(replace(config, blend=blend), **sizes)
     dataset = StreamingDataset(config, **sizes)
     # a piece of both datasets in each of its lanes
-    open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)
-    for worker in range(workers):
-        positions = itertools.islice(dataset.positions(), worker, None, workers)
-        engine = Engine(dataset.steps, positions, 2, start=0, worker=worker, workers=workers)
-        with closing(iter(engine)) as batches:  # type: ignore[type-var]
-            for consumed, batch in batches:
-                assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
-        planned = engine.stats.planned_bytes
-        assert planned <= 1.3 * engine.stats.useful_bytes + (len(skip) + 2) * open_bytes, (
-            "pieces are opened once, and once more at a jump"
-        )
+    open_bytes = size // dp_size * 2 * (config.block_bytes + 2)
+    engine = Engine(dataset.steps, dataset.positions(), 2, start=0)
+    with closing(iter(engine)) as batches:  # type: ignore[type-var]
+        for consumed, batch in batches:
+            assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
+    planned = engine.stats.planned_bytes
+    assert planned <= 1.3 * engine.stats.useful_bytes + (len(skip) + 2) * open_bytes, (
+        "pieces are opened once, and once more at a jump"
+    )
 
 
 def test_samples_of_lanes_that_are_not_followed_are_refused(
@@ -808,15 +803,17 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
     dataset = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")),
         micro_batch_size=4,
-        global_batch_size=4,
+        global_batch_size=8,
+        dp_rank=0,
+        dp_size=2,
     ).dataset
-    pieces = plan_reading(dataset.steps, 0, 0, 2, 4_000_000).planner.pieces
+    pieces = plan_reading(dataset.steps, 0, 4_000_000).planner.pieces
     assert pieces is not None
-    pieces.follow(np.arange(4), np.arange(4))
+    pieces.follow(np.arange(0, 8, 2), np.arange(4))
     with pytest.raises(
-        AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"
+        AssertionError, match="sample 9 lies in lane 9, which this reader does not follow"
     ):
-        pieces.follow(np.arange(4, 8), np.arange(4))
+        pieces.follow(np.arange(9, 17, 2), np.arange(4))
 
 
 def engine_with_room(endpoint: Running, cache: Path, samples: int) -> Engine:

@@ -92,26 +92,78 @@ def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, eve
         assert all(map(torch.equal, whole, reference))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_a_state_of_so_many_workers_is_refused_by_others(
-    config: DataConfig, before: int, after: int
+def dataset_state(state: Any) -> Any:
+    """As docs/torchdata.md has it: what torchdata keeps of the dataset."""
+    return state["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"]
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_the_dataset_of_a_state_goes_on_with_any_number_of_workers(
+    config: DataConfig, before: int
 ) -> None:
-    loader = stateful(config, before)
-    batches = iter(loader)
+    with StreamLoader(config, **SIZES) as loader:
+        reference = copied(loader)
+        loader.seek(12)
+        expected = loader.state_dict()
+    batches = iter(stateful(config, before))
     for _ in range(3):
         next(batches)
-    state = loader.state_dict()
-    again = stateful(config, after)
-    again.load_state_dict(state)
-    with pytest.raises(StateError, match=f"resume with num_workers={before}"):
-        next(iter(again))
-    workers = state["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"]
-    with pytest.raises(StateError, match=f"of DataLoader worker 0 of {before}"):
-        StreamingDataset(config, **SIZES).load_state_dict(workers)
-    other = stateful(replace(config, seed=9), before)
-    other.load_state_dict(state)
+    state = dataset_state(batches.state_dict())
+    assert state == expected, "workers read ahead; what was handed out counts"
+    with StreamLoader(config, **SIZES) as loader:
+        loader.load_state_dict(state)
+        assert all(map(torch.equal, copied(loader), reference[3:]))
+    for after in (0, 1, 3):
+        again = stateful(config, after)
+        again.dataset.load_state_dict(state)
+        rest = copied(again)
+        assert len(rest) == TOTAL - 3
+        assert all(map(torch.equal, rest, reference[3:]))
+
+
+def test_a_state_of_another_order_is_refused_in_workers(config: DataConfig) -> None:
+    loader = stateful(config, 2)
+    next(iter(loader))
+    other = stateful(replace(config, seed=9), 2)
+    other.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="seed"):
         next(iter(other))
+
+
+@pytest.mark.parametrize("taken", [2, 7, TOTAL - 1])
+def test_a_state_is_saved_and_loaded_again_and_again_while_workers_have_ended(
+    config: DataConfig, taken: int
+) -> None:
+    """Worker 1 ends at once, and torchdata keeps its last state."""
+    reference = copied(StreamingDataset(config, **SIZES))
+    state = None
+    got: list[torch.Tensor] = []
+    while len(got) < TOTAL:
+        loader = stateful(config, 2)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        got += [batch["tokens"].clone() for _, batch in zip(range(taken), batches, strict=False)]
+        state = loader.state_dict()
+        del batches, loader
+    assert len(got) == TOTAL
+    assert all(map(torch.equal, got, reference))
+
+
+def test_a_later_pass_has_the_lanes_of_the_state(config: DataConfig) -> None:
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=24) as former:
+        for _ in range(6):
+            former.take()
+        state = former.state_dict()
+        former.seek(0)
+        first = former.take()["tokens"]
+    loader = stateful(config, 2)
+    saved = loader.state_dict()
+    saved["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"] = state
+    loader = stateful(config, 2)
+    loader.load_state_dict(saved)
+    assert len(copied(loader)) == TOTAL - 6
+    assert torch.equal(copied(loader)[0], first)
 
 
 def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig) -> None:

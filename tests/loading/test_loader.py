@@ -275,16 +275,12 @@ class WithBfloat16(torch.utils.data.IterableDataset[Any]):
             yield batch
 
 
-@pytest.mark.xfail(
-    strict=True, reason="workers encode fields by numpy; such a field ends the thread that sends"
-)
 def test_workers_send_fields_of_every_dtype(config: DataConfig) -> None:
     dataset = WithBfloat16(StreamingDataset(config, micro_batch_size=6, global_batch_size=12))
     workers = DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
     assert next(iter(workers))["weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.xfail(strict=True, reason="workers yield an object that is not a dict")
 def test_batches_in_workers_are_dicts_and_can_be_collated(config: DataConfig) -> None:
     def types(batches: list[Any]) -> list[bool]:
         return [isinstance(batch, dict) for batch in batches]

@@ -137,7 +137,7 @@ class NodeFeed(Feed):
 
 
 class WorkersFeed(Feed):
-    """torchdata's StatefulDataLoader with two workers, each rank's state in a file of its own."""
+    """torchdata's StatefulDataLoader with two workers."""
 
     workers = 2
 
@@ -169,12 +169,11 @@ class WorkersFeed(Feed):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        torch.save(self.loader.state_dict(), folder / f"rank-{self.rank}.pt")
+        if self.rank == 0:  # all ranks have one state, whatever their number
+            torch.save(self.loader.state_dict(), folder / "state.pt")
 
     def load(self, folder: Path) -> None:
-        # without workers all ranks have one state, whatever their number
-        rank = self.rank if self.workers else 0
-        self.loader.load_state_dict(torch.load(folder / f"rank-{rank}.pt", weights_only=False))
+        self.loader.load_state_dict(torch.load(folder / "state.pt", weights_only=False))
 
     def close(self) -> None:
         if self.workers:  # they hold what the rank's end is told by
