@@ -24,8 +24,6 @@ What the arrays of the kernels hold:
     head [SLOTS], after [datasets] int64        the calendar: the first dataset that waits in a
                                                 slot, and the one behind each; -1: none
     hits [datasets + 8] int64                   which of the due have the best error: 1 or 0
-    chosen [1] uint64                           bits of places that were chosen since the calendar
-                                                was looked at, where few are due
     lowest [1] float64                          the lowest error that was chosen since it was reset
 
 float64 counts are exact, and compared without conversions.
@@ -35,22 +33,35 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.blend_calendar import (
-    SLOTS,
-    WINDOW,
-    best_error,
-    call,
-    sift_all,
-    sift_chosen,
-    sort_all,
-    store,
-)
-from streammega.kernels.blend_choices import FEW, REGISTER, choose_of_few, choose_of_many
 from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
+
+REGISTER = 8
+"""The due are compared in multiples of so many float64: whole vector registers, as the compiler
+uses them.
+"""
+WINDOW = 16
+"""Samples chosen between two looks at the calendar."""
+SLOTS = 4096
+"""Calendar slots of one window each; what is due later is looked at again."""
+_EARLY = 1e-9
+"""An error is taken to reach the threshold by this much before it does: far more than float64 can
+be off.
+"""
+_EARLY_SHARE = 1e-14
+"""The same, of the count: a large one has fewer bits behind the point."""
+_NEVER = 9e18
+"""A sample after the last of any blend, and still an int64."""
+
+
+_LEAST_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
+_LARGEST_INT = np.int64(0x7FFFFFFFFFFFFFFF)
+_PLACE = np.int64(0xFFFFFFFF)
+"""The bits of a place where a dataset's number stands above it."""
 
 _WORTH_GUESSING = 1 << 17
 """Samples from which on a blend is cut into parts."""
@@ -164,6 +175,204 @@ def _guess_part(
 
 
 @kernel
+def _best_error(i, weights, counts, sizes):
+    """The largest error of all datasets that are not used up."""
+    best = -np.inf
+    for d in range(len(weights)):
+        if counts[d] < sizes[d]:
+            best = max(best, weights[d] * float(max(i, 1)) - counts[d])
+    return best
+
+
+@kernel
+def _store(counts, due_count, due_size, due_id, due):
+    """Counts of the due, back to their datasets; an infinite one is used up."""
+    for k in range(due):
+        counts[due_id[k]] = min(due_count[k], due_size[k])
+
+
+@kernel
+def _window_of(count, threshold, inverse):
+    """A window not after the one in which the error of a dataset, of weight 1 / inverse, reaches
+    the threshold.
+    """
+    exact = (count + threshold - _EARLY - count * _EARLY_SHARE) * inverse
+    return (np.int64(max(min(exact, _NEVER), 0.0)) - 1) // WINDOW
+
+
+@kernel
+def _wait(d, window, now, head, after) -> None:
+    """Put dataset d into the calendar until `window`; one beyond its end into its last slot."""
+    slot = min(window, now + SLOTS - 1) % SLOTS
+    after[d] = head[slot]
+    head[slot] = d
+
+
+@kernel
+def _rebuild_calendar(
+    i, threshold, weights, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, head, after, small
+):  # fmt: skip
+    """Sort every dataset into the due and the calendar; returns how many are due."""
+    now = i // WINDOW
+    head[:] = -1
+    due_count[:] = np.inf
+    due = 0
+    for d in range(len(weights)):
+        if counts[d] >= sizes[d]:
+            continue
+        window = now if small else _window_of(counts[d], threshold, inverse[d])
+        if window <= now:
+            due_weight[due] = weights[d]
+            due_count[due] = counts[d]
+            due_size[due] = sizes[d]
+            due_id[due] = d
+            due += 1
+        else:
+            _wait(d, window, now, head, after)
+    return due
+
+
+@kernel
+def _park_idle(
+    i, threshold, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, due, head, after
+):  # fmt: skip
+    """At the start of a window: the due that fell below the threshold wait. Returns how many are
+    still due.
+    """
+    now = i // WINDOW
+    kept = 0
+    for k in range(due):
+        d = due_id[k]
+        count = due_count[k]
+        if count == np.inf:
+            counts[d] = sizes[d]
+            continue
+        # not chosen: still due
+        window = now if count == counts[d] else _window_of(count, threshold, inverse[d])
+        counts[d] = count
+        if window <= now:
+            due_weight[kept] = due_weight[k]
+            due_count[kept] = count
+            due_size[kept] = due_size[k]
+            due_id[kept] = d
+            kept += 1
+        else:
+            _wait(d, window, now, head, after)
+    due_count[kept:due] = np.inf
+    return kept
+
+
+@kernel
+def _wake_due(
+    i, threshold, weights, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, due, head, after
+):  # fmt: skip
+    """At the start of a window: those whose slot it is are due. Returns how many are, with the
+    `due` before.
+    """
+    now = i // WINDOW
+    queued = head[now % SLOTS]
+    head[now % SLOTS] = -1
+    while queued >= 0:
+        following = after[queued]
+        window = _window_of(counts[queued], threshold, inverse[queued])
+        if window <= now:
+            due_weight[due] = weights[queued]
+            due_count[due] = counts[queued]
+            due_size[due] = sizes[queued]
+            due_id[due] = queued
+            due += 1
+        else:
+            _wait(queued, window, now, head, after)
+        queued = following
+    return due
+
+
+@numba.njit(inline="always")
+def _bits_of(error):
+    """The bits of a float64, as int64."""
+    return np.float64(error).view(np.int64)
+
+
+@numba.njit(inline="always")
+def _take(row, place, due_count, due_id, due_size, dataset, sample):
+    """Write a choice, which is counted already, into a row of the outputs; a dataset whose last
+    sample it is drops out.
+    """
+    dataset[row] = due_id[place]
+    sample[row] = np.int64(due_count[place]) - 1
+    if due_count[place] >= due_size[place]:
+        due_count[place] = np.inf
+
+
+@kernel
+def _choose(
+    first, stop, origin, due_weight, due_count, due_id, due_size,
+    hits, padded, threshold, lowest, dataset, sample
+):  # fmt: skip
+    """Choose samples [first, stop) among the due; returns the first whose best error is under the
+    threshold, or stop.
+
+    Sample `origin` goes to place 0 of the outputs. The due are the first of `padded` places. Errors
+    are compared by their bits: as integers, maxima are vectorised by themselves, and those that are
+    not negative order alike. The largest one is negative only by rounding, and then looked for as a
+    float.
+    """
+    for i in range(first, stop):
+        target = float(max(i, 1))
+        best = _LEAST_INT
+        for k in range(padded):
+            best = max(best, _bits_of(due_weight[k] * target - due_count[k]))
+        if best < 0:
+            best = _negative_best(target, due_weight, due_count, padded)
+        place = np.int64(0)
+        ties = np.int64(0)
+        # whole registers are stored: a single element would hold up the next sample's loads
+        for k in range(padded):
+            hit = np.int64(_bits_of(due_weight[k] * target - due_count[k]) == best)
+            due_count[k] += np.float64(hit)
+            hits[k] = hit
+            place += hit * k
+            ties += hit
+        if ties > 1:
+            place = _keep_lowest(due_count, due_id, hits, padded)
+        error = due_weight[place] * target - (due_count[place] - 1.0)
+        if error < threshold:
+            due_count[place] -= 1.0
+            return i
+        lowest[0] = min(lowest[0], error)
+        _take(i - origin, place, due_count, due_id, due_size, dataset, sample)
+    return stop
+
+
+@kernel
+def _negative_best(target, due_weight, due_count, padded):
+    """The bits of the largest error, when all are negative."""
+    best = -np.inf
+    for k in range(padded):
+        best = max(best, due_weight[k] * target - due_count[k])
+    return _bits_of(best)
+
+
+@kernel
+def _keep_lowest(due_count, due_id, hits, padded):
+    """Of all that tied and were counted, keep the count of the lowest id; returns its place.
+
+    The place stands below the id in one number, so that the least of them tells both.
+    """
+    lowest = _LARGEST_INT
+    for k in range(padded):
+        lowest = min(lowest, ((due_id[k] << 32) | k) if hits[k] else _LARGEST_INT)
+    for k in range(padded):
+        due_count[k] -= np.float64(hits[k])
+    place = lowest & _PLACE
+    due_count[place] += 1.0
+    return place
+
+
+@kernel
 def _blend(weights, sizes, origin, dataset, sample, counts):
     """Choose samples from `origin` on, as many as the outputs take; `counts` [datasets] say what
     was chosen before, and after.
@@ -184,17 +393,16 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     period = max(4 * num, 256)  # samples between two looks whether the threshold may rise
     lowest = np.full(1, np.inf)
     hits = np.zeros(room, np.int64)
-    chosen = np.zeros(1, np.uint64)
     check = origin + period
     due = 0
     i = np.int64(origin)
     sort = True
     while i < total:
         if sort:
-            store(counts, due_count, due_size, due_id, due)
+            _store(counts, due_count, due_size, due_id, due)
             if not small:
-                threshold = min(lowest[0], best_error(i, weights, counts, sizes)) - margin
-            due = sort_all(
+                threshold = min(lowest[0], _best_error(i, weights, counts, sizes)) - margin
+            due = _rebuild_calendar(
                 i, threshold, weights, inverse, sizes, counts,
                 due_weight, due_count, due_size, due_id, head, after, small
             )  # fmt: skip
@@ -202,35 +410,21 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
             lowest[0] = np.inf
         stop = total if small else min(total, (i // WINDOW + 1) * WINDOW)
         padded = (due + REGISTER - 1) // REGISTER * REGISTER
-        chosen[0] = 0
-        few = padded <= FEW
-        if few:
-            i = choose_of_few(
-                i, stop, origin, due_weight, due_count, due_id, due_size,
-                chosen, padded, threshold, lowest, dataset, sample
-            )  # fmt: skip
-        else:
-            i = choose_of_many(
-                i, stop, origin, due_weight, due_count, due_id, due_size,
-                hits, padded, threshold, lowest, dataset, sample
-            )  # fmt: skip
+        i = _choose(
+            i, stop, origin, due_weight, due_count, due_id, due_size,
+            hits, padded, threshold, lowest, dataset, sample
+        )  # fmt: skip
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
             margin = min(margin * _WIDER, _WIDEST)
             sort = True
             lowest[0] = np.inf
         elif i < total:
-            if few:
-                due = sift_chosen(
-                    i, threshold, inverse, sizes, counts,
-                    due_weight, due_count, due_size, due_id, chosen[0], due, head, after
-                )  # fmt: skip
-            else:
-                due = sift_all(
-                    i, threshold, inverse, sizes, counts,
-                    due_weight, due_count, due_size, due_id, due, head, after
-                )  # fmt: skip
-            due = call(
+            due = _park_idle(
+                i, threshold, inverse, sizes, counts,
+                due_weight, due_count, due_size, due_id, due, head, after
+            )  # fmt: skip
+            due = _wake_due(
                 i, threshold, weights, inverse, sizes, counts,
                 due_weight, due_count, due_size, due_id, due, head, after
             )  # fmt: skip
@@ -239,4 +433,4 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
                 sort = lowest[0] - margin > threshold + _WORTH_SORTING * margin
                 check = i + period
                 lowest[0] = lowest[0] if sort else np.inf
-    store(counts, due_count, due_size, due_id, due)
+    _store(counts, due_count, due_size, due_id, due)

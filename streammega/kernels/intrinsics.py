@@ -17,24 +17,6 @@ LINE_BYTES = 64
 """What processors write to memory at once."""
 LINE_IDS = 8
 """int64 elements of it."""
-REGISTER_FLOATS = 8
-"""float64 elements that are compared at once: the widest vector registers have so many, and where
-they are narrower the compiler takes several.
-"""
-FLOAT_BYTES = 8
-"""Of a float64, a multiple of which all arrays of them lie at."""
-_REGISTER = ir.VectorType(ir.DoubleType(), REGISTER_FLOATS)
-_WORD = ir.IntType(64)
-_LANE = ir.IntType(32)
-"""What LLVM numbers lanes by."""
-
-
-def _float_bits(typing_context: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """The same 64 bits, read as an integer."""
-        return builder.bitcast(arguments[0], context.get_value_type(types.int64))
-
-    return types.int64(types.float64), codegen
 
 
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
@@ -100,98 +82,6 @@ def _fence(typing_context: Any) -> Any:
     return types.none(), codegen
 
 
-def _largest(builder: Any, first: Any, second: Any) -> Any:
-    """The larger one of each lane of two vectors."""
-    return builder.select(builder.fcmp_ordered(">", first, second), first, second)
-
-
-def _largest_everywhere(builder: Any, vectors: list[Any]) -> Any:
-    """The largest element of several vectors, in every lane of one."""
-    while len(vectors) > 1:
-        # Pairs, and not one after the other: each waits for the result before.
-        pairs = zip(vectors[::2], vectors[1::2], strict=False)
-        left_over = vectors[len(vectors) // 2 * 2 :]
-        vectors = [_largest(builder, first, second) for first, second in pairs] + left_over
-    (largest,) = vectors
-    distance = REGISTER_FLOATS // 2
-    while distance:
-        lanes = [lane ^ distance for lane in range(REGISTER_FLOATS)]
-        turned = builder.shuffle_vector(largest, largest, _lanes(lanes))
-        largest = _largest(builder, largest, turned)
-        distance //= 2
-    return largest
-
-
-def _lanes(numbers: list[int]) -> Any:
-    """Which lane each lane of a shuffled vector is to have."""
-    return ir.Constant(ir.VectorType(_LANE, REGISTER_FLOATS), numbers)
-
-
-def _everywhere(builder: Any, element: Any) -> Any:
-    """A float64 in every lane of a register."""
-    alone = builder.insert_element(ir.Constant(_REGISTER, ir.Undefined), element, _LANE(0))
-    return builder.shuffle_vector(alone, alone, _lanes([0] * REGISTER_FLOATS))
-
-
-def _registers(context: Any, builder: Any, array: Any, kind: Any, number: int) -> list[Any]:
-    """Pointers to the first registers of a float64 array."""
-    data = context.make_array(kind)(context, builder, array).data
-    first = builder.bitcast(data, _REGISTER.as_pointer())
-    return [builder.gep(first, [_WORD(k)]) for k in range(number)]
-
-
-def _count_best(typing_context: Any, weights: Any, counts: Any, registers: Any, target: Any) -> Any:
-    number = registers.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """Errors of all registers, their largest, and one more for each count that has it."""
-        weights_at = _registers(context, builder, arguments[0], signature.args[0], number)
-        counts_at = _registers(context, builder, arguments[1], signature.args[1], number)
-        counts_before = [builder.load(place, align=FLOAT_BYTES) for place in counts_at]
-        targets = _everywhere(builder, arguments[3])
-        errors = []
-        for place, count in zip(weights_at, counts_before, strict=True):
-            weight = builder.load(place, align=FLOAT_BYTES)
-            share = builder.fmul(weight, targets)
-            errors.append(builder.fsub(share, count))
-        best = _largest_everywhere(builder, errors)
-        one = ir.Constant(_REGISTER, [1.0] * REGISTER_FLOATS)
-        none = ir.Constant(_REGISTER, [0.0] * REGISTER_FLOATS)
-        hits = _WORD(0)
-        for k in range(number):
-            hit = builder.fcmp_ordered("==", errors[k], best)
-            count = builder.fadd(counts_before[k], builder.select(hit, one, none))
-            # Whole registers: a single element would hold up the next call's loads.
-            builder.store(count, counts_at[k], align=FLOAT_BYTES)
-            bits = builder.zext(builder.bitcast(hit, ir.IntType(REGISTER_FLOATS)), _WORD)
-            bits = builder.shl(bits, _WORD(REGISTER_FLOATS * k))
-            hits = builder.or_(hits, bits)
-        best_error = builder.extract_element(best, _LANE(0))
-        return context.make_tuple(builder, signature.return_type, [hits, best_error])
-
-    result = types.Tuple((types.uint64, types.float64))  # type: ignore[no-untyped-call]
-    return result(weights, counts, registers, target), codegen
-
-
-def _lowest_bit(typing_context: Any, word: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """How many zeros stand below it."""
-        return builder.cttz(arguments[0], ir.IntType(1)(1))
-
-    return types.int64(types.uint64), codegen
-
-
-def _highest_bit(typing_context: Any, word: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """The bits of a word less the zeros above it, less one."""
-        zeros = builder.ctlz(arguments[0], ir.IntType(1)(1))
-        return builder.sub(_WORD(_WORD.width - 1), zeros)
-
-    return types.int64(types.uint64), codegen
-
-
-float_bits: Any = intrinsic(_float_bits)
-"""float_bits(x): the bits of a float64 as int64."""
 prefetch: Any = intrinsic(_prefetch)
 """prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use.
 
@@ -209,15 +99,3 @@ Other threads see them after a `fence`.
 """
 fence: Any = intrinsic(_fence)
 """fence(): everything written before is seen by other threads before anything written after."""
-count_best: Any = intrinsic(prefer_literal=True)(_count_best)
-"""count_best(weights, counts, registers, target): of the first `registers` times `REGISTER_FLOATS`
-places of float64 arrays, the largest of all `weights * target - counts`, and which places have it,
-as bits of a uint64: (bits, largest). The counts of those places become larger by one.
-
-`registers`: a constant from 1 to 8. Multiplied and subtracted one after the other, so with the bits
-that any other code for it gives; nothing may be NaN.
-"""
-lowest_bit: Any = intrinsic(_lowest_bit)
-"""lowest_bit(word): the number of the lowest bit of a uint64 that is set; there must be one."""
-highest_bit: Any = intrinsic(_highest_bit)
-"""highest_bit(word): the same of the highest."""
