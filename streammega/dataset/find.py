@@ -37,7 +37,6 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
-from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.fetch.threads import each
 from streammega.storage.open import is_remote
@@ -114,8 +113,6 @@ def _open_found(
     if pair is not None:
         seen.append(pair)
         return open_all([pair])
-    # What is told of thousands of shards lives on, and would have the collector look at all of it.
-    take_as_old()
     shards = find_shards(name, storage, cache_dir)
     if not _is_prefix(shards, name):
         seen += shards

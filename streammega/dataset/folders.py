@@ -23,7 +23,6 @@ from streammega.dataset.shards import (
     strip_suffix,
 )
 from streammega.errors import ObjectNotFoundError, StorageError
-from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
 from streammega.storage.etags import same_version
 from streammega.storage.open import is_remote
@@ -173,7 +172,6 @@ def with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownSh
     """
     if len(shards) <= FEW or not is_remote(shards[0].name):
         return shards
-    take_as_old()  # what the manifest told
     told = told_of([shard.name for shard in shards], storage)
     if told.prefixes:
         return [with_told(shard.name, told, shard.entry) for shard in shards]

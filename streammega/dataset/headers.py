@@ -38,15 +38,9 @@ from streammega.dataset.small_indices import (
 )
 from streammega.dataset.token_file import ShardFiles, files_of
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError
-from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.fetch.threads import each
 
-MANY = 1000
-"""Shards of which the objects that describe them are taken as old: they live as long as what is
-opened, and for 10,000 of them Python's collector would look through all there is twice or more, for
-0.1 s each.
-"""
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
 READERS = 128
@@ -219,11 +213,7 @@ def read_dataset(
         # Looked up again, it may be another pair.
         if known is not None and list(shards) == [known.shard]:
             return [_bounds(known)]
-        if len(shards) >= MANY:
-            take_as_old()  # what was listed
         files = files_of(shards, storage, cache_dir)
-        if len(shards) >= MANY:
-            take_as_old()
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"
             ends_of = end_shards([shard.stored.size for shard in files])

@@ -4,7 +4,3 @@ GIL.
 No kernel uses numba's own threads: their pools survive neither a fork nor calls from several
 threads. What runs in parallel runs independent chunks on Python threads.
 """
-
-from streammega.kernels.collector import take_as_old
-
-take_as_old()  # before the first kernel imports numba
