@@ -18,9 +18,7 @@ from streammega.errors import ConfigError
 from streammega.loading.dataset import StreamingDataset
 from streammega.loading.handing_out import batches_of, engine_of, kept_parts_of
 from streammega.loading.iteration import Iteration
-from streammega.loading.mesh import data_parallel
-from streammega.loading.prometheus import MetricsServer
-from streammega.loading.stats import Stats
+from streammega.loading.stats import MetricsServer, Stats
 from streammega.samples.fields import Batch
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
@@ -103,7 +101,7 @@ class StreamLoader:
         log_every: int = 0,
         metrics_port: int | None = None,
     ) -> None:
-        rank, size = data_parallel(dp_rank, dp_size, mesh)
+        rank, size = _data_parallel(dp_rank, dp_size, mesh)
         self.dataset = StreamingDataset(
             config,
             split=split,
@@ -346,3 +344,29 @@ class StreamLoader:
                 dataset.consumed_samples,
             )
         dataset.seek(0)
+
+
+def _data_parallel(
+    dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None
+) -> tuple[int, int]:
+    """(rank, size), of both numbers or of a mesh; one rank where neither is given.
+
+    Raises ConfigError for half of them, for both at once, and for a mesh that does not say which
+    of its dimensions is the data-parallel one.
+    """
+    if mesh is None:
+        if (dp_rank is None) != (dp_size is None):
+            raise ConfigError(
+                "dp_rank and dp_size go together: give both, or a mesh, "
+                "or neither for a single rank"
+            )
+        return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
+    if dp_rank is not None or dp_size is not None:
+        raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "dp" not in names:
+        raise ConfigError(
+            f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'"
+        )
+    dim = names.index("dp") if "dp" in names else 0
+    return mesh.get_local_rank(dim), mesh.size(dim)

@@ -52,7 +52,7 @@ class IterationState:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(len(POSITION), dtype=torch.int64)
+        self._memory = torch.zeros(POSITION.itemsize // 8, dtype=torch.int64)
         self._share_memory()
         self._shared["taken"] = NOT_TAKEN
         self._owner = os.getpid()
