@@ -17,7 +17,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
 
 if TYPE_CHECKING:
-    from streammega.convert.tokenize.tokenizers import TextTokenizer
+    from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
 
 DOCUMENTS_AT_ONCE = 64
@@ -92,7 +92,7 @@ def _check_number(name: str, number: int, documents: int) -> None:
         )
 
 
-def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> TextTokenizer:
+def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokenizer:
     """The tokenizer that was asked for, or the one that the manifest names."""
     from streammega.convert.tokenize.tokenizers import load_tokenizer
 
@@ -138,7 +138,7 @@ def _documents(
 
 
 def _report(
-    name: str, number: int, sequences: list[tuple[Any, int | None]], model: TextTokenizer | None
+    name: str, number: int, sequences: list[tuple[Any, int | None]], model: Tokenizer | None
 ) -> dict[str, Any]:
     ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(item) for item, _ in sequences)])
     report: dict[str, Any] = {"dataset": name, "document": number, "tokens": len(ids)}

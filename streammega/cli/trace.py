@@ -17,7 +17,7 @@ from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.cli.trace_report import Report, TracedRunFile
-    from streammega.convert.tokenize.tokenizers import TextTokenizer
+    from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.samples.traced import DocumentName
     from streammega.train.config import RunConfig
 
@@ -97,7 +97,7 @@ def _of_samples(
     run: TracedRunFile,
     samples: list[int],
     tokens: tuple[int, int] | None,
-    model: TextTokenizer | None,
+    model: Tokenizer | None,
 ) -> tuple[Report, str]:
     from streammega.cli import trace_report as reporting
 
@@ -197,7 +197,7 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(parsed[1]), int(parsed[2])
 
 
-def _load(tokenizer: str | None) -> TextTokenizer | None:
+def _load(tokenizer: str | None) -> Tokenizer | None:
     if tokenizer is None:
         return None
     from streammega.convert.tokenize.tokenizers import load_tokenizer
@@ -205,7 +205,7 @@ def _load(tokenizer: str | None) -> TextTokenizer | None:
     return load_tokenizer(tokenizer)
 
 
-def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> list[DocumentName]:
+def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[DocumentName]:
     """The documents that somebody looks for. Raises ConfigError where there are none."""
     from streammega.dataset.provenance import is_number
 
@@ -223,7 +223,7 @@ def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> li
     return _documents_with(run, what, model)
 
 
-def _documents_with(run: TracedRunFile, text: str, model: TextTokenizer) -> list[DocumentName]:
+def _documents_with(run: TracedRunFile, text: str, model: Tokenizer) -> list[DocumentName]:
     """The documents that have a text, each once."""
     from streammega.samples.find_text import documents_with
 
@@ -243,7 +243,7 @@ def _documents_with(run: TracedRunFile, text: str, model: TextTokenizer) -> list
     return list(found)
 
 
-def _patterns(text: str, model: TextTokenizer) -> list[list[int]]:
+def _patterns(text: str, model: Tokenizer) -> list[list[int]]:
     """Ids by which a text is found: as it is cut at the beginning of a text, and within one."""
     patterns: list[list[int]] = []
     for written in (text, f" {text}"):

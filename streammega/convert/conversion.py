@@ -18,7 +18,7 @@ from streammega.convert.engines import TaskList, run_tasks
 from streammega.convert.job import Job, UnitRecord, plan_units, segment_bytes_within, stored_bytes
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.read.inputs import Input
-from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.told import (
     check_all_done,
     check_errors,
@@ -105,7 +105,7 @@ class Conversion:
     input_storage: StorageConfig
     work: str
     inputs: list[Input]
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     progress: ProgressObserver = field(default_factory=ProgressObserver)
     files: SharedFiles = field(default_factory=SharedFiles)
 

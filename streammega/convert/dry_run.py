@@ -25,7 +25,7 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.read.pipes import is_pipe
 from streammega.convert.read.slices import Skipped, read_head
 from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed, suffix_of
-from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.segments import token_dtype
 from streammega.convert.write.selection import Selection
@@ -181,7 +181,7 @@ def plan_conversion(
     )
 
 
-def _take_sample(job: Job, tokenizer: TextTokenizer | None, progress: ProgressObserver) -> _Sample:
+def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserver) -> _Sample:
     """Of some units, spread over all."""
     sample = _Sample(job, tokenizer)
     if not job.units:
@@ -202,7 +202,7 @@ def _take_sample(job: Job, tokenizer: TextTokenizer | None, progress: ProgressOb
 class _Sample:
     """Some of the documents of some units, as they would be stored."""
 
-    def __init__(self, job: Job, tokenizer: TextTokenizer | None) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self.documents = 0

@@ -14,7 +14,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import PROBE, Input
 from streammega.convert.read.suffixes import TEXT_FORMATS
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def check_encoder(
     inputs: Sequence[Input],
-    tokenizer: TextTokenizer | None,
+    tokenizer: Tokenizer | None,
     options: ConvertOptions,
     storage: StorageConfig,
 ) -> None:

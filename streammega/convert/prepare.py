@@ -16,8 +16,8 @@ from streammega.convert.preflight import check_encoder
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import Input, OwnOutput, find_inputs
 from streammega.convert.read.pipes import check_output
-from streammega.convert.tokenize.chat_sources import as_option, find_template
-from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
+from streammega.convert.tokenize.template_loader import as_option, find_template
+from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer
 from streammega.convert.work_folder import work_folder
 from streammega.convert.write.encoders import share_tokenizer
 from streammega.convert.write.manifest_metadata import Labels, labels_of
@@ -91,7 +91,7 @@ def sorted_settings(
 def _labelled(
     inputs: Sequence[Input],
     options: ConvertOptions,
-    tokenizer: TextTokenizer | None,
+    tokenizer: Tokenizer | None,
     storage: StorageConfig,
 ) -> tuple[ConvertOptions, Labels]:
     """The options, with what the inputs' manifests add to them, and what the output's will say."""

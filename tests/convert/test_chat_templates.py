@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from streammega import DataConfig, IndexedDataset, SFTDataset
 from streammega.convert import ChatEncoder, ConvertOptions, convert
-from streammega.convert.tokenize import chat_families as families
-from streammega.convert.tokenize.chat_sources import BUILT_IN, find_template
-from streammega.convert.tokenize.tokenizers import find_eod, load_tokenizer
+from streammega.convert.tokenize import chat_templates as families
+from streammega.convert.tokenize.template_loader import BUILT_IN, find_template
+from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 
@@ -772,5 +772,5 @@ def test_documents_end_with_the_eos_token_of_a_tokenizer_folder(tmp_path: Path) 
         "not there": "<|endoftext|>",
     }.items():
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-        assert find_eod(tokenizer, None) == tokenizer.find(found)
-    assert find_eod(tokenizer, "<s>") == tokenizer.find("<s>")
+        assert resolve_eod_id(tokenizer, None) == tokenizer.find(found)
+    assert resolve_eod_id(tokenizer, "<s>") == tokenizer.find("<s>")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from streammega import IndexedDataset
 from streammega.cli.main import app
 from streammega.convert import convert
-from streammega.convert.tokenize.tiktoken_files import PATTERNS
+from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.errors import ConvertError, ObjectNotFoundError
 

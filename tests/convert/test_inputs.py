@@ -276,7 +276,7 @@ def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
 
     import tiktoken
 
-    from streammega.convert.tokenize.tiktoken_files import PATTERNS
+    from streammega.convert.tokenize.tokenizer_files import PATTERNS
 
     ranks = {bytes([value]): value for value in range(256)} | {b"do": 256, b"doc": 257}
     lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]

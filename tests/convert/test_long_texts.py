@@ -1,5 +1,5 @@
-"""Texts too long to be held are cut where no token changes, whatever the tokenizer; memory does not
-grow with them.
+"""Long texts are encoded in windows, and have the ids of the whole, whatever the tokenizer; memory
+does not grow with them.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,9 @@ from tokenizers import (
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.tokenize import encode, long_texts
-from streammega.convert.tokenize.long_texts import LongTextEncoder
-from streammega.convert.tokenize.pattern_cuts import NotUnderstood, PatternCuts
-from streammega.convert.tokenize.safe_cuts import cuts_of
-from streammega.convert.tokenize.tiktoken_files import PATTERNS
+from streammega.convert.tokenize import encode, long_text
+from streammega.convert.tokenize.long_text import encode_long
+from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import (
     SentencePieceTokenizer,
     TiktokenTokenizer,
@@ -68,9 +67,20 @@ WORDS = st.sampled_from(
         "e\u0301",
     ]
 )
-TEXTS = st.lists(
-    WORDS | st.text(st.sampled_from("ab 1.,'\n，。中한é\u0301İΣ_<>|"), max_size=4), max_size=25
-).map(lambda words: "".join(word if n % 3 else f"{word} " for n, word in enumerate(words)))
+PIECES = st.lists(
+    WORDS | st.text(st.sampled_from("ab 1.,'\n，。中한é\u0301İΣ_<>|"), max_size=4),
+    min_size=1,
+    max_size=25,
+)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Texts of some thousand characters, many of which repeat themselves."""
+    pieces = draw(PIECES)
+    chosen = random.Random(draw(st.integers(0, 99))).choices(pieces, k=draw(st.integers(1, 900)))
+    blanks = draw(st.integers(1, 4))
+    return "".join(word if n % blanks else f"{word} " for n, word in enumerate(chosen))
 
 
 def pairs(normalizer: Any, pre_tokenizer: Any, *added: AddedToken, **options: Any) -> Tokenizer:
@@ -184,49 +194,50 @@ MAKERS: dict[str, Any] = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "PIECE", 2)
-    monkeypatch.setattr(long_texts, "LONG", 8)
+    monkeypatch.setattr(long_text, "WINDOW", 700)
+    monkeypatch.setattr(long_text, "OVERLAP", 400)
 
 
-def ids_in_pieces(tokenizer: Any, text: str) -> list[int]:
-    return [
-        number
-        for ids in LongTextEncoder(tokenizer).encode(text, "a.txt")
-        for number in ids.tolist()
-    ]
+def ids_in_windows(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = np.concatenate(list(encode_long(tokenizer, text, "a.txt"))).tolist()
+    return ids
 
 
 def compare(tokenizer: Any, examples: int) -> None:
-    @given(text=TEXTS)
+    @given(text=texts())
     @settings(max_examples=examples, deadline=None)
     def check_text(text: str) -> None:
-        assert ids_in_pieces(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
+        assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
     check_text()
 
 
-def is_cut(tokenizer: Any) -> int:
-    """Into how many pieces the sentences are cut."""
-    text = " ".join(SENTENCES)
-    return len(LongTextEncoder(tokenizer)._bounds(text)) if cuts_of(tokenizer) is not None else 0
+def check_windows_stay_small(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of what people write agree, so that none is made wider."""
+    monkeypatch.setattr(long_text, "MAX_WINDOW", 700)
+    text = " ".join(SENTENCES * 30)
+    assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", MAKERS)
-def test_pieces_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
-    name: str, tmp_path: Path
+def test_windows_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MAKERS[name]().save(str(tmp_path / "tokenizer.json"))
     for special in ("parse", "text"):
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), special_tokens=special)
 
         compare(tokenizer, 40)
-        assert is_cut(tokenizer) > 15
+        with monkeypatch.context() as patch:
+            check_windows_stay_small(tokenizer, patch)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", PATTERN)
-def test_pieces_have_the_ids_of_the_whole_with_tiktoken(name: str, tmp_path: Path) -> None:
+def test_windows_have_the_ids_of_the_whole_with_tiktoken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = {bytes([n]): n for n in range(256)}
     for word in " ".join(SENTENCES).replace(" ", "\0 ").split("\0"):
         data = word.encode()
@@ -238,7 +249,7 @@ def test_pieces_have_the_ids_of_the_whole_with_tiktoken(name: str, tmp_path: Pat
     tokenizer = TiktokenTokenizer(str(tmp_path / "own.tiktoken"), name, parse=True)
 
     compare(tokenizer, 40)
-    assert is_cut(tokenizer) > 15
+    check_windows_stay_small(tokenizer, monkeypatch)
 
 
 @pytest.mark.usefixtures("small")
@@ -257,78 +268,65 @@ def test_pieces_have_the_ids_of_the_whole_with_tiktoken(name: str, tmp_path: Pat
             "add_dummy_prefix": False,
         },
         {"user_defined_symbols": ["<sep>", "a b"]},
+        {"model_type": "unigram", "vocab_size": 110},
     ],
-    ids=["usual", "llama", "no prefix", "symbols"],
+    ids=["usual", "llama", "no prefix", "symbols", "unigram"],
 )
-def test_pieces_have_the_ids_of_the_whole_with_sentencepiece(
-    options: dict[str, Any], tmp_path: Path
+def test_windows_have_the_ids_of_the_whole_with_sentencepiece(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    defaults: dict[str, Any] = {"model_type": "bpe", "vocab_size": 380}
     with open(tmp_path / "sp.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(SENTENCES * 3),
             model_writer=file,
-            vocab_size=380,
-            model_type="bpe",
             minloglevel=2,
-            **options,
+            **defaults | options,
         )
     tokenizer = SentencePieceTokenizer(str(tmp_path / "sp.model"))
 
     compare(tokenizer, 40)
-    assert is_cut(tokenizer) > 10
+    check_windows_stay_small(tokenizer, monkeypatch)
 
 
-def test_what_is_not_understood_is_not_cut(tmp_path: Path) -> None:
-    for expression in (
-        r"(?<=a)b",
-        r"\bword",
-        r"^a",
-        r"[[a]&&b]",
-        r"\p{Han}",
-        r"a(?!bc)",
-        r"(?:a(?!b))+",
-        r"(?m)a",
-    ):
-        with pytest.raises(NotUnderstood):
-            PatternCuts(expression)
-    assert not PatternCuts(r"[^\n]+|\n").never_joins("a", " ")
-    assert not PatternCuts(r"\p{L}+(?!\S)|\s").never_joins("a", " ")
-    with open(tmp_path / "sp.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 3),
-            model_writer=file,
-            vocab_size=110,
-            model_type="unigram",
-            minloglevel=2,
-        )
-    assert cuts_of(SentencePieceTokenizer(str(tmp_path / "sp.model"))) is None
-    for normalizer in (normalizers.Strip(), normalizers.Replace(Regex(" +"), " ")):
-        pairs(normalizer, pre_tokenizers.ByteLevel()).save(str(tmp_path / "tokenizer.json"))
-        assert cuts_of(load_tokenizer(str(tmp_path / "tokenizer.json"))) is None
-    pairs(None, pre_tokenizers.UnicodeScripts()).save(str(tmp_path / "tokenizer.json"))
-    assert cuts_of(load_tokenizer(str(tmp_path / "tokenizer.json"))) is None
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "normalizer", [normalizers.Strip(), normalizers.Replace(Regex(" +"), " ")], ids=str
+)
+def test_windows_have_the_ids_of_the_whole_with_any_normalizer(
+    normalizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs(normalizer, pre_tokenizers.ByteLevel()).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    compare(tokenizer, 40)
+    check_windows_stay_small(tokenizer, monkeypatch)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("word", ["x", "ab", " ", "é1", "\n \n", "한국어", "x\u0301"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama2", "metaspace", "bert", "unigram"])
+def test_words_that_are_longer_than_a_window_have_the_ids_of_the_whole(
+    name: str, word: str, tmp_path: Path
+) -> None:
+    MAKERS[name]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for before in (0, 3, 40):
+        text = " ".join(SENTENCES * before) + word * 4001 + " ".join(SENTENCES * 9)
+        assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
 
 def test_what_cannot_be_cut_is_refused_with_its_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(long_texts, "LONG", 1 << 10)
-    monkeypatch.setattr(long_texts, "PIECE", 1 << 8)
-    monkeypatch.setattr(long_texts, "MOST_UNCUT", 1 << 20)
-    MAKERS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(long_text, "WINDOW", 1 << 12)
+    monkeypatch.setattr(long_text, "OVERLAP", 1 << 10)
+    monkeypatch.setattr(long_text, "MAX_WINDOW", 1 << 16)
+    MAKERS["bert"]().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    text = "words and " * 200 + "x" * (1 << 20) + "ends"
-    with pytest.raises(
-        ConvertError,
-        match=r"a\.txt: more than 1 Mi characters from character 1,9\d\d on without a blank",
-    ):
-        ids_in_pieces(tokenizer, text)
-    pairs(normalizers.Strip(), pre_tokenizers.ByteLevel()).save(str(tmp_path / "other.json"))
-    with pytest.raises(
-        ConvertError,
-        match=r"a\.txt: a text of more than 1 Mi characters, and for tokenizer other\.json no place",
-    ):
-        ids_in_pieces(load_tokenizer(str(tmp_path / "other.json")), "a b " * (1 << 19))
+    text = "words and " * 2000 + "x" * (1 << 17) + " ends"
+    message = r"a\.txt: the text cannot be cut into windows between characters 1\d,\d{3} and"
+    with pytest.raises(ConvertError, match=message):
+        ids_in_windows(tokenizer, text)
 
 
 @pytest.mark.usefixtures("small")
@@ -381,8 +379,8 @@ def test_long_documents_become_what_they_are_when_they_are_encoded_as_a_whole(
     reports: list[Any] = []
     for kind, size in (("held", 1 << 30), ("long", 512)):
         monkeypatch.setattr(encode, "LONG", size)
-        monkeypatch.setattr(long_texts, "LONG", size)
-        monkeypatch.setattr(long_texts, "PIECE", 100)
+        monkeypatch.setattr(long_text, "WINDOW", 700)
+        monkeypatch.setattr(long_text, "OVERLAP", 400)
         try:
             reports.append(
                 convert([str(folder)], str(tmp_path / kind), **(options | SETTINGS[name]))
@@ -442,8 +440,8 @@ def test_long_texts_of_records_become_what_they_are_as_a_whole(
     reports: list[Any] = []
     for kind, size in (("whole", 1 << 30), ("long", 512)):
         monkeypatch.setattr(encode, "LONG", size)
-        monkeypatch.setattr(long_texts, "LONG", size)
-        monkeypatch.setattr(long_texts, "PIECE", 100)
+        monkeypatch.setattr(long_text, "WINDOW", 700)
+        monkeypatch.setattr(long_text, "OVERLAP", 400)
         reports.append(
             convert(
                 [str(tmp_path / "in.jsonl")],

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from streammega.convert import ChatEncoder
-from streammega.convert.tokenize.chat_families import FAMILIES
+from streammega.convert.tokenize.chat_templates import FAMILIES
 from streammega.errors import FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

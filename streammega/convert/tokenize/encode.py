@@ -19,10 +19,10 @@ from streammega.convert.read.readers import with_line
 from streammega.convert.read.slices import Skipped
 from streammega.convert.read.suffixes import format_of, suffix_of
 from streammega.convert.tokenize.chat import ChatEncoder
-from streammega.convert.tokenize.chat_sources import find_template
 from streammega.convert.tokenize.chat_templates import Rendered
-from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder
-from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
+from streammega.convert.tokenize.long_text import LONG, encode_long
+from streammega.convert.tokenize.template_loader import find_template
+from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
@@ -38,12 +38,12 @@ class BatchEncoder:
     """Encodes batches of raw documents; made once per process."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, options: ConvertOptions, storage: StorageConfig
+        self, tokenizer: Tokenizer, options: ConvertOptions, storage: StorageConfig
     ) -> None:
         self.tokenizer = tokenizer
         self._options = options
         self._storage = storage
-        self.eod = find_eod(tokenizer, options.eod) if options.append_eod else None
+        self.eod = resolve_eod_id(tokenizer, options.eod) if options.append_eod else None
         self.bos = None if options.bos is None else tokenizer.find(options.bos)
         if options.bos is not None and self.bos is None:
             raise ConvertError(f"the tokenizer has no token {options.bos!r}, which --bos names")
@@ -65,7 +65,6 @@ class BatchEncoder:
                 f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of "
                 f"{tokenizer.name}; use int32"
             )
-        self._long = LongTextEncoder(tokenizer)
         self._split: Any = None
         if options.split_sentences:
             self._split = _sentence_splitter(options.split_sentences)
@@ -317,10 +316,10 @@ class BatchEncoder:
         """A text, or if it is long its ids: they take less than what a tokenizer needs for all of
         it at once.
         """
-        if len(text) < LONG:
+        if len(text) < LONG or self.tokenizer.encodes_any_length:
             return text
-        pieces = [ids.astype(self.dtype) for ids in self._long.encode(text, where)]
-        return np.concatenate([np.empty(0, self.dtype), *pieces])
+        windows = encode_long(self.tokenizer, text, where)
+        return np.concatenate([ids.astype(self.dtype) for ids in windows])
 
 
 def _count(skipped: Skipped, reason: str) -> None:

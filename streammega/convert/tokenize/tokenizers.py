@@ -6,19 +6,29 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from streammega.convert.tokenize.gpt2_files import load_pair, pair_of
-from streammega.convert.tokenize.tiktoken_files import Pattern, is_tiktoken_file, pattern_of
-from streammega.convert.tokenize.tokenizer_folder import read_settings, special_token_names
-from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.convert.tokenize.tokenizer_files import (
+    Pattern,
+    find_gpt2_files,
+    find_pattern,
+    is_tiktoken_file,
+    load_gpt2_files,
+    read_settings,
+    special_token_names,
+)
+from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
 FILE_SUFFIX = re.compile(r"\.[a-zA-Z]{2,9}$")
@@ -42,24 +52,60 @@ AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
 
 
-class TextTokenizer(Protocol):
+class TokenSpans(NamedTuple):
+    """The tokens of a text, and where each is in it: [start, stop), in characters or in bytes."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+
+class Tokenizer(ABC):
     """Text to token ids. `digest` changes with what it makes of texts; ids run below vocab_size."""
 
     name: str
     digest: str
     vocab_size: int
+    special_tokens: dict[str, int]
+    """The ids of those that a chat template may write."""
+    spans_in_bytes = False
+    """Whether spans are in bytes of UTF-8; else in characters."""
+    encodes_any_length = False
+    """Whether `encode` takes little memory, so that a text of any length is encoded as a whole."""
+    folds_letters = False
+    """Whether other spellings of a special token may become that token too."""
 
+    @abstractmethod
     def encode(self, texts: list[str]) -> Sequence[Ids]:
-        """Token ids of each text, no special tokens added."""
+        """Token ids of each text."""
 
+    @abstractmethod
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """Tokens of each text with their places, without what a post-processor adds."""
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text of ids, special tokens included."""
 
+    @abstractmethod
     def find(self, token: str) -> int | None:
         """The id of a special token, if there is one of that name."""
 
-    def usual_eod(self) -> int | None:
+    @abstractmethod
+    def default_eod_id(self) -> int | None:
         """The end-of-document token that the tokenizer itself knows of."""
+
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """What a post-processor adds before and after every text."""
+        return [], []
+
+    @abstractmethod
+    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+        """The same tokenizer, which parses special tokens and adds nothing to texts.
+
+        spellings: other spellings of special tokens; by their own they are text then. Raises
+        ConfigError for a tokenizer whose special tokens are not known.
+        """
 
 
 def load_tokenizer(
@@ -68,7 +114,7 @@ def load_tokenizer(
     special_tokens: str | None = None,
     add_special_tokens: bool = False,
     pattern: str | None = None,
-) -> TextTokenizer:
+) -> Tokenizer:
     """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder,
     `vocab.json,merges.txt`, tiktoken:NAME, `bytes`, or a hub's name.
 
@@ -94,12 +140,12 @@ def load_tokenizer(
     return SentencePieceTokenizer(name)
 
 
-def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
+def resolve_eod_id(tokenizer: Tokenizer, name: str | None) -> int:
     """The id of the end-of-document token: the one named, the tokenizer's own, or the first
     well-known name it has.
     """
     if name is None:
-        usual = tokenizer.usual_eod()
+        usual = tokenizer.default_eod_id()
         if usual is not None:
             return usual
     names = [name] if name else EOD_NAMES
@@ -113,12 +159,19 @@ def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
     )
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, a folder with one, a vocab.json with its merges.txt, or a tokenizer of the
     Hugging Face hub by name.
     """
 
-    def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        add_special_tokens: bool = False,
+        parse: bool = True,
+        model: Any = None,
+    ) -> None:
         self._add = add_special_tokens
         self._source = name
         self.name = name
@@ -126,37 +179,27 @@ class HuggingFaceTokenizer:
             # without folders: it stands in manifests, which are read on other machines
             files = name.rstrip("/").split(",")
             self.name = ",".join(map(os.path.basename, files))
-        self.model: Any = _load_huggingface(name)
+        self.model: Any = _load_huggingface(name) if model is None else model
         # as a tokenizer.json may ask for: documents are of any length
         self.model.no_truncation()
         self.model.no_padding()
         self.model.encode_special_tokens = not parse
-        self.digest = _digest(self.model.to_str().encode())
         tokens = int(self.model.get_vocab_size(with_added_tokens=True))
         # a vocabulary may leave numbers out, and then has higher ids than tokens
         ids = self.model.get_vocab(with_added_tokens=True).values()
         highest = max(ids, default=-1)
         self.vocab_size = max(tokens, int(highest) + 1)
 
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """Of all that the library knows of it."""
+        return _digest(self.model.to_str().encode())
+
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
         memory.
         """
         return self._encode(texts, add=self._add)
-
-    def encode_pieces(self, texts: list[str]) -> Sequence[Ids]:
-        """The same without what the post-processor adds: for pieces of one text."""
-        return self._encode(texts, add=False)
-
-    def added_around(self) -> tuple[list[int], list[int]]:
-        """What the post-processor adds before and behind every text, where it is asked to."""
-        bare = list(self._encode(["a"], add=False)[0])
-        whole = list(self._encode(["a"], add=self._add)[0])
-        start = 0
-        while whole[start : start + len(bare)] != bare:
-            start += 1
-            assert start <= len(whole), "a post-processor adds to a text, and changes nothing in it"
-        return whole[:start], whole[start + len(bare) :]
 
     def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
         ids: list[Ids] = []
@@ -167,6 +210,60 @@ class HuggingFaceTokenizer:
             ids += [_as_array(encoding.ids) for encoding in encodings]
         return ids
 
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """By the offsets of the library, in characters."""
+        found: list[TokenSpans] = []
+        for first in range(0, len(texts), AT_ONCE):
+            some = texts[first : first + AT_ONCE]
+            for encoding in self.model.encode_batch(some, add_special_tokens=False):
+                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                ids = np.array(encoding.ids, np.int32)
+                found.append(TokenSpans(ids, offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """What the post-processor adds around every text, where it is asked to."""
+        bare = list(self._encode(["a"], add=False)[0])
+        whole = list(self._encode(["a"], add=self._add)[0])
+        start = 0
+        while whole[start : start + len(bare)] != bare:
+            start += 1
+            assert start <= len(whole), "a post-processor adds to a text, and changes nothing in it"
+        return whole[:start], whole[start + len(bare) :]
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        described: dict[str, Any] = json.loads(self.model.to_str())
+        return described
+
+    @property
+    def _special(self) -> list[dict[str, Any]]:
+        added = self._described.get("added_tokens") or []
+        return [item for item in added if item["special"] and not item["single_word"]]
+
+    @property
+    def special_tokens(self) -> dict[str, int]:  # type: ignore[override]
+        """By its own description."""
+        return {item["content"]: item["id"] for item in self._special}
+
+    @property
+    def folds_letters(self) -> bool:  # type: ignore[override]
+        """Whether a normalizer may make a special token of another spelling."""
+        has_normalizer = bool(self._described.get("normalizer"))
+        return has_normalizer and any(item["normalized"] for item in self._special)
+
+    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+        """Without its post-processor, which would add tokens of its own and narrow the spans of
+        others.
+        """
+        from tokenizers import Tokenizer as Model
+
+        described = self._described | {"post_processor": None}
+        if spellings:
+            described = _with_spellings(described, spellings)
+        model = Model.from_str(json.dumps(described))
+        return HuggingFaceTokenizer(self._source, model=model)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
         return str(self.model.decode(list(ids), skip_special_tokens=False))
@@ -176,7 +273,7 @@ class HuggingFaceTokenizer:
         number = self.model.token_to_id(token)
         return None if number is None else int(number)
 
-    def usual_eod(self) -> int | None:
+    def default_eod_id(self) -> int | None:
         """The eos_token of its tokenizer_config.json, as Megatron takes it."""
         eos = special_token_names(read_settings(self._source)).get("eos_token")
         has_other = any(self.find(name) is not None for name in EOD_NAMES if name not in TURN_ENDS)
@@ -185,7 +282,7 @@ class HuggingFaceTokenizer:
         return self.find(eos)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model file."""
 
     def __init__(self, path: str) -> None:
@@ -214,6 +311,28 @@ class SentencePieceTokenizer:
         ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, **self._options)
         return ids
 
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """By the places of the pieces, in characters."""
+        found: list[TokenSpans] = []
+        for text in texts:
+            if self._options:
+                encoded = self.model.encode(text, return_type="offset_mapping")
+                ids, spans = encoded["ids"], encoded["offsets"]
+            else:  # a version before 0.2.2
+                pieces = self.model.encode(text, out_type="immutable_proto").pieces
+                ids = [piece.id for piece in pieces]
+                spans = [(piece.begin, piece.end) for piece in pieces]
+            offsets = np.array(spans, np.int64).reshape(-1, 2)
+            found.append(TokenSpans(np.array(ids, np.int32), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+        """Raises ConfigError."""
+        raise ConfigError(
+            f"{self.name}: a SentencePiece model does not say what a chat template's special tokens "
+            f"are; use its tokenizer.json"
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
         return str(self.model.decode(list(map(int, ids))))
@@ -223,18 +342,22 @@ class SentencePieceTokenizer:
         number = int(self.model.piece_to_id(token))
         return None if number == self.model.unk_id() else number
 
-    def usual_eod(self) -> int | None:
+    def default_eod_id(self) -> int | None:
         """Its end-of-sentence piece."""
         number = int(self.model.eos_id())
         return number if number >= 0 else None
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """An encoding of tiktoken by name, or a .tiktoken file with the pattern that belongs to it: see
     `tiktoken_files`.
     """
 
-    def __init__(self, name: str, pattern: str | None = None, *, parse: bool = False) -> None:
+    spans_in_bytes = True
+
+    def __init__(
+        self, name: str, pattern: str | None = None, *, parse: bool = False, model: Any = None
+    ) -> None:
         try:
             import tiktoken
         except ImportError:
@@ -242,12 +365,14 @@ class TiktokenTokenizer:
                 f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'"
             ) from None
         self._parse = parse
-        is_file = not name.startswith("tiktoken:")
+        is_file = model is None and not name.startswith("tiktoken:")
         if is_file and not os.path.isfile(name):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file")
         cuts: Pattern | None = None
         try:
-            if is_file:
+            if model is not None:
+                self.model = model
+            elif is_file:
                 self.model, cuts = _load_tiktoken_file(name, pattern)
             else:
                 self.model = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
@@ -259,6 +384,7 @@ class TiktokenTokenizer:
             ) from None
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.n_vocab)
+        self.special_tokens = dict(self.model._special_tokens)
         hasher = hashlib.blake2b(digest_size=16)
         for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
@@ -282,32 +408,86 @@ class TiktokenTokenizer:
             ids = self.model.encode(text, allowed_special=allowed, disallowed_special=())
         return ids
 
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """By the bytes of the tokens, which lie end to end."""
+        found: list[TokenSpans] = []
+        for text in texts:
+            ids = np.array(self._encode(text), np.int32)
+            sizes = np.array(list(map(len, self.model.decode_tokens_bytes(ids.tolist()))), np.int64)
+            found.append(_end_to_end(ids, sizes))
+        return found
+
+    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+        """The same pairs and pattern, with other special tokens where they are asked for."""
+        import tiktoken
+
+        model = self.model
+        if spellings:
+            model = tiktoken.Encoding(
+                "respelled",
+                pat_str=model._pat_str,
+                mergeable_ranks=model._mergeable_ranks,
+                special_tokens={
+                    spellings[token]: number for token, number in self.special_tokens.items()
+                },
+            )
+        return TiktokenTokenizer(self.name, parse=True, model=model)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
         return str(self.model.decode(list(map(int, ids))))
 
     def find(self, token: str) -> int | None:
         """By its special tokens."""
-        number = self.model._special_tokens.get(token)
+        number = self.special_tokens.get(token)
         return None if number is None else int(number)
 
-    def usual_eod(self) -> int | None:
+    def default_eod_id(self) -> int | None:
         """<|endoftext|> or Llama-3's <|end_of_text|>, where the encoding has it."""
         number = self.find("<|endoftext|>")
         return self.find("<|end_of_text|>") if number is None else number
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255; 256 ends documents."""
 
     name = "bytes"
     digest = "utf-8+256"
     end = 256
     vocab_size = 257
+    spans_in_bytes = True
+    encodes_any_length = True
+
+    def __init__(self, parsed: str | None = None) -> None:
+        self._parsed = parsed
+        """The spelling of the end that is parsed, if it is."""
+        self.special_tokens = {"<|endoftext|>" if parsed is None else parsed: self.end}
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """The bytes."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
+
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """A token for each byte, and for each end that is parsed."""
+        found: list[TokenSpans] = []
+        for text in texts:
+            ids: list[NDArray[np.int32]] = []
+            sizes: list[NDArray[np.int64]] = []
+            parts = [text] if self._parsed is None else text.split(self._parsed)
+            for number, part in enumerate(parts):
+                if number > 0:
+                    ids.append(np.array([self.end], np.int32))
+                    sizes.append(np.array([len((self._parsed or "").encode())], np.int64))
+                stored = np.frombuffer(part.encode(), np.uint8)
+                ids.append(stored.astype(np.int32))
+                sizes.append(np.ones(len(stored), np.int64))
+            found.append(_end_to_end(np.concatenate(ids), np.concatenate(sizes)))
+        return found
+
+    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+        """Which parses the end of a document, by its own spelling or another."""
+        (token,) = self.special_tokens
+        return BytesTokenizer(parsed=(spellings or {}).get(token, token))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; the end of a document is written out."""
@@ -325,9 +505,35 @@ class BytesTokenizer:
         """Only <|endoftext|>."""
         return self.end if token == "<|endoftext|>" else None
 
-    def usual_eod(self) -> int | None:
+    def default_eod_id(self) -> int | None:
         """256."""
         return self.end
+
+
+def _end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
+    """Tokens of so many bytes each, one after the other."""
+    stops = np.cumsum(sizes)
+    return TokenSpans(ids, stops - sizes, stops)
+
+
+def _with_spellings(described: dict[str, Any], spellings: dict[str, str]) -> dict[str, Any]:
+    """A tokenizer.json with other names for some tokens in all of its lists, and the same ids."""
+    added: list[dict[str, Any]] = []
+    for item in described["added_tokens"]:
+        if item["content"] in spellings:
+            item = item | {"content": spellings[item["content"]], "normalized": False}
+        added.append(item)
+    model = dict(described["model"])
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {
+            spellings.get(token, token): number for token, number in vocabulary.items()
+        }
+    else:  # of a unigram model: pairs of a token and its score
+        model["vocab"] = [[spellings.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token"):
+        model["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
+    return described | {"added_tokens": added, "model": model}
 
 
 def _load_tiktoken_file(path: str, pattern: str | None) -> tuple[Any, Pattern]:
@@ -336,7 +542,7 @@ def _load_tiktoken_file(path: str, pattern: str | None) -> tuple[Any, Pattern]:
     from tiktoken.load import load_tiktoken_bpe
 
     ranks = load_tiktoken_bpe(path)
-    cuts = pattern_of(path, len(ranks), pattern)
+    cuts = find_pattern(path, len(ranks), pattern)
     first = cuts.first or _first_free(ranks.values())
     special = {token: number for number, token in enumerate(cuts.special_tokens, first)}
     name = os.path.basename(path)
@@ -364,7 +570,7 @@ def _as_array(ids: list[int]) -> Ids:
 
 
 def _is_local(name: str) -> bool:
-    return os.path.exists(name) or pair_of(name) is not None
+    return os.path.exists(name) or find_gpt2_files(name) is not None
 
 
 def _load_huggingface(name: str) -> Any:
@@ -372,12 +578,12 @@ def _load_huggingface(name: str) -> Any:
 
     Raises ConvertError.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Model
 
-    pair = pair_of(name)
+    pair = find_gpt2_files(name)
     in_folder = os.path.join(name, "tokenizer.json")
     if pair is not None and not os.path.isfile(in_folder):
-        return load_pair(*pair)
+        return load_gpt2_files(*pair)
     if os.path.isdir(name):
         if not os.path.isfile(in_folder):
             raise ObjectNotFoundError(
@@ -388,7 +594,7 @@ def _load_huggingface(name: str) -> Any:
     if not os.path.isfile(name):
         _check_is_no_path(name)
         try:
-            return Tokenizer.from_pretrained(name)
+            return Model.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception
             first_line, *_ = str(error).splitlines() or [type(error).__name__]
             raise ConvertError(
@@ -396,7 +602,7 @@ def _load_huggingface(name: str) -> Any:
                 f"({first_line[:200]}); give the path of a tokenizer.json"
             ) from None
     try:
-        return Tokenizer.from_file(name)
+        return Model.from_file(name)
     except Exception as error:
         raise ConvertError(
             f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); "

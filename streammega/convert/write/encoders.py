@@ -9,17 +9,17 @@ from weakref import WeakValueDictionary
 from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
+from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer
 from streammega.errors import ConvertError
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
 # Held while a tokenizer is loaded: threads that begin together wait for it, rather than load four.
 _encoders_lock = threading.Lock()
-_loaded: WeakValueDictionary[tuple[str, ...], TextTokenizer] = WeakValueDictionary()
+_loaded: WeakValueDictionary[tuple[str, ...], Tokenizer] = WeakValueDictionary()
 """Those that conversions of this process have loaded to begin with, as long as they hold them."""
 
 
-def share_tokenizer(tokenizer: TextTokenizer, options: ConvertOptions) -> None:
+def share_tokenizer(tokenizer: Tokenizer, options: ConvertOptions) -> None:
     """Have the encoder of this process use a tokenizer that was loaded with these options: a large
     vocabulary takes a second to load, and a hundred MB.
     """

@@ -10,8 +10,8 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
-from streammega.convert.tokenize.chat_sources import find_template
-from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
+from streammega.convert.tokenize.template_loader import find_template
+from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
 from streammega.dataset.shards import set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
@@ -23,7 +23,7 @@ UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}}
 def labels_of(
     inputs: Sequence[Input],
     options: ConvertOptions,
-    tokenizer: TextTokenizer | None,
+    tokenizer: Tokenizer | None,
     storage: StorageConfig,
 ) -> Labels:
     """eod_id, vocab_size, tokenizer, loss_modes and chat_template of what a conversion makes.
@@ -55,12 +55,12 @@ def labels_of(
 
 
 def _labels_of_tokenizer(
-    tokenizer: TextTokenizer, options: ConvertOptions, known: dict[str, Manifest]
+    tokenizer: Tokenizer, options: ConvertOptions, known: dict[str, Manifest]
 ) -> Labels:
     """What a tokenizer's ids are; unknown where they are mixed with others."""
     of_tokenizer = {"name": tokenizer.name, "digest": tokenizer.digest}
     labels = {
-        "eod_id": find_eod(tokenizer, options.eod) if options.append_eod else None,
+        "eod_id": resolve_eod_id(tokenizer, options.eod) if options.append_eod else None,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": of_tokenizer,
     }

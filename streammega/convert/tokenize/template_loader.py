@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from streammega.convert.tokenize.chat_templates import DATE, ChatTemplate
-from streammega.convert.tokenize.tokenizer_folder import (
+from streammega.convert.tokenize.tokenizer_files import (
     CONFIG,
     read_settings,
     read_text,
