@@ -26,9 +26,11 @@ from hypothesis import strategies as st
 from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
+from streammega.loading.lookahead import Lookahead
 from streammega.loading.planner import Planner, largest_gap
 from streammega.loading.reading_plan import ReadingPlan, plan_reading
 from streammega.loading.spans import FileTable
+from streammega.loading.stats import Stats
 from streammega.loading.whole_pieces import whole_pieces
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
@@ -336,25 +338,30 @@ def test_larger_slabs_take_no_memory_from_whole_pieces(
     assert max(sizes[True]) > 16
 
 
-def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
-    """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
+def lookahead_with_room(
+    server: tuple[Running, Path], cache: Path, samples: int
+) -> tuple[Lookahead, int]:
+    """One that may plan far ahead, as memory and samples are no limit, and its slabs' batches."""
     endpoint, _ = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
-    config = config_of("stream", "s3:/", tmp_path, storage)
-    engine = Engine(
-        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
-        iter(range(0, 3000, 4)),
-        4,
-        start=0,
-    )
-    engine._lookahead.keep_pace(0.0)
+    config = replace(config_of("stream", "s3:/", cache, storage), num_samples=(samples, 0, 0))
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    reading = plan_reading(steps, 0, storage.memory_bytes)
+    positions = iter(range(0, samples, 4))
+    lookahead = Lookahead(steps, reading, positions, fetcher=None, stats=Stats())
+    return lookahead, reading.slab_batches
+
+
+def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
+    lookahead, slab_batches = lookahead_with_room(server, tmp_path, 3000)
+    lookahead.keep_pace(0.0)
     planned = []
     for _ in range(6):
-        before = engine._lookahead.batches
-        engine._lookahead.plan_span()
-        planned.append(engine._lookahead.batches - before)
-    engine.close()
-    assert planned[0] <= engine._reading.slab_batches
+        before = lookahead.batches
+        lookahead.plan_span()
+        planned.append(lookahead.batches - before)
+    assert planned[0] <= slab_batches
     assert planned == sorted(planned)
     assert planned[-1] > planned[0]
 
@@ -737,13 +744,10 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
         skip_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
     )
-    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-    engine = Engine(loader.dataset.steps, loader.dataset.positions(), 4, start=0)
-    with closing(iter(engine)) as batches:  # type: ignore[type-var]
-        got = [batch["tokens"].clone() for _, batch in itertools.islice(batches, len(loader))]
-        pieces = engine._reading.planner.pieces
-        assert pieces is not None
-        assert set(engine._slots.holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        got = [next(loader)["tokens"].clone() for _ in range(len(loader))]
+        # a piece of both datasets in each of 16 lanes
+        assert loader.stats()["held_bytes"] <= 16 * 2 * (config.block_bytes + 4096)
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     with StreamLoader(
         replace(config, blend=blend), micro_batch_size=4, global_batch_size=8
@@ -816,21 +820,11 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
         pieces.follow(np.arange(9, 17, 2), np.arange(4))
 
 
-def engine_with_room(endpoint: Running, cache: Path, samples: int) -> Engine:
-    """One that may plan far ahead: memory and samples are no limit."""
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
-    config = replace(config_of("stream", "s3:/", cache, storage), num_samples=(samples, 0, 0))
-    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
-    return Engine(steps, iter(range(0, samples, 4)), 4, start=0)
-
-
 def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     """A plan of one slab costs nearly as much as one of thirty-two."""
-    endpoint, _ = server
-    engine = engine_with_room(endpoint, tmp_path, 300_000)
-    lookahead = engine._lookahead
+    lookahead, slab_batches = lookahead_with_room(server, tmp_path, 300_000)
     lookahead.keep_pace(0.0)
     while not lookahead.is_far:
         lookahead.plan_span()
@@ -841,24 +835,21 @@ def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     least = lookahead.batches
     lookahead.plan_span()
     planned = lookahead.batches - least
-    engine.close()
     assert least > full / 2, "what is ahead stays far more than what is being gathered"
-    assert planned >= 16 * engine._reading.slab_batches
+    assert planned >= 16 * slab_batches
 
 
 def test_a_slow_caller_is_not_read_far_ahead_of(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
-    endpoint, _ = server
     planned = []
     for seconds in (0.0, 1e6):
-        engine = engine_with_room(endpoint, tmp_path, 100_000)
-        engine._lookahead.keep_pace(seconds)
-        engine._lookahead.plan()
-        while not engine._lookahead.is_far:
-            engine._lookahead.plan_span()
-        planned.append(engine._lookahead.batches)
-        engine.close()
+        lookahead, _ = lookahead_with_room(server, tmp_path, 100_000)
+        lookahead.keep_pace(seconds)
+        lookahead.plan()
+        while not lookahead.is_far:
+            lookahead.plan_span()
+        planned.append(lookahead.batches)
     assert planned[0] >= 8 * planned[1] > 0
 
 
