@@ -33,7 +33,7 @@ class _Part:
     hash: Any
 
 
-class HashingWriter:
+class ChecksummedWriter:
     """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums.
 
     An ObjectWriter.

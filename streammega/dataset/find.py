@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
@@ -54,14 +53,13 @@ def open_shards(
     open_all: Callable[[list[KnownShard]], Opened],
     finish: Callable[[], None] = lambda: None,
     told: Told = NOTHING,
-    cache_dir: Path | None = None,
 ) -> Opened:
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
     of that name, if any.
 
     `finish` is called after that, for what is to be read of them at once. `told`: what listings
     told of this dataset and others, which is believed once. A dataset that is replaced meanwhile is
-    looked up and opened again: it is the former one, or the new one. `cache_dir`: see `find_shards`.
+    looked up and opened again: it is the former one, or the new one.
     """
     # Held meanwhile, for all that is opened on the way: a store ends with its last user, and its
     # client and connections with it.
@@ -73,7 +71,7 @@ def open_shards(
         seen: list[KnownShard] = []
         try:
             told_now = told if is_first else NOTHING
-            opened = _open_found(name, storage, open_all, seen, told_now, cache_dir)
+            opened = _open_found(name, storage, open_all, seen, told_now)
             finish()
         except ObjectChangedError:
             if is_last:
@@ -106,14 +104,13 @@ def _open_found(
     open_all: Callable[[list[KnownShard]], Opened],
     seen: list[KnownShard],
     told: Told = NOTHING,
-    cache_dir: Path | None = None,
 ) -> Opened:
     """`open_shards`, once; `seen` gets what was found on the way."""
     pair = pair_told(name, told)
     if pair is not None:
         seen.append(pair)
         return open_all([pair])
-    shards = find_shards(name, storage, cache_dir)
+    shards = find_shards(name, storage)
     if not _is_prefix(shards, name):
         seen += shards
         return open_all(shards)
@@ -163,15 +160,12 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     return [shard.name for shard in find_shards(name, storage)]
 
 
-def find_shards(
-    name: str, storage: StorageConfig, cache_dir: Path | None = None
-) -> list[KnownShard]:
+def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
     """The shards a dataset's name stands for, in order, with what was told of them on the way.
 
     A prefix stands for itself, a manifest (`.json`) or a version (`web@2`, `web@2..5`) for what it
     lists, a folder (a name ending in /) or glob for all shards in it, in name order. What is there
-    by the very name is taken before that is read as a glob. cache_dir: where it is kept how a
-    folder is listed; None: nowhere. Raises ObjectNotFoundError for a folder
+    by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a folder
     or glob without shards, MissingShardsError with some of a set missing.
     """
     name = named_version(name, storage)
@@ -180,7 +174,7 @@ def find_shards(
     appended = appended_shards(name, storage)
     if appended is not None:
         return with_infos(appended, storage)
-    shards = remote_shards(name, storage, cache_dir) if is_remote(name) else local_shards(name)
+    shards = remote_shards(name, storage) if is_remote(name) else local_shards(name)
     if shards is None:
         return [KnownShard(name=named(*split_name(name)))]
     if not shards:

@@ -7,10 +7,8 @@ import glob
 import logging
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from streammega.config import StorageConfig
-from streammega.dataset.folder_listing import list_folder
 from streammega.dataset.listing import FEW, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
 from streammega.dataset.shards import (
@@ -122,15 +120,13 @@ def _with_kind(prefix: str, there: Collection[str]) -> str:
 # --- remote ---------------------------------------------------------------------------------------
 
 
-def remote_shards(
-    name: str, storage: StorageConfig, cache_dir: Path | None
-) -> list[KnownShard] | None:
+def remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
     """Of a folder or glob; None: the name is a prefix."""
     folder, _, pattern = name.rpartition("/")
     if pattern and not has_signs(pattern):
         return None
     try:
-        there = _listed(folder, storage, cache_dir)
+        there = _listed(folder, storage)
     except StorageError as error:
         if not pattern or "*" in pattern or error.transient:
             raise
@@ -157,13 +153,11 @@ def _matches(stem: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
 
 
-def _listed(
-    folder: str, storage: StorageConfig, cache_dir: Path | None = None
-) -> dict[str, ObjectInfo]:
+def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
     """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
     # None of the keys has a slash behind the folder's.
-    return {item.key[len(key) :]: item for item in list_folder(store, key, cache_dir)}
+    return {item.key[len(key) :]: item for item in store.list(key, recursive=False)}
 
 
 def with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:

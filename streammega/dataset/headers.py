@@ -26,7 +26,6 @@ from streammega.dataset.idx import IndexHeader, check_end, index_bytes
 from streammega.dataset.index_file import READ_WHOLE
 from streammega.dataset.kept_headers import adopt_kept, are_kept, rows_of_headers
 from streammega.dataset.listing import NOTHING, Told
-from streammega.dataset.node_cache import cache_folder
 from streammega.dataset.shards import KnownShard, split_name
 from streammega.dataset.small_indices import (
     MOST_KEPT_BYTES,
@@ -223,7 +222,7 @@ def read_dataset(
         read_ends([(pair.files, pair.store, pair.bin_info) for pair in _at_ends(pairs)])
         return pairs
 
-    return open_shards(name, storage, open_all, told=told, cache_dir=cache_folder(cache_dir))
+    return open_shards(name, storage, open_all, told=told)
 
 
 def content_of(pairs: Sequence[PairBounds]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import HashingWriter
+from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.growing.names import GrowingName, is_called, named_version
 from streammega.dataset.growing.numbers import number_of
 from streammega.dataset.idx import (
@@ -190,7 +190,7 @@ def _rebuild(name: str, expected: Shard | None, asked: _Asked) -> _Rebuilt:
     lengths = _document_lengths(name, dtype, asked.eod_id, asked.storage)
     bounds = np.arange(len(lengths) + 1)
     data = b"".join(encode_index(dtype, lengths, bounds, None))
-    written = HashingWriter(None)
+    written = ChecksummedWriter(None)
     written.write(data)
     is_former = expected is not None and (
         (written.size, written.checksums) == (expected.index_bytes, expected.index_checksums)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import HashingWriter
+from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.find import find_pairs
 from streammega.dataset.growing.names import GrowingName, appended_shards, named_version
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
@@ -174,7 +174,7 @@ def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -
     # Before its header: of a damaged one, both faults are to be told.
     data = index.data()
     if expected is not None:
-        stored = HashingWriter(None)
+        stored = ChecksummedWriter(None)
         stored.write(data)
         found = (stored.size, stored.checksums)
         if found != (expected.index_bytes, expected.index_checksums):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import HashingWriter
+from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.idx import MOST_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.shards import SUFFIXES, Kind, split_name, strip_suffix
@@ -83,18 +83,14 @@ class IndexedDatasetWriter:
         """Of packed documents, the token at which each sequence begins."""
         self._packed_tokens = 0
         self._open = True
-        self.files: list[FileRange] = []
-        """What `add_files` named and `copy_files` has not copied yet."""
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
-        self.stored = HashingWriter(store.open_writer(key))
+        self.stored = ChecksummedWriter(store.open_writer(key))
         """Counts and checksums of what was written so far, as stored."""
-        self.index = HashingWriter(None)
+        self.index = ChecksummedWriter(None)
         """The same of the `.idx`, once it is published."""
-        self._tar: TarWriter | None = None
-        self._tokens: TarWriter | FrameWriter | HashingWriter = self.stored
+        self._tokens: TarWriter | FrameWriter | ChecksummedWriter = self.stored
         if self.kind == "tar":
-            self._tar = TarWriter(self.stored, self.dtype, multimodal, first_sequence)
-            self._tokens = self._tar
+            self._tokens = TarWriter(self.stored, self.dtype, multimodal, first_sequence)
         elif self.kind == "zst":
             self._tokens = FrameWriter(self.stored, level, frame_bytes)
 
@@ -110,7 +106,7 @@ class IndexedDatasetWriter:
         if kind is not None:
             self.abort()
         elif self._open:
-            with self._or_nothing():
+            with self._abort_on_error():
                 self.finalize()
 
     def __del__(self) -> None:
@@ -124,8 +120,7 @@ class IndexedDatasetWriter:
         Raises FormatError if a value does not fit the dtype: it would wrap around silently.
         """
         data = self._cast(tokens)
-        modes = np.array([mode], np.int8)
-        self._put(_bytes(data), self._lengths_of([data.size]), modes)
+        self._append([_bytes(data)], self._to_lengths([data.size]), np.array([mode], np.int8))
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
@@ -145,123 +140,71 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: {len(lengths)} sequences need as many modes, got {num_modes}"
             )
         modes = modes or [0] * len(lengths)
-        self._put(_bytes(data), self._lengths_of(lengths), np.array(modes, np.int8))
+        self._append([_bytes(data)], self._to_lengths(lengths), np.array(modes, np.int8))
         self.end_document()
 
     def add_documents(
         self,
-        data: bytes | bytearray | memoryview,
+        data: bytes | bytearray | memoryview | Iterable[memoryview],
         lengths: NDArray[np.int32],
         documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
+        *,
+        starts: NDArray[np.int64] | None = None,
     ) -> None:
         """Append many documents at once, without a look at each.
 
         Args:
-            data: the bytes of their tokens end to end, in the writer's dtype.
+            data: the bytes of their tokens end to end, in the writer's dtype; all of them, or in
+                pieces of any size, each valid until the next one.
             lengths: tokens of each sequence.
             documents: sequences of each document.
             modes: of each sequence, in multimodal files.
+            starts: of packed tokens, not all of which belong to sequences, the token of `data` at
+                which each sequence begins. A writer of packed tokens takes nothing else.
         """
-        num_sequences = int(documents.sum())
-        if len(data) != self._size_of(lengths) or num_sequences != len(lengths):
-            raise FormatError(
-                f"{self.prefix}: {len(data)} bytes do not belong to these lengths and documents"
-            )
-        first_sequence = len(self._lengths)
-        self._put(memoryview(data), lengths, modes)
-        self._end_documents(first_sequence, documents)
-
-    def add_packed(
-        self,
-        data: bytes | memoryview,
-        lengths: NDArray[np.int32],
-        documents: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        modes: NDArray[np.int8] | None = None,
-    ) -> None:
-        """Append tokens of which not all belong to sequences; a writer that is given some takes
-        nothing else, and no tar.
-
-        Args: as of `add_documents`, and starts: the token of `data` at which each sequence begins.
-        """
-        if self._tar is not None or (self._starts is None and len(self._lengths)):
-            raise FormatError(f"{self.prefix}: packed tokens cannot follow others, nor be a tar")
-        num_tokens, rest = divmod(len(data), self.dtype.itemsize)
-        fits = len(starts) == len(lengths) == int(documents.sum())
-        if len(lengths):
-            fits = fits and int(starts.min()) >= 0 and int((starts + lengths).max()) <= num_tokens
-        if rest or not fits:
-            raise FormatError(f"{self.prefix}: {len(data)} bytes do not hold these sequences")
-        if self._starts is None:
-            self._starts = array("q")
-        first_sequence = len(self._lengths)
-        self._starts.frombytes(_bytes(np.ascontiguousarray(starts + self._packed_tokens)))
-        self._packed_tokens += num_tokens
-        self._put(memoryview(data), lengths, modes if len(lengths) else np.empty(0, np.int8))
-        self._end_documents(first_sequence, documents)
-
-    def add_stream(
-        self,
-        pieces: Iterator[memoryview],
-        lengths: NDArray[np.int32],
-        documents: NDArray[np.int64],
-        modes: NDArray[np.int8] | None = None,
-    ) -> None:
-        """As `add_documents`, with their bytes in pieces of any size, each good until the next one
-        is asked for.
-        """
-        if self._tar is not None:
+        self._check_open()
+        if self.kind == "tar" and not isinstance(data, bytes | bytearray | memoryview):
             # Every member of a tar begins with its length.
-            data = bytearray()
-            for piece in pieces:
-                data += piece  # a copy: what was yielded is overwritten by what comes next
-            self.add_documents(data, lengths, documents, modes)
-            return
+            data = b"".join([bytes(piece) for piece in data])
+        if isinstance(data, bytes | bytearray | memoryview):
+            self._check_fits(len(data), lengths, documents, starts)
+            data = [memoryview(data)]
         first_sequence = len(self._lengths)
-        self._put_stream(pieces, lengths, modes)
+        self._append(data, lengths, modes, starts)
         self._end_documents(first_sequence, documents)
 
     @property
-    def takes_files(self) -> bool:
-        """Whether bytes are stored as they are, so that `add_files` can copy them."""
+    def stores_plain_bytes(self) -> bool:
+        """Whether tokens are stored as they are, so that `copy_from` can copy files."""
         return self.kind == "bin"
 
-    def add_files(
+    def copy_from(
         self,
         ranges: Sequence[FileRange],
         lengths: NDArray[np.int32],
         documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
-    ) -> None:
-        """As `add_documents`, with their bytes in local files, which `copy_files` copies.
+        threads: int = 1,
+    ) -> Iterator[int]:
+        """As `add_documents`, with their bytes in local files, which several threads copy. Yields
+        bytes as they are written.
 
-        Raises FormatError where `takes_files` is False.
+        If it fails or is closed before its end, all that was written is thrown away. Raises
+        FormatError where `stores_plain_bytes` is False; ObjectChangedError, StorageError.
         """
         self._check_open()
         size = sum(wanted.size for wanted in ranges)
-        if not self.takes_files or size != self._size_of(lengths):
+        if not self.stores_plain_bytes or size != self._size_of(lengths):
             raise FormatError(
                 f"{self.prefix}: {size} bytes of files do not belong to these lengths, or not to a "
                 f"{self.kind}"
             )
+        with self._abort_on_error():
+            yield from self.stored.write_files(ranges, threads)
         first_sequence = len(self._lengths)
-        self.files += ranges
         self._note(lengths, modes)
         self._end_documents(first_sequence, documents)
-
-    def copy_files(self, threads: int = 1) -> Iterator[int]:
-        """Copy what `add_files` named, by so many threads at most. Yields bytes as they are
-        written.
-
-        What is added otherwise, and `finalize`, do so before, by one. If it is given up in the
-        middle, or fails, all is thrown away. Raises ObjectChangedError, StorageError.
-        """
-        self._check_open()
-        ranges = self.files
-        self.files = []
-        with self._or_nothing():
-            yield from self.stored.write_files(ranges, threads)
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
@@ -277,37 +220,33 @@ class IndexedDatasetWriter:
         """
         self._check_open()
         other = IndexedDataset(prefix, self._storage)
-        read_ranges = other.store.read_ranges
         etag = other.bin_info.etag
         lengths = other.sequence_lengths
-        offsets = other.sequence_offsets
         modes = other.sequence_modes
+        documents = np.diff(other.document_indices)
         if other.dtype != self.dtype or (modes is not None) != self.multimodal:
             raise FormatError(
                 f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of "
                 f"{self.prefix}"
             )
         sizes = lengths.astype(np.int64) * other.dtype.itemsize
-        end_to_end = np.array_equal(offsets, np.cumsum(sizes) - sizes)
-        if end_to_end and self.takes_files:
-            size = int(sizes.sum())
-            ranges = file_ranges(other.store, other.bin_key, 0, size, etag)
+        end_to_end = np.array_equal(other.sequence_offsets, np.cumsum(sizes) - sizes)
+        if end_to_end and self.stores_plain_bytes:
+            ranges = file_ranges(other.store, other.bin_key, 0, int(sizes.sum()), etag)
             if ranges is not None:
-                self.add_files(ranges, lengths, np.diff(other.document_indices), modes)
-                # Now, and not with the next files: the caller may remove these.
-                deque(self.copy_files(num_threads()), maxlen=0)
+                copied = self.copy_from(ranges, lengths, documents, modes, num_threads())
+                deque(copied, maxlen=0)
                 return
-        most_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
+        max_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
         first_sequence = len(self._lengths)
-        with self._or_nothing():
-            for first, last in _runs(sizes, most_bytes):
-                start = int(offsets[first])
-                stop = int(offsets[last - 1] + sizes[last - 1])
-                data = read_ranges(other.bin_key, [start], [stop], etag)[0]
+        with self._abort_on_error():
+            for first, last in _runs(sizes, max_bytes):
+                start = int(other.sequence_offsets[first])
+                stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
+                (data,) = other.store.read_ranges(other.bin_key, [start], [stop], etag)
                 modes_of_run = modes[first:last] if modes is not None else None
-                self._put(data, lengths[first:last], modes_of_run)
-        bounds = first_sequence + other.document_indices[1:]
-        self._documents.frombytes(bounds.tobytes())
+                self._append([data], lengths[first:last], modes_of_run)
+        self._end_documents(first_sequence, documents)
 
     def finalize(self, idx_path: str | None = None) -> None:
         """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
@@ -320,7 +259,6 @@ class IndexedDatasetWriter:
         self._check_open()
         self._check_ended()
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
-        self._copy_rest()
         self._open = False
         # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
         try:
@@ -330,7 +268,7 @@ class IndexedDatasetWriter:
             self._tokens.abort()  # nobody else can any more: the writer is closed
             raise
         with written_whole(index_store, index_key) as writer:
-            self.index = HashingWriter(writer)
+            self.index = ChecksummedWriter(writer)
             for chunk in self._index_chunks():
                 self.index.write(chunk)
 
@@ -374,9 +312,9 @@ class IndexedDatasetWriter:
             )
 
     @contextlib.contextmanager
-    def _or_nothing(self) -> Iterator[None]:
+    def _abort_on_error(self) -> Iterator[None]:
         """Throw all away where what is copied ends in the middle: tokens of no sequence are left, and
-        those of the next one would not lie where the `.idx` says.
+        those of the next one would not be where the `.idx` says.
         """
         try:
             yield
@@ -384,54 +322,74 @@ class IndexedDatasetWriter:
             self.abort()
             raise
 
-    def _put(
-        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
-    ) -> None:
-        """Append sequences whose bytes lie end to end in `data`."""
-        self._check_open()
-        self._copy_rest()
-        if isinstance(self._tokens, TarWriter):
-            self._tokens.add(data, lengths, modes)
-        else:
-            self._tokens.write(data)
-        self._note(lengths, modes)
-
-    def _put_stream(
+    def _append(
         self,
-        pieces: Iterator[memoryview],
+        pieces: Iterable[memoryview],
         lengths: NDArray[np.int32],
-        modes: NDArray[np.int8] | None,
+        modes: NDArray[np.int8] | None = None,
+        starts: NDArray[np.int64] | None = None,
     ) -> None:
         """Append sequences whose bytes come in pieces."""
-        assert not isinstance(self._tokens, TarWriter)
         self._check_open()
-        self._copy_rest()
-        written = 0
-        with self._or_nothing():
+        if isinstance(self._tokens, TarWriter):
+            for piece in pieces:
+                self._tokens.add(piece, lengths, modes)
+            self._note(lengths, modes)
+            return
+        num_bytes = 0
+        with self._abort_on_error():
             for piece in pieces:
                 self._tokens.write(piece)
-                written += len(piece)
-            if written != self._size_of(lengths):
-                raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
+                num_bytes += len(piece)
+            if starts is None and num_bytes != self._size_of(lengths):
+                raise FormatError(
+                    f"{self.prefix}: {num_bytes} bytes do not belong to these lengths"
+                )
+        if starts is not None:
+            if self._starts is None:
+                self._starts = array("q")
+            self._starts.frombytes(_bytes(np.ascontiguousarray(starts + self._packed_tokens)))
+            self._packed_tokens += num_bytes // self.dtype.itemsize
         self._note(lengths, modes)
 
-    def _copy_rest(self) -> None:
-        """Copy what was named and not copied yet."""
-        if self.files:
-            deque(self.copy_files(), maxlen=0)
+    def _check_fits(
+        self,
+        num_bytes: int,
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
+        starts: NDArray[np.int64] | None,
+    ) -> None:
+        """Raise FormatError for bytes that do not hold documents of these lengths."""
+        fits = int(documents.sum()) == len(lengths)
+        if starts is None:
+            fits = fits and self._starts is None and num_bytes == self._size_of(lengths)
+        else:
+            if self.kind == "tar" or (self._starts is None and len(self._lengths)):
+                raise FormatError(
+                    f"{self.prefix}: packed tokens cannot follow others, nor be a tar"
+                )
+            num_tokens, rest = divmod(num_bytes, self.dtype.itemsize)
+            fits = fits and not rest and len(starts) == len(lengths)
+            if fits and len(lengths):
+                fits = int(starts.min()) >= 0 and int((starts + lengths).max()) <= num_tokens
+        if not fits:
+            raise FormatError(
+                f"{self.prefix}: {num_bytes} bytes do not belong to these lengths and documents"
+            )
 
     def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         """Keep what the `.idx` will say of sequences."""
         self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
         if self.multimodal:
-            self._modes.frombytes(_bytes(np.ascontiguousarray(modes, np.int8)))
+            modes_or_none = np.empty(0, np.int8) if modes is None and not len(lengths) else modes
+            self._modes.frombytes(_bytes(np.ascontiguousarray(modes_or_none, np.int8)))
 
     def _end_documents(self, first_sequence: int, documents: NDArray[np.int64]) -> None:
         """Close documents of so many sequences each, the first of which is `first_sequence`."""
         bounds = first_sequence + np.cumsum(documents, dtype=np.int64)
         self._documents.frombytes(bounds.tobytes())
 
-    def _lengths_of(self, lengths: Sequence[int]) -> NDArray[np.int32]:
+    def _to_lengths(self, lengths: Sequence[int]) -> NDArray[np.int32]:
         """Lengths as the `.idx` holds them. Raises FormatError for one that it cannot."""
         longest = max(lengths, default=0)
         if longest > MOST_TOKENS:
@@ -486,13 +444,13 @@ def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:
     return np.frombuffer(values, dtype)
 
 
-def _runs(sizes: NDArray[np.int64], most_bytes: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of sequences to be copied together: of `most_bytes` together, at least one."""
+def _runs(sizes: NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of sequences to be copied together: of `max_bytes` together, at least one."""
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
         start = int(ends[first] - sizes[first])
-        fit = int(np.searchsorted(ends, start + most_bytes, "right"))
+        fit = int(np.searchsorted(ends, start + max_bytes, "right"))
         last = max(first + 1, fit)
         yield first, last
         first = last

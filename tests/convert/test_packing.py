@@ -261,7 +261,7 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
     write(str(tmp_path / "in"), documents)
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 600)
     monkeypatch.setattr(packing, "WINDOW_BINS", 1)
-    add_packed = IndexedDatasetWriter.add_packed
+    add_documents = IndexedDatasetWriter.add_documents
     read: list[weakref.ref[Any]] = []
     filled: list[weakref.ref[Any]] = []
 
@@ -275,13 +275,13 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
         filled.append(weakref.ref(out))
         gather(addresses, sizes, out, targets)
 
-    def writing(*arguments: Any) -> None:
-        assert not any(array() is not None for array in read)
-        add_packed(*arguments)
+    def writing(*arguments: Any, starts: Any = None) -> None:
+        assert starts is None or not any(array() is not None for array in read)
+        add_documents(*arguments, starts=starts)
 
     monkeypatch.setattr("streammega.convert.write.packing.read_all", reading)
     monkeypatch.setattr("streammega.convert.write.packing.gather", gathering)
-    monkeypatch.setattr(IndexedDatasetWriter, "add_packed", writing)
+    monkeypatch.setattr(IndexedDatasetWriter, "add_documents", writing)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, workers=1)
     assert len(filled) > 3
 

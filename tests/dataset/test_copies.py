@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from streammega import IndexedDataset
 from streammega.convert import ProgressObserver, convert
 from streammega.dataset import checksums
-from streammega.dataset.checksums import HashingWriter
+from streammega.dataset.checksums import ChecksummedWriter
 from streammega.errors import ObjectChangedError, ShortReadError, StorageError
 from streammega.storage import copies
 from streammega.storage.backends.local import LocalStore, LocalWriter
@@ -47,8 +47,8 @@ def whole(path: Path, etag: str = "") -> FileRange:
     return FileRange(path=str(path), start=0, stop=path.stat().st_size, etag=etag)
 
 
-def writer_of(path: Path) -> HashingWriter:
-    return HashingWriter(LocalStore().open_writer(str(path)))
+def writer_of(path: Path) -> ChecksummedWriter:
+    return ChecksummedWriter(LocalStore().open_writer(str(path)))
 
 
 def copying_threads() -> list[threading.Thread]:
@@ -88,7 +88,7 @@ def test_files_copied_by_threads_are_the_bytes_and_checksums_of_one_writer(
         expected += last
         writer.commit()
         assert (folder / "out").read_bytes() == expected
-    alone = HashingWriter(None)
+    alone = ChecksummedWriter(None)
     alone.write(expected)
     assert (writer.size, writer.checksums) == (alone.size, alone.checksums)
 

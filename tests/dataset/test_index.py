@@ -208,7 +208,7 @@ def test_a_writer_that_failed_says_so_and_publishes_nothing(
         for call in (
             lambda: writer.add_item([1]),
             lambda: writer.add_index(str(tmp_path / "a")),
-            lambda: writer.add_stream(iter([]), np.empty(0, np.int32), np.empty(0, np.int64)),
+            lambda: writer.add_documents(iter([]), np.empty(0, np.int32), np.empty(0, np.int64)),
             writer.end_document,
             writer.finalize,
         ):
@@ -225,7 +225,7 @@ def test_a_stream_that_ends_early_is_not_published(tmp_path: Path) -> None:
     lengths = np.array([2], np.int32)
     with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16) as writer:
         with pytest.raises(OSError, match="the pipe broke"):
-            writer.add_stream(pieces(), lengths, np.array([1]))
+            writer.add_documents(pieces(), lengths, np.array([1]))
         with pytest.raises(FormatError, match=CLOSED):
             writer.add_item([1])
     assert not list(tmp_path.iterdir())

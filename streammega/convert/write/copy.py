@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,18 +43,46 @@ def copy_in_order(
 
     Yields bytes as they are written.
     """
+    stretches: list[_FileStretch] = []
     for parts, chosen in portions:
         indexed = documents.dataset(int(parts[0]))
         for first, last in _runs_of(indexed, chosen):
             ranges = _files_of(indexed, first, last, writer)
             if ranges is None:
-                yield from writer.copy_files(threads)
+                yield from _copy_files(stretches, writer, threads)
                 yield _copy_stretch(indexed, first, last, writer)
                 continue
-            writer.add_files(ranges, *_sequences_of(indexed, first, last))
-            if len(writer.files) >= TOGETHER:
-                yield from writer.copy_files(threads)
-    yield from writer.copy_files(threads)
+            stretches.append(_FileStretch(ranges, *_sequences_of(indexed, first, last)))
+            if len(stretches) >= TOGETHER:
+                yield from _copy_files(stretches, writer, threads)
+    yield from _copy_files(stretches, writer, threads)
+
+
+class _FileStretch(NamedTuple):
+    """Documents in local files: the lengths of their sequences, how many each has, and modes."""
+
+    ranges: list[FileRange]
+    lengths: NDArray[np.int32]
+    documents: NDArray[np.int64]
+    modes: NDArray[np.int8] | None
+
+
+def _copy_files(
+    stretches: list[_FileStretch], writer: IndexedDatasetWriter, threads: int
+) -> Iterator[int]:
+    """Copy stretches, and empty the list of them."""
+    if not stretches:
+        return
+    has_modes = stretches[0].modes is not None
+    copied = writer.copy_from(
+        [wanted for stretch in stretches for wanted in stretch.ranges],
+        np.concatenate([stretch.lengths for stretch in stretches]),
+        np.concatenate([stretch.documents for stretch in stretches]),
+        np.concatenate([stretch.modes for stretch in stretches]) if has_modes else None,
+        threads,
+    )
+    stretches.clear()
+    yield from copied
 
 
 def _runs_of(indexed: IndexedDataset, chosen: Integers) -> Iterator[tuple[int, int]]:
@@ -75,7 +103,7 @@ def _files_of(
     """Where documents [start, stop) of a part lie in local files, as the writer wants them; None
     where they do not.
     """
-    if not writer.takes_files or writer.dtype != indexed.dtype:
+    if not writer.stores_plain_bytes or writer.dtype != indexed.dtype:
         return None
     first = int(indexed.document_indices[start])
     last = int(indexed.document_indices[stop])
@@ -249,7 +277,7 @@ def _copy_stretch(
     pieces = _bytes_of_sequences(indexed, first, last)
     if writer.dtype != indexed.dtype:
         pieces = (_cast(piece, indexed, writer.dtype) for piece in pieces)
-    writer.add_stream((piece.data for piece in pieces), lengths, documents, modes)
+    writer.add_documents((piece.data for piece in pieces), lengths, documents, modes)
     return int(lengths.sum(dtype=np.int64)) * writer.dtype.itemsize
 
 

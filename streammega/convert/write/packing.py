@@ -214,7 +214,9 @@ def copy_packed(
         yield (parts[packed.document], chosen[packed.document]), bytes_written
     tail = np.full(1, pad_id, writer.dtype)
     nothing = np.empty(0, np.int64)
-    writer.add_packed(tail.view(np.uint8).data, nothing.astype(np.int32), nothing, nothing, None)
+    writer.add_documents(
+        tail.view(np.uint8).data, nothing.astype(np.int32), nothing, starts=nothing
+    )
 
 
 def _write(
@@ -240,10 +242,10 @@ def _write(
         # of sequences that begin at one token, the last has tokens
         source = np.searchsorted(token_bounds, cuts[taken], "right") - 1
         modes = held.modes[sequences][source]
-    writer.add_packed(
+    writer.add_documents(
         bins.view(np.uint8).data,
         (cuts[taken + 1] - cuts[taken]).astype(np.int32),
         sequences_of_piece,
-        cuts[taken] + shift,
         modes,
+        starts=cuts[taken] + shift,
     )
