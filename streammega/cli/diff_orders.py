@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streammega.cli.options import AsJson, Html, Split
-from streammega.cli.trace import show_report
+from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega.cli.trace_report import Report, TracedRunFile
+    from streammega.cli.trace_report import TracedRunFile
 
 MOST_LISTED = 12
 """Entries of a list that are named one by one, where two lists differ."""
@@ -40,10 +40,8 @@ def diff_orders(
     one = open_run(load_run(config), split, None)
     two = open_run(load_run(other), split, None)
     report = {"runs": [config, other], **differences_report(one, two, samples)}
-    text = as_text(report)
     title = f"orders of {config} and {other}"
-    summary, _, _ = text.partition("\n")
-    show_report(report, text, as_json=as_json, html=html, title=title, summary=summary)
+    show_report(report, summary=_summary(report), as_json=as_json, html=html, title=title)
     if report["first_sample"] is not None:
         raise typer.Exit(1)
 
@@ -60,10 +58,9 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
     if samples is not None:
         ends.append(samples)
     found = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
-    settings = {
-        name: {"values": list(values), "differences": _words(*values)}
-        for name, values in found.settings.items()
-    }
+    settings: dict[str, str] = {}
+    for name, values in found.settings.items():
+        settings |= _differences(name, *values)
     steps = None
     if found.first is not None:
         steps = [run.steps.step_of(found.first) for run in (one, two)]
@@ -76,7 +73,7 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
         "same_of_these": None if found.first is None else found.shared,
         "settings": settings,
         "tokens": _tokens_of(one, two, found.samples) if found.first is not None else {},
-        "steps": _step_words(one, two),
+        "steps": _step_differences(one, two),
     }
 
 
@@ -92,67 +89,43 @@ def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str
     return tokens
 
 
-def as_text(report: Report) -> str:
-    """The differences for people."""
-    one, two = report["runs"]
-    lines = []
+def _summary(report: Report) -> str:
     first = report["first_sample"]
     if first is None:
-        lines.append(f"the first {report['samples']:,} samples of {report['split']} are the same")
-    else:
-        steps = report["first_steps"]
-        lines.append(
-            f"they differ from sample {first} on (step {_step(steps[0])} of {one}, step "
-            f"{_step(steps[1])} of {two}); of {report['looked_at']:,} samples from there on, "
-            f"{report['same_of_these']:,} are the same"
-        )
-    for name, setting in report["settings"].items():
-        lines += [f"  {name}{words}" for words in setting["differences"]]
-    if first is None and report["settings"]:
-        lines.append(
-            "  (a resume is refused by these, or they come into play behind those samples)"
-        )
-    lines += [f"  {words}" for words in report["steps"]]
-    lines += _tokens_as_text(report)
-    return "\n".join(lines)
-
-
-def _tokens_as_text(report: Report) -> list[str]:
-    """A line for each of the datasets of which other amounts are read, the most first."""
-    others = {name: both for name, both in report["tokens"].items() if both[0] != both[1]}
-    by_difference = sorted(others, key=lambda name: -abs(others[name][0] - others[name][1]))
-    lines = [
-        f"  tokens of {name}: {others[name][0]:,} and {others[name][1]:,}"
-        for name in by_difference[:MOST_LISTED]
-    ]
-    if len(others) > MOST_LISTED:
-        lines.append(f"  and of {len(others) - MOST_LISTED} other datasets")
-    return lines
+        same = f"the first {report['samples']:,} samples of {report['split']} are the same"
+        # a resume is refused by these, or they come into play after those samples
+        return f"{same}; settings differ" if report["settings"] else same
+    places = zip(report["first_steps"], report["runs"], strict=True)
+    steps = ", ".join(f"step {_step(step)} of {run}" for step, run in places)
+    return (
+        f"they differ from sample {first} on ({steps}); of {report['looked_at']:,} samples from "
+        f"there on, {report['same_of_these']:,} are the same"
+    )
 
 
 def _step(number: int | None) -> str:
     return "(skipped)" if number is None else str(number)
 
 
-def _words(one: Any, two: Any) -> list[str]:
-    """A line for each thing in which two values differ, to be put behind a name."""
+def _differences(name: str, one: Any, two: Any) -> dict[str, str]:
+    """{name of a part: both values} of each part in which two values differ."""
     if isinstance(one, Mapping) and isinstance(two, Mapping):
-        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
-        return [
-            f".{name}{words}" for name in names for words in _words(one.get(name), two.get(name))
-        ]
+        found: dict[str, str] = {}
+        for key in {**one, **two}:
+            if one.get(key) != two.get(key):
+                found |= _differences(f"{name}.{key}", one.get(key), two.get(key))
+        return found
     if None in (one, two):
-        return [f": {_brief(one)} and {_brief(two)}"]
+        return {name: f"{_brief(one)} and {_brief(two)}"}
     if not isinstance(one, list) or not isinstance(two, list):
-        return [f": {one} and {two}"]
+        return {name: f"{one} and {two}"}
     if len(one) != len(two):
-        return [f": {len(one)} and {len(two)} of them"]
-    pairs = enumerate(zip(one, two, strict=True))
-    lines = [f"[{number}]: {a} and {b}" for number, (a, b) in pairs if a != b]
-    if len(lines) > MOST_LISTED:
-        left = len(lines) - MOST_LISTED
-        lines = [*lines[:MOST_LISTED], f": and {left} more"]
-    return lines
+        return {name: f"{len(one)} and {len(two)} of them"}
+    pairs = [(number, a, b) for number, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+    found = {f"{name}[{number}]": f"{a} and {b}" for number, a, b in pairs[:MOST_LISTED]}
+    if len(pairs) > MOST_LISTED:
+        found[f"{name}, others"] = f"{len(pairs) - MOST_LISTED} more"
+    return found
 
 
 def _brief(value: Any) -> str:
@@ -164,17 +137,17 @@ def _brief(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _step_words(one: TracedRunFile, two: TracedRunFile) -> list[str]:
+def _step_differences(one: TracedRunFile, two: TracedRunFile) -> dict[str, str]:
     """What says which step takes a sample, and not which tokens it has."""
-    lines = []
+    found: dict[str, str] = {}
     schedules = [run.steps.schedule.stages for run in (one, two)]
     if schedules[0] != schedules[1]:
         sizes = [", ".join(f"{size} from sample {first}" for first, size in s) for s in schedules]
-        lines.append(f"samples of a step: {sizes[0]}; and {sizes[1]}")
+        found["samples of a step"] = f"{sizes[0]}; and {sizes[1]}"
     skips = [[list(span) for span in run.steps.skips] for run in (one, two)]
     if skips[0] != skips[1]:
-        lines.append(f"skip_samples: {skips[0]} and {skips[1]}")
+        found["skip_samples"] = f"{skips[0]} and {skips[1]}"
     if one.provenance.datasets != two.provenance.datasets:
         names = [run.provenance.dataset_names for run in (one, two)]
-        lines += [f"names of datasets{words}" for words in _words(*names)]
-    return lines
+        found |= _differences("names of datasets", *names)
+    return found

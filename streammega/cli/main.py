@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import streammega
-from streammega.cli import commands, growing, looks
 from streammega.cli.cat import cat
 from streammega.cli.convert import convert, list_inputs
+from streammega.cli.data_commands import append, cache_app, gc, verify, versions
 from streammega.cli.diff_orders import diff_orders
+from streammega.cli.inspect import describe, order_report
 from streammega.cli.options import Overrides, RunFile
+from streammega.cli.plotting import plot
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import in_one_line, pluralize
+from streammega.errors.words import pluralize
 
 EXIT_OF_INTERRUPT = 130
 """As shells have it: 128 and the number of SIGINT."""
@@ -57,85 +55,17 @@ def _root(
 
 app.command(no_args_is_help=True)(convert)
 app.command(name="ls", no_args_is_help=True)(list_inputs)
-app.command(no_args_is_help=True)(commands.verify)
-app.command(no_args_is_help=True)(commands.gc)
-app.command(no_args_is_help=True)(growing.append)
-app.command(no_args_is_help=True)(growing.versions)
+app.command(no_args_is_help=True)(verify)
+app.command(no_args_is_help=True)(gc)
+app.command(no_args_is_help=True)(append)
+app.command(no_args_is_help=True)(versions)
 
 
-app.command(no_args_is_help=True)(looks.describe)
+app.command(no_args_is_help=True)(describe)
 app.command(no_args_is_help=True)(cat)
 
 
-cache_app = typer.Typer(
-    no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir)."
-)
 app.add_typer(cache_app, name="cache")
-CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
-
-
-@cache_app.command(name="ls", no_args_is_help=True)
-def cache_ls(folder: CacheFolder) -> None:
-    """List cached objects, the most recently used first."""
-    from streammega.storage import cache as page_cache
-
-    entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
-    for entry in entries:
-        state = "in use"
-        if not entry.in_use:
-            used = time.localtime(entry.used)
-            state = f"last used {time.strftime('%Y-%m-%d %H:%M', used)}"
-        typer.echo(
-            f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {in_one_line(entry.url)}"
-        )
-    cached_bytes = sum(entry.cached_bytes for entry in entries)
-    typer.echo(f"{pluralize(len(entries), 'object')}, {pluralize(cached_bytes, 'byte')}")
-
-
-@cache_app.command(name="verify", no_args_is_help=True)
-def cache_verify(folder: CacheFolder) -> None:
-    """Compare all cached pages with their checksums.
-
-    Exit status 1 if one differs (readers fetch such pages again).
-    """
-    from streammega.storage import cache as page_cache
-
-    chunks = _cache_folder(folder)
-    pages = 0
-    damaged = 0
-    for entry in page_cache.entries(chunks):
-        pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
-        for path, page in page_cache.damaged_pages(entry):
-            damaged += 1
-            typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
-    # somebody else's cache: what is to be noted in it is up to them
-    with contextlib.suppress(OSError):
-        page_cache.recount(chunks)
-    typer.echo(f"{pluralize(pages, 'page')}, {damaged:,} damaged")
-    if damaged:
-        raise typer.Exit(1)
-
-
-@cache_app.command(name="clear", no_args_is_help=True)
-def cache_clear(folder: CacheFolder) -> None:
-    """Remove all cached objects that were not used within the last ten minutes."""
-    from streammega.storage import cache as page_cache
-
-    removed, kept = page_cache.clear(_cache_folder(folder))
-    typer.echo(
-        f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten minutes)"
-    )
-
-
-def _cache_folder(folder: str) -> Path:
-    from streammega.config import local_folder
-
-    chunks = local_folder(folder) / "chunks"
-    if not chunks.is_dir():
-        raise ConfigError(
-            f"{folder}: holds no cache; name the folder that cache_dir named in the run"
-        )
-    return chunks
 
 
 @app.command()
@@ -162,8 +92,8 @@ def warmup() -> None:
     typer.echo("processes that may not write to this folder compile again: see NUMBA_CACHE_DIR")
 
 
-app.command(name="order-report", no_args_is_help=True)(looks.order_report)
-app.command(no_args_is_help=True)(commands.plot)
+app.command(name="order-report", no_args_is_help=True)(order_report)
+app.command(no_args_is_help=True)(plot)
 app.command(no_args_is_help=True)(trace)
 app.command(name="diff-orders", no_args_is_help=True)(diff_orders)
 

@@ -5,12 +5,13 @@ would fetch.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.cli.render import Report
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.order.batch_size import BatchSchedule, batch_schedule
@@ -34,6 +35,15 @@ DRIFT_POINTS = 200
 """Prefixes at which a blend is compared with its target, evenly spread."""
 FAR_MORE = 1.5
 """Bytes fetched for each byte used, above which a word is said on why."""
+
+
+NAMES = {
+    "distance_entropy": "entropy of distances between consecutive samples (bits)",
+    "places_per_256": "distinct places among 256 samples",
+    "adjacent_share": "share of samples adjacent to the one before",
+    "neighbour_distance": "median samples between neighbours of one document",
+    "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,65 +165,52 @@ def _plan_of_a_rank(
     return fetch_plan(source.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
-NAMES = {
-    "distance_entropy": "entropy of distances between consecutive samples (bits)",
-    "places_per_256": "distinct places among 256 samples",
-    "adjacent_share": "share of samples adjacent to the one before",
-    "neighbour_distance": "median samples between neighbours of one document",
-    "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
-}
-
-
-def as_values(report: OrderReport) -> dict[str, Any]:
-    """The report for JSON: a figure that is none is null."""
-    values = asdict(report)
-    for name in ("quality", "full"):
-        figures = values[name]
-        values[name] = {key: None if np.isnan(of) else of for key, of in figures.items()}
+def report_values(report: OrderReport, dp_size: int) -> Report:
+    """The figures for JSON and for people; one that samples are too few for is None."""
+    ours = report.quality.row()
+    full = report.full.row()
+    values: Report = {
+        "phase": report.phase,
+        "first_sample": report.first_sample,
+        "samples": report.samples,
+        "lanes": report.lanes,
+        "shuffling": [
+            {
+                "figure": title,
+                "this_order": _figure(ours[name]),
+                "full_shuffle": _figure(full[name]),
+            }
+            for name, title in NAMES.items()
+        ],
+        f"each_of_{dp_size}_ranks": None,
+        "notes": _notes(report),
+    }
     if report.plan is not None:
-        values["plan"]["amplification"] = report.plan.amplification
+        values[f"each_of_{dp_size}_ranks"] = {
+            "requests": report.plan.requests,
+            "fetched_bytes": report.plan.fetched_bytes,
+            "fetched_for_each_byte_used": report.plan.amplification,
+            "most_bytes_of_open_blocks": report.open_bytes,
+        }
+    if report.blend_drift:
+        values["blend"] = {
+            "most_samples_from_its_target": max(report.blend_drift),
+            "at_any_of_prefixes": len(report.blend_drift),
+        }
     return values
 
 
-def as_text(report: OrderReport, dp_size: int) -> str:
-    """The report as a table."""
-    ours = report.quality.row()
-    full = report.full.row()
-    lines = [_title(report)]
-    lines.append(f"{'':<68}{'this order':>14}{'full shuffle':>14}")
-    for name, title in NAMES.items():
-        lines.append(f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}")
-    plan = report.plan
-    blocks = report.open_bytes / MiB
-    forecast = (
-        "requests and bytes cannot be told: the data has fewer blocks than lanes, which share them, "
-        "and the loader reads a block far less than once for each lane"
-    )
-    if plan is not None:
-        forecast = (
-            f"{plan.requests:,} requests, {plan.fetched_bytes / MiB:,.1f} MiB fetched, "
-            f"{plan.amplification:.4f} for each byte used; up to {blocks:,.0f} MiB of blocks open"
-        )
-    lines.append(f"each of {dp_size} ranks: {forecast}")
-    if report.blend_drift:
-        lines.append(
-            f"blend: at most {max(report.blend_drift):.1f} samples from its target at any of "
-            f"{len(report.blend_drift)} prefixes"
-        )
-    lines += [f"note: {note}" for note in _notes(report)]
-    return "\n".join(lines)
+def _figure(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
-def _title(report: OrderReport) -> str:
+def title_of(report: OrderReport) -> str:
+    """How many samples were measured, and of which phase."""
     lanes = f", {report.lanes} lanes" if report.lanes else ""
     phase = ""
     if report.phase is not None:
         phase = f"phase {report.phase}, from sample {report.first_sample:,} on: "
     return f"{phase}{report.samples:,} samples{lanes}"
-
-
-def _figure(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.4g}"
 
 
 def _notes(report: OrderReport) -> list[str]:
@@ -222,10 +219,15 @@ def _notes(report: OrderReport) -> list[str]:
     rows = (*report.quality.row().values(), *report.full.row().values())
     if any(np.isnan(value) for value in rows):
         notes.append(
-            f"- stands where {report.samples:,} samples are too few for a figure; "
-            f"look at more --steps"
+            f"{report.samples:,} samples are too few for a figure that is left out; look at more "
+            f"--steps"
         )
-    if report.plan is not None and report.plan.amplification > FAR_MORE:
+    if report.plan is None:
+        notes.append(
+            "requests and bytes cannot be told: the data has fewer blocks than lanes, which share "
+            "them, and the loader reads a block far less than once for each lane"
+        )
+    elif report.plan.amplification > FAR_MORE:
         notes.append(
             "more is fetched than used, since every lane has a block open, of which so few samples "
             "take little: over a whole epoch each byte is fetched about once; look at more --steps"
@@ -247,7 +249,7 @@ def write_plot(report: OrderReport, path: str) -> None:
         right.set_title("Distance of the blend from its target")
         right.set_xlabel("samples so far")
         right.set_ylabel("samples too many or too few (largest of all datasets)")
-    figure.suptitle(_title(report))
+    figure.suptitle(title_of(report))
     figure.savefig(path, dpi=120)
 
 
@@ -263,7 +265,7 @@ def _draw_quality(axes: Any, report: OrderReport) -> None:
     lengths = np.nan_to_num(shares)
     axes.barh(titles, lengths)
     for row, (name, length) in enumerate(zip(NAMES, lengths, strict=True)):
-        words = f" {_figure(ours[name])} of {_figure(full[name])}"
+        words = f" {ours[name]:.4g} of {full[name]:.4g}"
         axes.text(length, row, words, va="center", fontsize="small")
     axes.axvline(1.0, color="gray", linestyle="--")
     axes.set_xlim(0, 1.5 * max(1.0, *lengths))  # with room for the words after the longest bar

@@ -1,13 +1,23 @@
-"""matplotlib without a screen, and one-line plots for terminals."""
+"""The command that draws a run; matplotlib without a screen, and one-line plots for terminals."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from streammega.cli.options import StorageFile, StorageOption, storage_config
+from streammega.config import StorageConfig
 from streammega.errors import ConfigError
+from streammega.errors.words import pluralize
+
+METRICS = "metrics.jsonl"
+"""The record of a run, in its out_dir."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -46,9 +56,13 @@ def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
     """A histogram of document lengths, bin b for [2^b, 2^(b+1)) tokens, as a PNG."""
     filled_bins = [number for number, count in enumerate(histogram) if count]
     bins = max(filled_bins, default=0) + 1
-    edges = [2.0**exponent for exponent in range(bins + 1)]
+    draw_lengths(histogram[:bins], [2.0**exponent for exponent in range(bins + 1)], title, path)
+
+
+def draw_lengths(counts: Any, edges: Any, title: str, path: str) -> None:
+    """Documents of each range of lengths, as a PNG. Raises ConfigError without matplotlib."""
     figure, axes = pyplot().subplots(figsize=(8, 4))
-    axes.stairs(list(histogram[:bins]), edges, fill=True)
+    axes.stairs(list(counts), list(edges), fill=True)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
@@ -188,3 +202,67 @@ def _curves(
                     point = (int(record["step"]), float(number))
                     curves.setdefault(curve, []).append(point)
     return curves
+
+
+def _fetch_metrics(run: str, storage: StorageConfig) -> Path:
+    """The metrics of a run whose out_dir is a URL, as a file of this machine."""
+    from streammega.storage import open_store
+    from streammega.train.out_dir import fetch_record
+
+    folder = Path(tempfile.mkdtemp(prefix="streammega-plot-"))
+    store, key = open_store(run.rstrip("/"), storage)
+    # of a bucket itself the key is empty
+    key_of_metrics = f"{key}/{METRICS}".lstrip("/")
+    if not fetch_record(store, key_of_metrics, folder / METRICS):
+        raise ConfigError(
+            f"{store.url(key)}/{METRICS}: no such object; give the out_dir of a run that has "
+            f"logged a step"
+        )
+    return folder / METRICS
+
+
+def plot(
+    run: Annotated[
+        str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it; a folder or a URL.")
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(help="Where the PNG is written; by default it is run.png in the folder."),
+    ] = None,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
+    from streammega.train.metrics import read_metrics
+
+    pyplot()  # is there
+    is_url = "://" in run
+    if is_url:
+        path = _fetch_metrics(run, storage_config(storage, storage_file, looks_only=True))
+        title = run.rstrip("/").rpartition("/")[2]
+        target = out or "run.png"
+    else:
+        path = Path(run)
+        if path.is_dir():
+            path /= METRICS
+        title = path.parent.name
+        target = out or str(path.parent / "run.png")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
+    records = [record for record in read_metrics(path) if "step" in record]
+    steps = [record for record in latest(records) if record.get("loss") is not None]
+    if not steps:
+        raise ConfigError(f"{path}: holds no step; let the run finish one")
+    losses = [float(record["loss"]) for record in steps]
+    typer.echo(
+        f"{pluralize(len(steps), 'step')}{_begun_again(restarts(records))}, "
+        f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
+    )
+    write_run(records, f"{title}: {len(steps)} steps", target)
+    typer.echo(f"plot written to {target}")
+
+
+def _begun_again(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    return f" (begun again with step {', '.join(map(str, steps))})"

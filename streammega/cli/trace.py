@@ -4,19 +4,17 @@ without a log of the run.
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streammega.cli import trace_options as option
 from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split
+from streammega.cli.render import show_report
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega.cli.trace_report import Report, TracedRunFile
+    from streammega.cli.trace_report import TracedRunFile
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.samples.traced import DocumentName
     from streammega.train.config import RunConfig
@@ -32,17 +30,49 @@ text that goes on is cut into other tokens.
 def trace(
     config: RunFile,
     overrides: Overrides = None,
-    step: option.Step = None,
-    sample: option.Sample = None,
-    find: option.Find = None,
-    skipped: option.Skipped = False,
-    last_step: option.LastStep = None,
-    rank: option.Rank = None,
-    ranks: option.Ranks = None,
-    tokens: option.TokenRange = None,
+    step: Annotated[
+        int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="One sample, by its number in the global stream.")
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
+            "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
+            "--tokenizer, for which all tokens are looked through."
+        ),
+    ] = None,
+    skipped: Annotated[
+        bool,
+        typer.Option(
+            "--skipped",
+            help="The documents of skip_documents, and at which steps each was seen before.",
+        ),
+    ] = False,
+    last_step: Annotated[
+        int | None,
+        typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="How many data-parallel ranks there are: names their samples."),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Only these tokens of each sample: START:STOP (STOP is excluded)."),
+    ] = None,
     split: Split = "train",
-    validation: option.ValidationSet = None,
-    tokenizer: option.TokenizerName = None,
+    validation: Annotated[
+        str | None, typer.Option(help="A validation set of its own, by its name in the run.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
+    ] = None,
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
@@ -51,59 +81,33 @@ def trace(
     No log of the run is needed: the order is computed. Of the data only .idx files are read, and
     with --tokenizer the tokens.
     """
-    from streammega.cli.trace_report import open_run
+    from streammega.cli import trace_report as reporting
     from streammega.train.config import load_run
 
     _check_asked(step, sample, find, skipped, tokens)
     _check_belongs("--rank", rank, "--step", step)
     _check_belongs("--last-step", last_step, "--find or --skipped", find or skipped or None)
     settings = _chosen_run(load_run(config, overrides or []), validation)
-    run = open_run(settings, "valid" if validation else split, ranks)
+    run = reporting.open_run(settings, "valid" if validation else split, ranks)
     for name, number in (("--step", step), ("--last-step", last_step)):
         check_step(run, name, number)
     model = _load(tokenizer)
     last = run.last_step if last_step is None else last_step
     try:
         if skipped:
-            report, text = _of_skipped(run, last)
+            report = reporting.skipped_report(run, last)
         elif find is not None:
-            report, text = _of_documents(run, _documents(run, find, model), last)
+            report = reporting.readings_report(run, _documents(run, find, model), last)
         else:
             samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
-            report, text = _of_samples(run, samples, _range(tokens), model)
+            decode = None if model is None else model.decode
+            report = reporting.trace_report(run, samples, _range(tokens), decode)
     except IndexError as error:  # a number that no sample or document has, as it was given
         raise ConfigError(str(error)) from None
     chosen = {"step": step, "sample": sample, "find": find, "skipped": skipped or None}
     what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     title = f"trace of {config}: {'skipped documents' if skipped else what}"
-    show_report({"run": config, **report}, text, as_json=as_json, html=html, title=title)
-
-
-def _of_skipped(run: TracedRunFile, last: int) -> tuple[Report, str]:
-    from streammega.cli import trace_report as reporting
-
-    report = reporting.skipped_report(run, last)
-    return report, reporting.skipped_as_text(report)
-
-
-def _of_documents(run: TracedRunFile, names: list[DocumentName], last: int) -> tuple[Report, str]:
-    from streammega.cli import trace_report as reporting
-
-    report = reporting.readings_report(run, names, last)
-    return report, reporting.readings_as_text(report)
-
-
-def _of_samples(
-    run: TracedRunFile,
-    samples: list[int],
-    tokens: tuple[int, int] | None,
-    model: Tokenizer | None,
-) -> tuple[Report, str]:
-    from streammega.cli import trace_report as reporting
-
-    decode = None if model is None else model.decode
-    report = reporting.trace_report(run, samples, tokens, decode)
-    return report, reporting.trace_as_text(report)
+    show_report({"run": config, **report}, as_json=as_json, html=html, title=title)
 
 
 def _check_asked(
@@ -143,27 +147,6 @@ def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
     )
 
 
-def show_report(
-    report: Report,
-    text: str,
-    *,
-    as_json: bool,
-    html: str | None = None,
-    title: str = "streammega",
-    summary: str = "",
-) -> None:
-    """Print a report, and write its page if one is wanted. title, summary: of the page."""
-    if html is not None:
-        from streammega.cli.pages import page_of
-
-        # names of files may hold bytes that are no text
-        page = page_of(report, title, summary)
-        Path(html).write_text(page, encoding="utf-8", errors="backslashreplace")
-    if as_json:
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-    typer.echo(text.encode("utf-8", "backslashreplace").decode())
-
-
 def _chosen_run(run: RunConfig, validation: str | None) -> RunConfig:
     """The run, or the one that has a validation set as its valid split."""
     from streammega.train.splits import validation_sets
@@ -193,7 +176,9 @@ def _range(text: str | None) -> tuple[int, int] | None:
         return None
     parsed = re.fullmatch(r"(\d+):(\d+)", text)
     if not parsed:
-        raise ConfigError(f"--tokens {text!r}: write it as FIRST:BEHIND-THE-LAST, such as 0:128")
+        raise ConfigError(
+            f"--tokens {text!r}: write it as START:STOP (STOP is excluded), such as 0:128"
+        )
     return int(parsed[1]), int(parsed[2])
 
 
@@ -217,8 +202,8 @@ def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[D
         return run.provenance.find(name, int(number))
     if model is None:
         raise ConfigError(
-            f"--find {what!r}: is no NAME#NUMBER, and no id or origin that the shards keep "
-            "(convert --origins); to find a text, give the --tokenizer that made the tokens"
+            f"--find: no document matches {what!r}. Give NAME#NUMBER, or an id or origin that the shards "
+            "keep (convert --origins); to find a text, give the --tokenizer that made the tokens"
         )
     return _documents_with(run, what, model)
 

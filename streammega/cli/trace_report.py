@@ -1,30 +1,31 @@
-"""What `streammega trace` says: of steps and samples the documents, of documents the steps; as
-values for JSON, as text, and as tables of a page.
+"""What `trace` says of a run: of steps and samples the documents, of documents the steps; and what
+`describe` says of its phases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from streammega.cli.render import Report
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
+from streammega.samples.dealt import dealt_samples
 from streammega.samples.phases import Phased
 from streammega.samples.provenance import Provenance
 from streammega.samples.traced import DocumentName, TracedRun
 from streammega.train.config import RunConfig
 from streammega.train.splits import batch_sizes, data_of
 
-Report = dict[str, Any]
+OF_CHANGES = ("of_rests", "joined", "taken_over", "too_short", "passed_over")
+"""What is only told where lengths or lanes changed, or a dataset began anew."""
 Decode = Callable[[Sequence[int]], str]
-SHOWN = 160
-"""Characters of a text that are shown in a terminal; JSON and pages have all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,115 +250,33 @@ def _shares(traced: Sequence[Any]) -> Report:
     return {name: {"tokens": tokens[name], "documents": len(documents[name])} for name in by_size}
 
 
-def trace_as_text(report: Report) -> str:
-    """A trace for people."""
-    samples = report["samples"]
-    lines = [f"{counted(len(samples), 'sample')} of {report['split']}"]
-    for name, share in report["datasets"].items():
-        tokens = counted(share["tokens"], "token")
-        documents = counted(share["documents"], "document")
-        lines.append(f"  {tokens} of {documents} of {name}")
-    for sample in samples:
-        lines.append(_place_as_text(sample) + _seams_as_text(sample))
-        for part in sample["runs"]:
-            start, stop = part["tokens"]
-            behind = part["column"] + stop - start
-            lines.append(
-                f"  [{part['column']}, {behind})  {_document_as_text(part)}, "
-                f"tokens [{start}, {stop}) of {part['document_tokens']}{_origin_as_text(part)}"
-                f"{_seen_as_text(part)}"
-            )
-            if "text" in part:
-                lines.append(f"    {_shortened(part['text'])}")
-    return "\n".join(lines)
+def phases_report(run: TracedRunFile, last_step: int) -> Report:
+    """What each phase takes from its datasets, up to a step."""
+    end = run.end_of(last_step)
+    available = run.provenance.source.num_samples
+    if available is not None:
+        end = min(end, available)
+    phases = []
+    for dealt in dealt_samples(run.provenance, end, run.steps.skipped):
+        entry = asdict(dealt)
+        datasets = entry.pop("datasets")
+        steps = run.steps.steps_between(dealt.first_sample, dealt.stop)
+        entry["steps"] = None if steps is None else list(steps)
+        entry["samples"] = dealt.samples
+        entry["datasets"] = [_dataset_entry(dataset, dealt.samples) for dataset in datasets]
+        phases.append(entry)
+    return {
+        "split": run.split,
+        "last_step": last_step,
+        "samples": sum(phase["samples"] for phase in phases),
+        "phases": phases,
+    }
 
 
-def counted(number: int, what: str) -> str:
-    """So many of something."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def readings_as_text(report: Report) -> str:
-    """Readings of documents for people."""
-    lines = []
-    last_step = report["last_step"]
-    for document in report["documents"]:
-        readings = document["readings"]
-        size = document["document_tokens"]
-        lines.append(
-            f"{_document_as_text(document)}, {size} tokens, of "
-            f"{document['dataset']}{_origin_as_text(document)}"
-        )
-        if "text" in document:
-            lines.append(f"    {_shortened(document['text'])}")
-        if not readings:
-            lines.append(f"  in no sample of {report['split']} up to step {last_step}")
-        lines += _readings_as_text(readings)
-    return "\n".join(lines)
-
-
-def skipped_as_text(report: Report) -> str:
-    """What is skipped, for people."""
-    lines = [
-        f"skipped documents: {report['skipped_documents']}; seen before that, up to step "
-        f"{report['last_step']}: {report['tokens_seen']:,} tokens of {report['seen_before']} of them"
-    ]
-    for document in report["documents"]:
-        lines.append(
-            f"{_document_as_text(document)}, of {document['dataset']}{_origin_as_text(document)}: "
-            f"skipped from {_place_as_text(document['skipped_from'])} on; "
-            f"{document['tokens_seen']} of its {document['document_tokens']} tokens seen before"
-        )
-        lines += _readings_as_text(document["readings"])
-    return "\n".join(lines)
-
-
-def _readings_as_text(readings: Sequence[Report]) -> list[str]:
-    """A line for each."""
-    lines = []
-    for reading in readings:
-        start, stop = reading["tokens"]
-        lines.append(
-            f"  {_place_as_text(reading)}: tokens [{start}, {stop}){_seen_as_text(reading)}"
-        )
-    return lines
-
-
-def _seen_as_text(entry: Report) -> str:
-    """Behind tokens that training does not see."""
-    return ", not seen" if entry.get("skipped") else ""
-
-
-def _place_as_text(place: Report) -> str:
-    step = "skipped" if place["step"] is None else f"step {place['step']}"
-    phase = f", phase {place['phase']}" if "phase" in place else ""
-    rank = f", rank {place['rank']}" if "rank" in place else ""
-    return f"{step}, sample {place['sample']}{phase}{rank}"
-
-
-def _seams_as_text(sample: Report) -> str:
-    """Behind a sample, where it joins runs of tokens."""
-    if "seams" not in sample:
-        return ""
-    columns = ", ".join(str(column) for column in sample["seams"])
-    return f", joins {len(sample['seams']) + 1} runs of tokens at {columns}"
-
-
-def _document_as_text(entry: Report) -> str:
-    return f"{entry['shard']}#{entry['document']}"
-
-
-def _origin_as_text(entry: Report) -> str:
-    """Behind a document, where it came from."""
-    if "origin" not in entry:
-        return ""
-    name = f", id {entry['id']}" if "id" in entry else ""
-    return f" (from {entry['origin']}{name})"
-
-
-def _shortened(text: str) -> str:
-    """A text on one line, of which the middle is left out where it is long."""
-    if len(text) > SHOWN:
-        half = SHOWN // 2
-        text = f"{text[:half]} … {text[-half:]}"
-    return repr(text)
+def _dataset_entry(dataset: Report, samples: int) -> Report:
+    """A dataset of a phase, without what it has nothing of; `dealt` is its share of the samples."""
+    entry = {name: value for name, value in dataset.items() if name not in OF_CHANGES or value}
+    dealt = dataset["samples"] / samples if samples else 0.0
+    name = entry.pop("dataset")
+    share = entry.pop("share")
+    return {"dataset": name, "share": share, "dealt": dealt, **entry}

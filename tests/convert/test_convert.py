@@ -296,7 +296,7 @@ def test_convert_and_describe_as_a_user_runs_them(
         env=environment,
     )
     assert told.returncode == 0, told.stderr
-    assert "documents  2 (2 sequences, 0 empty documents)" in told.stdout
+    assert "documents: 2\nsequences: 2\nempty_documents: 0\n" in told.stdout
     assert "hello world<|endoftext|>more<|endoftext|>" in told.stdout
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
 

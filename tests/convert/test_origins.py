@@ -454,12 +454,11 @@ def test_the_command_keeps_them_and_trace_prints_and_finds_them(
     )
     capsys.readouterr()
     assert main(["trace", "run.toml", "--step", "1"]) == 0
-    assert re.search(
-        r"a#\d, tokens \[0, 2\) of 2 \(from a.jsonl:\d, id a\d\)", capsys.readouterr().out
-    )
+    assert re.search(r"\[0, 2\) +2  a.jsonl:\d  a\d", capsys.readouterr().out)
     for words in ("a3", "a.jsonl:4"):
         assert main(["trace", "run.toml", "--find", words]) == 0
-        assert "a#3, 2 tokens, of a (from a.jsonl:4, id a3)" in capsys.readouterr().out
+        title = "document 3, document_tokens 2\n    origin: a.jsonl:4\n    id: a3\n"
+        assert title in capsys.readouterr().out
 
 
 def test_joining_keeps_the_order_and_the_paths() -> None:

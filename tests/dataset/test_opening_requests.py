@@ -513,11 +513,11 @@ def test_commands_take_odd_names_and_mock_datasets(
     write(str(tmp_path / "br[1]" / "a[1]"), [30])
     for name in (tmp_path / "br[1]" / "a[1]", tmp_path / "br[1]"):
         assert main(["describe", str(name)]) == 0
-        assert "tokens     30" in capsys.readouterr().out
+        assert "tokens: 30\n" in capsys.readouterr().out
         assert main(["verify", str(name)]) == 0
         assert "sound" in capsys.readouterr().out
     assert main(["describe", "mock://tokens=1000,length=100"]) == 0
-    assert "documents  10 (" in capsys.readouterr().out
+    assert "documents: 10\n" in capsys.readouterr().out
     assert (
         main(
             [

@@ -184,6 +184,7 @@ BROUGHT_BY_OTHERS = {
     "aiohttp": "s3fs",
     "llvmlite": "numba",
     "huggingface_hub": "tokenizers",
+    "rich": "typer",
 }
 
 FRAMEWORKS = {"megatron", "torchdata", "torchtitan"}

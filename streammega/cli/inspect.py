@@ -1,4 +1,4 @@
-"""The commands that say what a dataset, a run or an order is: each is a library call."""
+"""The commands that say what a dataset, a run or an order is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import show_report
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def describe(
     last_step: Annotated[
         int | None, typer.Option(help="Of a run: up to this step; by default its last.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Of a run: print JSON.")] = False,
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -67,36 +68,45 @@ def describe(
                 raise ConfigError(f"{name}: is of a dataset, and {prefix} is a run's file")
         _describe_run(prefix, last_step, as_json=as_json)
         return
-    if as_json or last_step is not None:
-        name = "--json" if as_json else "--last-step"
-        raise ConfigError(f"{name}: is of a run's file, and {prefix} is none (it ends in {RUN})")
+    if last_step is not None:
+        raise ConfigError(f"--last-step needs a run file ({RUN}); {prefix!r} is not one")
     _describe_dataset(
-        prefix, tokenizer, plot, tokens, storage_config(storage, storage_file, looks_only=True)
+        prefix,
+        tokenizer,
+        plot,
+        tokens,
+        storage_config(storage, storage_file, looks_only=True),
+        as_json=as_json,
     )
 
 
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
-    from streammega.cli.phases_report import phases_as_text, phases_report
-    from streammega.cli.trace import check_step, show_report
-    from streammega.cli.trace_report import open_run
+    from streammega.cli.trace import check_step
+    from streammega.cli.trace_report import open_run, phases_report
     from streammega.train.config import load_run
 
     run = open_run(load_run(path), "train", None)
     check_step(run, "--last-step", last_step)
     report = {"run": path, **phases_report(run, last_step or run.last_step)}
-    show_report(report, phases_as_text(report), as_json=as_json)
+    show_report(report, as_json=as_json)
 
 
 def _describe_dataset(
-    prefix: str, tokenizer: str | None, plot: str | None, tokens: int, settings: StorageConfig
+    prefix: str,
+    tokenizer: str | None,
+    plot: str | None,
+    tokens: int,
+    settings: StorageConfig,
+    *,
+    as_json: bool,
 ) -> None:
-    from streammega.cli import describe as describing
+    from streammega.cli.describe import dataset_report, input_report, write_plot
     from streammega.dataset import IndexedDataset
     from streammega.dataset.manifest import MANIFEST
 
     # a signed URL is one of a file, and there is nothing beside it
     if prefix.startswith("http") and "?" in prefix:
-        typer.echo(describing.describe_input(prefix, settings))
+        show_report(input_report(prefix, settings), as_json=as_json)
         return
     try:
         indexed = IndexedDataset(prefix, settings)
@@ -105,15 +115,15 @@ def _describe_dataset(
         if isinstance(no_dataset, FormatError) and not may_be_input:
             raise  # a dataset that is damaged; a .json of other records is an input
         try:
-            typer.echo(describing.describe_input(prefix, settings))
+            report = input_report(prefix, settings)
         except ObjectNotFoundError:
             raise no_dataset from None
+        show_report(report, as_json=as_json)
         return
-    summary = describing.summarize(indexed, tokens)
-    typer.echo(describing.as_text(summary, tokenizer))
+    show_report(dataset_report(indexed, tokens, tokenizer), as_json=as_json)
     if plot:
-        describing.write_plot(summary, plot)
-        typer.echo(f"histogram written to {plot}")
+        write_plot(indexed, plot)
+        typer.echo(f"histogram written to {plot}", err=as_json)
 
 
 def order_report(
@@ -171,10 +181,12 @@ def order_report(
             storage=storage_config(storage, storage_file, looks_only=True),
         )
         reports = [reporting.order_report(config, "train", global_batch_size, ranks, steps)]
+    values = [reporting.report_values(report, ranks) for report in reports]
     if as_json:
-        typer.echo(json.dumps([reporting.as_values(report) for report in reports], indent=1))
+        typer.echo(json.dumps(values, indent=1))
     else:
-        typer.echo("\n".join(reporting.as_text(report, ranks) for report in reports))
+        for number, report in enumerate(values):
+            show_report(report, summary=reporting.title_of(reports[number]))
         if is_run and not _is_given(context, "ranks"):
             typer.echo(
                 f"note: a run's file does not name the number of data-parallel ranks; {ranks} are "
@@ -194,12 +206,12 @@ def _blend_of(words: list[str]) -> list[str] | str:
 
 
 def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[OrderReport]:
-    from streammega.cli.order_report import phase_reports
+    from streammega.cli import order_report as reporting
     from streammega.cli.trace_report import open_run
     from streammega.train.config import load_run
 
     run = open_run(load_run(path, overrides), "train", None)
-    return phase_reports(run.provenance.source, run.steps.schedule, ranks, steps, run.end)
+    return reporting.phase_reports(run.provenance.source, run.steps.schedule, ranks, steps, run.end)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -1,0 +1,223 @@
+"""Reports for people: the values that `--json` prints, as text or as one HTML page.
+
+The page loads nothing from elsewhere: no scripts, fonts or styles.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+import streammega
+from streammega.errors.words import in_one_line
+
+Report = dict[str, Any]
+
+SHOWN = 200
+"""Characters of a text that are shown as text; JSON and pages have all of it."""
+UNLIMITED = 100_000
+"""Columns of an output that is no terminal: nothing is wrapped."""
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; }
+table { border-collapse: collapse; margin: 0.5em 0 1.5em; }
+th, td { border: 1px solid #ccc; padding: 0.2em 0.6em; text-align: left; vertical-align: top; }
+th { background: #eee; white-space: nowrap; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3em; }
+td.number { white-space: nowrap; text-align: right; }
+"""
+
+
+class Table(NamedTuple):
+    """Rows of cells below their names; without names, each row is a name and its value."""
+
+    level: int
+    names: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+class Heading(NamedTuple):
+    """What the blocks after it are about. level: from 1 on."""
+
+    level: int
+    text: str
+
+
+def show_report(
+    report: Report,
+    *,
+    summary: str = "",
+    as_json: bool = False,
+    html: str | None = None,
+    title: str = "streammega",
+) -> None:
+    """Print a report as text or JSON, and write its page if one is wanted.
+
+    summary: a sentence that stands first. title: of the page.
+    """
+    if html is not None:
+        # names of files may hold bytes that are no text
+        Path(html).write_text(
+            as_page(report, title, summary), encoding="utf-8", errors="backslashreplace"
+        )
+    text = as_text(report, summary)
+    if as_json:
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+    typer.echo(text.encode("utf-8", "backslashreplace").decode())
+
+
+def as_text(report: Report, summary: str = "") -> str:
+    """A report as `name: value` lines and tables."""
+    lines = [summary] if summary else []
+    for block in _blocks(report, 1):
+        if isinstance(block, Heading):
+            lines.append("  " * (block.level - 1) + block.text)
+        elif block.names:
+            lines += _aligned(block)
+        else:
+            indent = "  " * (block.level - 1)
+            lines += [f"{indent}{name}: {_short(_cell(value))}" for name, value in block.rows]
+    return "\n".join(lines)
+
+
+def _aligned(table: Table) -> list[str]:
+    """The lines of a table, its columns aligned: numbers to the right."""
+    import rich.console
+    import rich.table
+    import rich.text
+
+    shown = rich.table.Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    for name, values in zip(table.names, zip(*table.rows, strict=True), strict=True):
+        is_number = all(isinstance(value, int | float | None) for value in values)
+        shown.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(rich.text.Text(_short(_cell(value))) for value in row))
+    indent = "  " * (table.level - 1)
+    out = io.StringIO()
+    width = None if sys.stdout.isatty() else UNLIMITED
+    console = rich.console.Console(file=out, width=width, no_color=True)
+    console.width -= len(indent)
+    console.print(shown)
+    return [indent + line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def _short(text: str) -> str:
+    """A text on one line, without its middle where it is long."""
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    return in_one_line(text)
+
+
+def as_page(report: Mapping[str, Any], title: str, summary: str = "") -> str:
+    """A report as an HTML page."""
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    lines = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>",
+        f"<body><h1>{escape(title)}</h1>",
+        f"<p>streammega {escape(streammega.__version__)}, {written}</p>",
+    ]
+    if summary:
+        lines.append(f"<p>{escape(summary)}</p>")
+    for block in _blocks(report, 2):
+        if isinstance(block, Heading):
+            level = min(block.level, 6)
+            lines.append(f"<h{level}>{escape(block.text)}</h{level}>")
+            continue
+        lines.append("<table>")
+        if block.names:
+            lines.append("".join(f"<th>{escape(name)}</th>" for name in block.names))
+            lines += [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in block.rows]
+        else:
+            lines += [
+                f"<tr><th>{escape(name)}</th>{_html_cell(value)}</tr>" for name, value in block.rows
+            ]
+        lines.append("</table>")
+    return "\n".join([*lines, "</body></html>\n"])
+
+
+def _html_cell(value: Any) -> str:
+    kind = ' class="number"' if isinstance(value, int | float) else ""
+    return f"<td{kind}>{escape(_cell(value))}</td>"
+
+
+def _blocks(values: Mapping[str, Any], level: int) -> Iterator[Heading | Table]:
+    """Plain values first, then below a heading each what holds other values. Empty ones are left
+    out.
+    """
+    present = {name: value for name, value in values.items() if value not in (None, [], {}, (), "")}
+    plain = {name: value for name, value in present.items() if not _is_group(value)}
+    if plain:
+        rows = []
+        for name, value in plain.items():
+            sentences = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            for item in value if sentences else [value]:
+                rows.append((name, _with_bounds(name, item)))
+        yield Table(level, (), rows)
+    for name, group in present.items():
+        if name not in plain:
+            # of a thing that holds one list and nothing else, the list needs no name
+            if len(present) > 1:
+                yield Heading(level, name)
+            yield from _group(group, level + (len(present) > 1))
+
+
+def _group(group: Any, level: int) -> Iterator[Heading | Table]:
+    """A list of alike things, or things by name: a table; a section each where they hold lists."""
+    if isinstance(group, Mapping):
+        if not all(isinstance(value, Mapping) for value in group.values()):
+            yield from _blocks(group, level)
+            return
+        group = [{"name": name, **values} for name, values in group.items()]
+    if any(_is_group(value) for item in group for value in item.values()):
+        for item in group:
+            numbers = {name: value for name, value in item.items() if _is_title(name, value)}
+            words = [f"{name} {_cell(value)}" for name, value in numbers.items()]
+            yield Heading(level, ", ".join(words))
+            others = {name: value for name, value in item.items() if name not in numbers}
+            yield from _blocks(others, level + 1)
+        return
+    names = list(dict.fromkeys(name for item in group for name in item))
+    rows = [[_with_bounds(name, item.get(name)) for name in names] for item in group]
+    yield Table(level, names, rows)
+
+
+def _with_bounds(name: str, value: Any) -> Any:
+    """A value; of two bounds of tokens, of which the second is not in, as they are written."""
+    if name == "tokens" and isinstance(value, list) and len(value) == 2:
+        return f"[{value[0]}, {value[1]})"
+    return value
+
+
+def _is_title(name: str, value: Any) -> bool:
+    """Whether a value names the thing that has it."""
+    return name == "name" or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _is_group(value: Any) -> bool:
+    """Whether a value holds others with names."""
+    if isinstance(value, Mapping):
+        return True
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_cell, value))
+    return str(value)
