@@ -210,7 +210,8 @@ def cache_clear(folder: CacheFolder) -> None:
 
     removed, kept = page_cache.clear(_cache_folder(folder))
     typer.echo(
-        f"{pluralize(removed, 'object')} removed, {kept:,} kept (used within the last ten minutes)"
+        f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten "
+        "minutes)"
     )
 
 
