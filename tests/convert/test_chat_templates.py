@@ -80,6 +80,7 @@ def learned(encoder: ChatEncoder, record: Any) -> list[str]:
     return [model.decode(ids[low:high].tolist(), skip_special_tokens=False) for low, high in bounds]
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("number", range(len(FOUND["cases"])))
 def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
     case = FOUND["cases"][number]
@@ -90,6 +91,7 @@ def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
     assert answers.any()
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("special_tokens", ["text", "parse"])
 @pytest.mark.parametrize("source", [*BUILT_IN.values(), UNKNOWN], ids=[*BUILT_IN, "unknown"])
 @given(contents=st.lists(texts, min_size=1, max_size=6))
@@ -228,6 +230,7 @@ TURNS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize(
     ("family", "turns"), [(name, turns) for name, (_, cases) in FAMILIES.items() for turns in cases]
 )
@@ -237,6 +240,7 @@ def test_answers_of_the_usual_families_are_known(family: str, turns: str) -> Non
     assert [rendered.text[start:stop] for start, stop in rendered.answers] == expected[turns]
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("special_tokens", ["text", "parse"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_messages_that_spell_headers_make_no_answers(family: str, special_tokens: str) -> None:
@@ -267,6 +271,7 @@ def test_an_answer_is_learned_with_the_token_that_ends_it() -> None:
     assert learned(ChatEncoder(TOKENIZER, "llama3"), record) == ["tell<|eot_id|>", "said<|eot_id|>"]
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -297,6 +302,7 @@ def test_where_answers_cannot_be_told_is_an_error_and_no_guess(
         encoder.conversation(chat("a", "b", "c"), "a.jsonl:3")
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("name", BUILT_IN)
 @given(contents=st.lists(texts, min_size=1, max_size=5), split=st.booleans())
 @settings(max_examples=60, deadline=None)
@@ -422,6 +428,7 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
     assert bytes(ids[:start].tolist()) == b"assistant:"
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -541,6 +548,7 @@ def test_tokenizers_that_do_not_suit_a_template_are_refused(tmp_path: Path) -> N
         ChatEncoder(str(tmp_path / "sp.model"), "chatml")
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_conversions_by_a_template_have_its_tokens_and_modes(kind: str, tmp_path: Path) -> None:
     records = [case["record"] for case in FOUND["cases"] if case["template"] == "chatml"]
@@ -641,6 +649,7 @@ def test_long_conversations_take_time_by_their_length_alone() -> None:
         ChatEncoder(TOKENIZER, BLOCK.sub("", UNKNOWN)).conversation(record, "a.jsonl:1")
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 def test_fine_tuning_samples_have_the_templates_tokens_and_its_answers(tmp_path: Path) -> None:
     cases = [case for case in FOUND["cases"] if case["template"] == "chatml"]
     path = lines(tmp_path / "a.jsonl", *(case["record"] for case in cases))
@@ -690,6 +699,7 @@ DATED = (
 )
 
 
+@pytest.mark.guarantee("variables-chat-template")
 def test_variables_reach_the_template_as_transformers_passes_them() -> None:
     variables = {"thinking": False, "strftime_now": "2026-01-31", "bos_token": "<s>"}
     encoder = ChatEncoder(TOKENIZER, DATED, variables=variables)
@@ -699,6 +709,7 @@ def test_variables_reach_the_template_as_transformers_passes_them() -> None:
     assert text.render(chat("a", "b"), "a:1").text.startswith("31 Jan 2026<s>")
 
 
+@pytest.mark.guarantee("variables-chat-template")
 @pytest.mark.parametrize(
     ("source", "variables", "message"),
     [
@@ -718,6 +729,7 @@ def test_variables_that_change_nothing_and_dates_that_nobody_names_are_refused(
         ChatEncoder(TOKENIZER, source, variables=variables)
 
 
+@pytest.mark.guarantee("variables-chat-template")
 def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
     tmp_path: Path,
 ) -> None:
@@ -746,6 +758,7 @@ def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
         ConvertOptions(template_vars={"a": 1})
 
 
+@pytest.mark.guarantee("conversations-without-answer")
 def test_conversations_of_which_all_is_learned_need_no_answer(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", chat("ask"), chat("ask", "tell"))
     for template, modes, documents in (("chatml", (0, 1), 2), ("chatml", None, 1), (None, (0,), 2)):

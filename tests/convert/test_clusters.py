@@ -43,6 +43,7 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     assert "cannot be read there" in (SharedFiles(inputs=((f"{path}.gone", 5),)).lacking() or "")
 
 
+@pytest.mark.guarantee("ray-machine-see")
 def test_a_worker_with_another_tokenizer_makes_no_tokens() -> None:
     options = ConvertOptions(tokenizer="bytes")
     job = Job(
@@ -102,6 +103,7 @@ def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         cluster.shutdown()
 
 
+@pytest.mark.guarantee("ray-machine-see")
 @pytest.mark.filterwarnings(*WARNINGS)
 def test_a_work_folder_or_an_input_that_one_machine_does_not_see_is_told_before_a_document_is_read(
     two_machines: Path, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def test_nulls_are_empty_texts(name: str, tmp_path: Path) -> None:
     assert report.dropped == {"empty": 1}
 
 
+@pytest.mark.guarantee("same-documents-form")
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
 def test_lists_of_sentences_are_sequences_as_megatron_makes_them(name: str, tmp_path: Path) -> None:
     import torch

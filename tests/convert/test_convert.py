@@ -72,6 +72,7 @@ def expected_ids(texts: list[str], tokenizer: str) -> list[list[int]]:
     return [[*model.encode(text).ids, 0] for text in texts]
 
 
+@pytest.mark.guarantee("conversion-killed-goes", "units-shards-functions")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_document_arrives_in_order_whatever_the_workers(
     corpus: tuple[list[str], list[str]], tokenizer: str, tmp_path: Path, workers: int
@@ -301,6 +302,7 @@ def test_convert_and_describe_as_a_user_runs_them(
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.guarantee("errors-say-how")
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -45,6 +45,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
+@pytest.mark.guarantee("dry-run-writes")
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", ""])
 @pytest.mark.parametrize(
     "settings", [{}, {"max_tokens": 40, "long": "cut"}, {"min_tokens": 60, "dtype": "int32"}]
@@ -77,6 +78,7 @@ def test_the_plan_is_what_comes_out(
         assert "".join(sequence.pieces).startswith(f"document {number}"[:20]) or number > 0
 
 
+@pytest.mark.guarantee("dry-run-writes")
 def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     for name in ("q", "r"):
         (tmp_path / f"{name}.jsonl").write_text('{"q": "Hi", "a": "Hello"}\n{"q": "", "a": ""}\n')
@@ -127,6 +129,7 @@ def test_tokens_pass_as_they_are(tmp_path: Path) -> None:
     assert plan.shown[0][0].pieces == []
 
 
+@pytest.mark.guarantee("dry-run-writes")
 def test_the_command_prints_it_and_ends_as_the_conversion_would(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +157,7 @@ def test_the_command_prints_it_and_ends_as_the_conversion_would(
     assert os.path.exists(tmp_path)
 
 
+@pytest.mark.guarantee("dry-run-writes")
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32"])
 @pytest.mark.parametrize("settings", [{}, {"shuffle_seed": 1}])
 def test_the_plan_names_the_dtype_of_token_inputs(

@@ -57,6 +57,7 @@ def names(root: str | Path, *items: str, **options: Any) -> list[str]:
 # --- symbolic links -------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("everything-found-below")
 def test_folders_behind_links_are_searched_once_by_either_spelling(tmp_path: Path) -> None:
     tree(tmp_path, ["in/a.jsonl", "disk/p/b.jsonl", "disk/p/deep/c.jsonl"])
     (tmp_path / "in/linked").symlink_to("../disk/p")
@@ -106,6 +107,7 @@ def test_a_link_to_nothing_is_an_error_or_is_counted(tmp_path: Path) -> None:
 # --- what cannot be listed, and what is no file --------------------------------------------------
 
 
+@pytest.mark.guarantee("everything-found-below")
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_folder_that_cannot_be_listed_is_an_error_or_is_counted(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +173,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 DATASETS = "streammega datasets beside files of other formats"
 
 
+@pytest.mark.guarantee("inputs-several-splits")
 def test_outputs_within_the_input_folder_do_not_feed_the_next_conversion(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", ["n/a.jsonl", "b.jsonl"])
     settings_: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
@@ -220,6 +223,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.guarantee("inputs-several-splits")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_splits_are_an_error_unless_one_is_named(layout: list[str], tmp_path: Path) -> None:
     root = tree(tmp_path / "in", layout)
@@ -307,6 +311,7 @@ def is_hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
+@pytest.mark.guarantee("everything-found-below")
 @settings(max_examples=150, deadline=None)
 @given(entries=ENTRIES)
 def test_every_path_of_any_tree_is_read_or_counted(entries: list[tuple[str, str, int]]) -> None:
@@ -370,6 +375,7 @@ def same_everywhere(files: list[str], pattern: str, far: str, put: Callable[[str
             assert counts == counts_there
 
 
+@pytest.mark.guarantee("everything-found-below")
 @settings(max_examples=80, deadline=None)
 @given(files=FILES, pattern=PATTERNS)
 def test_a_file_system_elsewhere_gives_what_the_disk_gives(files: list[str], pattern: str) -> None:
@@ -386,6 +392,7 @@ def test_a_file_system_elsewhere_gives_what_the_disk_gives(files: list[str], pat
             system.rm(root, recursive=True)
 
 
+@pytest.mark.guarantee("everything-found-below")
 def test_a_bucket_gives_what_the_disk_gives(
     s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
 ) -> None:
@@ -404,6 +411,7 @@ def test_a_bucket_gives_what_the_disk_gives(
             assert counts == counts_there
 
 
+@pytest.mark.guarantee("everything-found-below")
 def test_a_listing_of_the_web_is_searched_as_a_folder() -> None:
     def page(*links: str) -> bytes:
         return "".join(f'<a href="{link}">{link}</a>' for link in links).encode()
@@ -428,6 +436,7 @@ def test_a_listing_of_the_web_is_searched_as_a_folder() -> None:
 # --- what is told of it ---------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("inputs-several-splits")
 def test_ls_says_what_convert_reads_and_what_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -481,6 +490,7 @@ def archive(path: Path, members: list[tuple[str, Any]]) -> str:
     return str(path)
 
 
+@pytest.mark.guarantee("everything-found-below")
 def test_members_of_archives_that_are_no_documents_are_counted(tmp_path: Path) -> None:
     members: list[tuple[str, Any]] = [
         ("0.txt", b"text"), ("0.jpg", b"x"), ("1.jpg", b"x"), ("2.txt", tarfile.SYMTYPE.decode()),

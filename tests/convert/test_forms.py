@@ -130,6 +130,7 @@ documents = st.lists(
 ).filter(any)
 
 
+@pytest.mark.guarantee("same-documents-form")
 @given(
     texts=documents, packed=st.sampled_from(sorted(PACKED)), unit=st.sampled_from([7, 60, 1 << 20])
 )

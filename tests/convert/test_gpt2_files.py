@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.guarantee("vocab-json-merges")
 def test_ids_are_those_of_gpt2(folder: Path) -> None:
     """Of tiktoken, which reads these very files for its gpt2."""
     ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "merges.txt"), str(folder / "vocab.json"))
@@ -77,6 +78,7 @@ def test_ids_come_as_small_arrays_those_of_an_empty_text_too(folder: Path) -> No
     assert (len(empty), np.asarray(some).itemsize) == (0, 4)
 
 
+@pytest.mark.guarantee("vocab-json-merges")
 def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": TEXT[0]}) + "\n")
     vocab = str(folder / "vocab.json")

@@ -228,6 +228,7 @@ def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) ->
         assert modes == (None if stored.sequence_modes is None else stored.sequence_modes.tolist())
 
 
+@pytest.mark.guarantee("conversations-without-answer")
 @pytest.mark.parametrize("template", [None, "chatml"])
 def test_conversations_without_an_answer_are_left_out_and_counted(
     template: str | None, tmp_path: Path

@@ -107,6 +107,7 @@ TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
 }
 
 
+@pytest.mark.guarantee("corpus-shards-stream", "documents-format-modes")
 @pytest.mark.parametrize("name", TEXT_INPUTS)
 def test_texts_arrive_from_every_format(name: str, tmp_path: Path) -> None:
     report = convert(
@@ -159,6 +160,7 @@ TOKEN_INPUTS: dict[str, Callable[[Path], str]] = {
 }
 
 
+@pytest.mark.guarantee("corpus-shards-stream", "documents-format-modes")
 @pytest.mark.parametrize("name", TOKEN_INPUTS)
 def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
     report = convert([TOKEN_INPUTS[name](tmp_path)], str(tmp_path / "out"), workers=1)
@@ -183,6 +185,7 @@ def raw(path: Path, kind: str, eod: int = 50_000) -> tuple[str, list[list[int]]]
     return str(path / "train.npy"), documents
 
 
+@pytest.mark.guarantee("corpus-shards-stream")
 @pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "npy"])
 def test_raw_arrays_are_cut_at_the_ends_of_documents(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -247,6 +250,7 @@ def test_large_files_are_cut_into_units_and_nothing_is_lost(
 # --- tokenizers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("corpus-shards-stream")
 def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
     import sentencepiece
 
@@ -271,6 +275,7 @@ def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
     assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
 
 
+@pytest.mark.guarantee("corpus-shards-stream")
 def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
     import base64
 
@@ -329,6 +334,7 @@ def records(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+@pytest.mark.guarantee("documents-format-modes")
 def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
     convert([path], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
@@ -342,6 +348,7 @@ def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     assert [int(t[-1]) == EOD for t, _ in made[:]] == [False, True, True]
 
 
+@pytest.mark.guarantee("documents-format-modes")
 def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     path = records(
@@ -359,6 +366,7 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.guarantee("documents-format-modes")
 def test_sentences_are_sequences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Dr. Smith came. He saw.")
     convert(
@@ -376,6 +384,7 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
     assert made.document_indices.tolist() == [0, 2]
 
 
+@pytest.mark.guarantee("left-out-counted")
 def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
     cut = convert(
@@ -570,6 +579,7 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
 }
 
 
+@pytest.mark.guarantee("broken-input-stops")
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
     file, data, message, counts, left = BROKEN[name]
@@ -622,6 +632,7 @@ def test_rows_weigh_what_they_hold(
     assert sum(map(len, texts)) <= report.text_bytes <= 1.1 * sum(map(len, texts))
 
 
+@pytest.mark.guarantee("broken-input-stops")
 def test_lines_of_later_units_have_their_true_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -656,6 +667,7 @@ def test_a_document_longer_than_an_index_can_say_is_an_error(
         convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), workers=1)
 
 
+@pytest.mark.guarantee("nothing-else-unpickled")
 def test_pickles_are_never_read(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{
         "format": "mds", "version": 2, "column_names": ["text"], "column_encodings": ["pkl"], "column_sizes": [None],

@@ -51,6 +51,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[R
         )
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 def test_a_conversion_through_faults_is_that_of_local_files(
     endpoint: tuple[Running, StorageConfig], tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_conversion_through_faults_is_that_of_local_files(
         assert (tmp_path / f"remote{suffix}").read_bytes() == local.read_bytes()
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.tar"])
 def test_an_input_that_is_replaced_ends_the_conversion(
@@ -87,6 +89,7 @@ def test_an_input_that_is_replaced_ends_the_conversion(
         list(read_slice(Slice(input=found), options, storage, Skipped()))
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 def test_denied_access_is_told_of_and_passed_over_by_nobody(
     endpoint: tuple[Running, StorageConfig],
 ) -> None:

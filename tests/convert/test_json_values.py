@@ -80,6 +80,7 @@ def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
     return convert(inputs, output, tokenizer="bytes", workers=1, on_error="skip", **options)
 
 
+@pytest.mark.guarantee("same-documents-form")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_every_form_gives_the_documents_of_lines(form: str, packed: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantee("arrays-size-memory", "broken-member-json")
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
     name: str, tmp_path: Path
@@ -157,6 +159,7 @@ def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
     assert texts(tmp_path / "out")[-3:] == [record["text"] for record in RECORDS[:3]]
 
 
+@pytest.mark.guarantee("broken-member-json")
 @pytest.mark.parametrize("bad", ['{"text: "x"}', '{"text": "a",}', '{"text": "x"} {"text": "y"}'])
 def test_what_follows_a_broken_member_is_left_out_and_reported(bad: str, tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(f'[{{"text": "good"}},\n{bad},\n{{"text": "b"}}]')
@@ -263,6 +266,7 @@ def test_long_first_records_are_told_too() -> None:
     assert not holds_lines(json.dumps(long, indent=1).encode()[:HEAD_BYTES])
 
 
+@pytest.mark.guarantee("arrays-size-memory")
 def test_an_array_is_read_in_bounded_memory() -> None:
     record = json.dumps({"text": "word " * 2000}).encode()
 

@@ -226,11 +226,13 @@ def kill_again_and_again(scene: Scene, phases: Sequence[str], kills: int, seed: 
     return all_killed
 
 
+@pytest.mark.guarantee("killed-moment-dataset", "killed-phase-onto")
 def test_a_conversion_killed_in_any_phase_goes_on_to_the_same_bytes(scene: Scene) -> None:
     # in `make soak` all phases, again and again
     assert kill_again_and_again(scene, ("lay", "publish"), 1, 0) == 2
 
 
+@pytest.mark.guarantee("killed-phase-onto")
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [OPTIONS, PACKING], ids=["end to end", "packed"])
 @pytest.mark.parametrize("phase", PHASES)

@@ -101,6 +101,7 @@ ENDS_THE_FILE = ("in.csv", "in.json")
 """What follows a large record of these cannot be read."""
 
 
+@pytest.mark.guarantee("record-larger-max")
 @pytest.mark.parametrize("unit", [1 << 20, 500])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_record_that_is_too_large_is_refused_or_skipped(
@@ -127,6 +128,7 @@ def test_a_record_that_is_too_large_is_refused_or_skipped(
     assert whole.documents == 4
 
 
+@pytest.mark.guarantee("record-larger-max")
 @pytest.mark.parametrize("name", ["large.txt", "large.txt.gz"])
 def test_a_text_that_is_too_large_is_refused_or_skipped(name: str, tmp_path: Path) -> None:
     data = LARGE.encode()
@@ -142,6 +144,7 @@ def test_a_text_that_is_too_large_is_refused_or_skipped(name: str, tmp_path: Pat
     assert bytes(np.asarray(document)[:-1].astype(np.uint8)) == b"small"
 
 
+@pytest.mark.guarantee("record-larger-max")
 def test_a_conversion_that_is_killed_within_a_large_record_goes_on_to_the_same_bytes(
     tmp_path: Path,
 ) -> None:

@@ -219,6 +219,7 @@ def check_windows_stay_small(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
 
+@pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", MAKERS)
 def test_windows_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
@@ -233,6 +234,7 @@ def test_windows_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
             check_windows_stay_small(tokenizer, patch)
 
 
+@pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", PATTERN)
 def test_windows_have_the_ids_of_the_whole_with_tiktoken(
@@ -252,6 +254,7 @@ def test_windows_have_the_ids_of_the_whole_with_tiktoken(
     check_windows_stay_small(tokenizer, monkeypatch)
 
 
+@pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "options",
@@ -315,6 +318,7 @@ def test_words_that_are_longer_than_a_window_have_the_ids_of_the_whole(
         assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
 
+@pytest.mark.guarantee("long-texts-ids")
 def test_what_cannot_be_cut_is_refused_with_its_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -356,6 +360,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_long_documents_become_what_they_are_when_they_are_encoded_as_a_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -431,6 +436,7 @@ RECORD_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.parametrize("name", RECORD_SETTINGS)
 def test_long_texts_of_records_become_what_they_are_as_a_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -492,6 +498,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.guarantee("long-texts-ids")
 def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
     MAKERS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
     source = tmp_path / "long.txt"

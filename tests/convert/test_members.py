@@ -53,6 +53,7 @@ def images(path: Path, **more: Any) -> str:
     return str(path)
 
 
+@pytest.mark.guarantee("webdataset-sample-member")
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -79,6 +80,7 @@ def test_the_member_that_is_named_is_the_document(
 MANY = r"a\.tar: of sample '00000' .*'00000\.jpg', '00000\.json', '00000\.txt'\); name one by --member, 'json' or 'txt'"
 
 
+@pytest.mark.guarantee("webdataset-sample-member")
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_samples_with_two_documents_are_an_error_that_lists_them(
     on_error: Any, tmp_path: Path

@@ -89,6 +89,7 @@ def test_what_is_written_is_read_whatever_is_added_at_once(
             assert sorted(found) == np.flatnonzero(expected).tolist()
 
 
+@pytest.mark.guarantee("other-programs-read")
 def test_other_programs_read_it_as_parquet(tmp_path: Path) -> None:
     writer = ProvenanceWriter()
     writer.add(collect_origins([DocumentOrigin(path="a", kind=LINE, place=7, id="x")] * 5000))
@@ -97,6 +98,7 @@ def test_other_programs_read_it_as_parquet(tmp_path: Path) -> None:
     assert table.to_pylist() == [{"path": "a", "kind": LINE, "place": 7, "id": "x"}] * 5000
 
 
+@pytest.mark.guarantee("other-programs-read")
 def test_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
     writer = ProvenanceWriter()
     writer.add(collect_origins([DocumentOrigin(path="\udce9.txt", kind=FILE, place=0, id="")]))
@@ -116,6 +118,7 @@ def forged(described: dict[str, Any], table: pa.Table | None = None) -> bytes:
         return writer.finish()
 
 
+@pytest.mark.guarantee("damaged-origins-another")
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -134,6 +137,7 @@ def test_what_is_no_provenance_is_refused(tmp_path: Path, data: bytes, message: 
         _ = read_back(tmp_path / "a.origins", data)[0]
 
 
+@pytest.mark.guarantee("damaged-origins-another")
 def test_a_row_group_that_asks_for_too_much_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +148,7 @@ def test_a_row_group_that_asks_for_too_much_memory_is_refused(
         _ = read_back(tmp_path / "a.origins", writer.finish())[0]
 
 
+@pytest.mark.guarantee("damaged-origins-another")
 def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
     writer = ProvenanceWriter()
     writer.add(
@@ -161,6 +166,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
         read_back(tmp_path / "a.origins", data[:5])
 
 
+@pytest.mark.guarantee("origins-order-file")
 def test_a_file_of_a_corpus_in_its_order_takes_next_to_nothing(tmp_path: Path) -> None:
     count = 100_000
     rows = np.arange(count)
@@ -248,6 +254,7 @@ def check_origins(name: str, expected: dict[str, str], inputs: Path) -> list[str
     return places
 
 
+@pytest.mark.guarantee("origins-document-says")
 @pytest.mark.parametrize(
     "options",
     [
@@ -284,6 +291,7 @@ def test_every_document_says_where_it_came_from(
     assert sorted(again) == sorted(places)
 
 
+@pytest.mark.guarantee("origins-document-says")
 def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(9)))
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
@@ -292,6 +300,7 @@ def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_pat
         assert origin.location == f"{tmp_path}/a#{number}"
 
 
+@pytest.mark.guarantee("origins-document-says")
 def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": 1, "meta": {"doc": "m"}, "text": "t"}\n')
     table = pa.table({"text": ["t"], "id": [1]})
@@ -333,6 +342,7 @@ def write_texts(path: Path, count: int) -> None:
     path.write_text("".join(f'{{"id": "{path.stem}{n}", "text": "{n}"}}\n' for n in range(count)))
 
 
+@pytest.mark.guarantee("killed-moment-dataset")
 @pytest.mark.parametrize("where", [pytest.param("remote", marks=pytest.mark.soak), "local"])
 def test_a_dataset_that_is_replaced_at_any_moment_has_its_own_origins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -372,6 +382,7 @@ def test_a_dataset_that_is_replaced_at_any_moment_has_its_own_origins(
     assert not [file for file in names_in(root) if file.endswith(".origins")]
 
 
+@pytest.mark.guarantee("conversion-leaves-origins")
 def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,6 +395,7 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
 
 
+@pytest.mark.guarantee("killed-moment-dataset")
 @pytest.mark.parametrize("where", ["remote", "local"])
 def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
     where: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -423,6 +435,7 @@ def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
     assert [run.origin for run in sample.runs] == [None] * len(sample.runs)
 
 
+@pytest.mark.guarantee("damaged-origins-another")
 def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
     for name, count in (("a", 5), ("b", 6)):
         write_texts(tmp_path / f"{name}.jsonl", count)
@@ -439,6 +452,7 @@ def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
         Provenance(config).trace([0])
 
 
+@pytest.mark.guarantee("trace-prints-origins")
 def test_the_command_keeps_them_and_trace_prints_and_finds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def windows(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
     return sizes, capacity, draw(st.sampled_from([None, 1, 3]))
 
 
+@pytest.mark.guarantee("pack-puts-document")
 @given(windows())
 def test_bins_hold_every_token_once_and_no_more_than_they_may(
     window: tuple[list[int], int, int | None],
@@ -144,6 +145,7 @@ def test_bins_hold_every_token_once_and_no_more_than_they_may(
     assert counts.split == sum(size > capacity for size in sizes)
 
 
+@pytest.mark.guarantee("whole-documents-equal", "pack-puts-document")
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
 def test_each_document_goes_where_it_fits_best(sizes: list[int]) -> None:
     capacity = 20
@@ -162,6 +164,7 @@ def test_each_document_goes_where_it_fits_best(sizes: list[int]) -> None:
     assert num_bins == len(rooms)
 
 
+@pytest.mark.guarantee("whole-documents-equal", "pack-puts-document")
 def test_documents_arrive_whole_in_bins(packed: str, documents: list[list[int]]) -> None:
     bins = bins_of(packed)
     pieces = [piece for document in documents for piece in pieces_of(document)]
@@ -182,6 +185,7 @@ def test_a_dataset_that_is_not_packed_has_no_bins(tmp_path: Path) -> None:
         dataset.bin_offsets()
 
 
+@pytest.mark.guarantee("packed-dataset-megatron")
 def test_megatron_reads_the_documents_and_no_padding(packed: str) -> None:
     shard = str(sorted(Path(packed).parent.glob("out-*.idx"))[0].with_suffix(""))
     ours = IndexedDataset(shard)
@@ -191,6 +195,7 @@ def test_megatron_reads_the_documents_and_no_padding(packed: str) -> None:
         assert theirs[number].tolist() == np.asarray(ours[number]).tolist()
 
 
+@pytest.mark.guarantee("pack-puts-document")
 def test_long_documents_are_dropped_where_asked_and_counted(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -204,6 +209,7 @@ def test_long_documents_are_dropped_where_asked_and_counted(
     assert f"{report.packing['dropped']} longer than a bin were dropped" in report.as_text()
 
 
+@pytest.mark.guarantee("packed-dataset-megatron")
 def test_modes_stay_with_their_tokens(documents: list[list[int]], tmp_path: Path) -> None:
     write(str(tmp_path / "in"), documents, multimodal=True)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD)
@@ -217,6 +223,7 @@ def test_modes_stay_with_their_tokens(documents: list[list[int]], tmp_path: Path
     assert modes_of_tokens(str(tmp_path / "out")) == modes_of_tokens(str(tmp_path / "in"))
 
 
+@pytest.mark.guarantee("memory-workers-interruptions")
 @pytest.mark.parametrize("shuffle_seed", [None, 7])
 def test_memory_workers_and_kills_change_no_byte(
     shuffle_seed: int | None,
@@ -255,6 +262,7 @@ def test_memory_workers_and_kills_change_no_byte(
     assert len(first) > 5
 
 
+@pytest.mark.guarantee("tokens-window-packing")
 def test_a_window_is_let_go_of_before_the_next_one_is_read(
     documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +311,7 @@ def test_origins_go_with_the_documents_of_bins(shuffle_seed: int | None, tmp_pat
         assert bytes(token for token in piece if token < 256).decode() in text
 
 
+@pytest.mark.guarantee("pack-puts-document")
 def test_the_command_line_packs(documents: list[list[int]], tmp_path: Path) -> None:
     write(str(tmp_path / "in"), documents)
     arguments = ["convert", str(tmp_path / "in.idx"), str(tmp_path / "out"), "--pack", str(PACK)]
@@ -314,6 +323,7 @@ def test_the_command_line_packs(documents: list[list[int]], tmp_path: Path) -> N
     assert f"{len(bins_of(str(tmp_path / 'out'))):,} of {PACK} tokens, " in described.output
 
 
+@pytest.mark.guarantee("memory-workers-interruptions")
 def test_packed_datasets_are_packed_anew_and_laid_end_to_end(
     packed: str, documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -324,6 +334,7 @@ def test_packed_datasets_are_packed_anew_and_laid_end_to_end(
         assert Counter(stored(output)) == pieces
 
 
+@pytest.mark.guarantee("packed-dataset-megatron")
 def test_zstd_shards_hold_bins_too_and_tars_do_not(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -380,6 +391,7 @@ def bin_of(sample: dict[str, torch.Tensor]) -> tuple[int, ...]:
     return tuple(tokens[:filled])
 
 
+@pytest.mark.guarantee("samples-bins-order")
 @pytest.mark.parametrize(
     ("where", "order"),
     [
@@ -410,6 +422,7 @@ def test_samples_are_bins_and_padding_has_no_loss(
     assert seen == [bin_of(sample) for sample in samples_of(config, dp_size=2)]
 
 
+@pytest.mark.guarantee("samples-bins-order")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_bounds_are_those_of_the_documents(packed: str, order: Order, tmp_path: Path) -> None:
     bins = {
@@ -438,6 +451,7 @@ def test_bounds_are_those_of_the_documents(packed: str, order: Order, tmp_path: 
         lengths[-1] -= lengths[-1] - bins[bin_of(sample)][-1]
 
 
+@pytest.mark.guarantee("samples-bins-order")
 @pytest.mark.parametrize("by_document", [False, True], ids=["parts", "whole"])
 def test_ranks_of_a_layout_get_the_fields_of_bins(
     gang: Gang, packed: str, by_document: bool, tmp_path: Path
@@ -463,6 +477,7 @@ def test_ranks_of_a_layout_get_the_fields_of_bins(
                 assert np.array_equal(batch[name], whole[name].numpy()[:, kept]), name
 
 
+@pytest.mark.guarantee("resume-splits-blends")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_resume_and_splits_and_blends_are_of_bins(
     packed: str, documents: list[list[int]], order: Order, tmp_path: Path
@@ -491,6 +506,7 @@ def test_resume_and_splits_and_blends_are_of_bins(
     assert torch.equal(torch.cat(rest), torch.stack(expected[20:]))
 
 
+@pytest.mark.guarantee("resume-splits-blends")
 def test_another_length_and_mixed_blends_are_refused(
     packed: str, documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -553,6 +569,7 @@ def test_bins_are_appended_to_bins_of_their_length(
         append(str(tmp_path / "web"), [str(tmp_path / "longer")])
 
 
+@pytest.mark.guarantee("resume-splits-blends")
 def test_without_its_manifest_the_stream_order_refuses_it(packed: str, tmp_path: Path) -> None:
     for path in Path(packed).parent.glob("out-*"):
         shutil.copy(path, tmp_path)
@@ -561,6 +578,7 @@ def test_without_its_manifest_the_stream_order_refuses_it(packed: str, tmp_path:
         StreamLoader(config, micro_batch_size=2, global_batch_size=8)
 
 
+@pytest.mark.guarantee("resume-splits-blends")
 def test_a_state_of_the_same_documents_end_to_end_is_refused(
     packed: str, documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -596,6 +614,7 @@ def test_balanced_batches_count_documents_of_bins_and_no_padding(
             assert attention_costs(loader.dataset.samples, ids).tolist() == expected
 
 
+@pytest.mark.guarantee("memory-workers-interruptions")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_documents_are_traced_to_samples_and_back(
     packed: str, order: Order, tmp_path: Path
@@ -615,6 +634,7 @@ def test_documents_are_traced_to_samples_and_back(
             assert set(whole) == {(0, len(piece))}
 
 
+@pytest.mark.guarantee("memory-workers-interruptions")
 def test_repair_of_a_shard_looks_for_the_manifest_that_tells_of_bins(tmp_path: Path) -> None:
     write(str(tmp_path / "in"), [[7] * 20 + [EOD]] * 40)
     packed = str(tmp_path / "packed")
@@ -628,6 +648,7 @@ def test_repair_of_a_shard_looks_for_the_manifest_that_tells_of_bins(tmp_path: P
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.guarantee("memory-workers-interruptions")
 def test_repair_leaves_what_is_sound_and_refuses_what_tokens_do_not_tell(
     packed: str, tmp_path: Path
 ) -> None:
@@ -643,6 +664,7 @@ def test_repair_leaves_what_is_sound_and_refuses_what_tokens_do_not_tell(
         repair_index(str(tmp_path / "out"))
 
 
+@pytest.mark.guarantee("pack-puts-document")
 def test_the_report_counts_bins(documents: list[list[int]], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     write(str(tmp_path / "in"), documents)

@@ -119,6 +119,7 @@ FORMERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantee("dataset-replaced-former")
 @pytest.mark.parametrize(
     ("where", "former", "stride"),
     [
@@ -201,6 +202,7 @@ def test_a_first_conversion_killed_at_any_moment_is_no_dataset_and_goes_on(
     assert step > 4
 
 
+@pytest.mark.guarantee("dataset-replaced-former")
 def test_a_dataset_is_not_replaced_because_its_conversion_was_killed_at_its_very_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

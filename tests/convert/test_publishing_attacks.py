@@ -72,6 +72,7 @@ def test_a_dataset_is_not_removed_for_what_an_earlier_conversion_was_to_replace(
     assert verify(name, eod_id=None).shards == 1
 
 
+@pytest.mark.guarantee("others-publish-remove")
 def test_tokens_that_were_removed_between_two_runs_are_written_again(
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_tokens_that_were_removed_between_two_runs_are_written_again(
     assert tokens_of(f"{name}.manifest.json") == tokens_of(pairs[0])
 
 
+@pytest.mark.guarantee("others-publish-remove")
 def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dataset(
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +111,7 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
     assert verify(name).problems == []
 
 
+@pytest.mark.guarantee("others-publish-remove")
 @pytest.mark.parametrize("where", ["remote", "local"])
 def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch, where: str
@@ -210,6 +213,7 @@ def test_a_dataset_that_was_replaced_is_not_replaced_by_one_killed_before_unaske
     assert step > 8
 
 
+@pytest.mark.guarantee("others-publish-remove")
 @pytest.mark.parametrize("suffix", [".bin", ".tar", ".npy"])
 def test_an_input_is_not_replaced_whatever_its_format(tmp_path: Path, suffix: str) -> None:
     import tarfile
@@ -351,6 +355,7 @@ def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
 # --- readers --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("others-publish-remove")
 @pytest.mark.parametrize("where", ["remote", "local"])
 def test_whoever_opens_a_dataset_while_it_is_replaced_has_the_former_or_the_new_one(
     tmp_path: Path, pairs: list[str], where: str

@@ -73,6 +73,7 @@ def digest(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.guarantee("chain-formats-keeps")
 @given(
     documents=corpus,
     multimodal=st.booleans(),
@@ -107,6 +108,7 @@ def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> Non
     assert documents_of(tmp_path / "out.manifest.json") == documents_of(tmp_path / "in")
 
 
+@pytest.mark.guarantee("units-shards-functions", "shuffle-permutation-whatever")
 @given(
     documents=corpus,
     multimodal=st.booleans(),
@@ -137,6 +139,7 @@ def test_a_shuffle_is_one_permutation_whatever_the_memory(
     assert got == documents_of(folder / "b")
 
 
+@pytest.mark.guarantee("shuffle-permutation-whatever")
 def test_a_shuffle_is_uniform_and_its_seed_matters(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "in"), np.int32) as writer:
         for number in range(2000):
@@ -154,6 +157,7 @@ def test_a_shuffle_is_uniform_and_its_seed_matters(tmp_path: Path) -> None:
     assert (order[0] != order[1]).mean() > 0.98
 
 
+@pytest.mark.guarantee("left-out-counted")
 @given(
     numbers=st.lists(st.integers(0, 12), min_size=1, max_size=40),
     shuffled=st.booleans(),
@@ -220,6 +224,7 @@ def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_id
         assert (report.problems, report.notes) == ([], []), "the end of documents is known"
 
 
+@pytest.mark.guarantee("chain-formats-keeps")
 def test_shards_have_the_size_asked(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), count=500)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), shard_bytes=5000, workers=1)
@@ -350,16 +355,19 @@ def kill_again_and_again(
     )
 
 
+@pytest.mark.guarantee("conversion-killed-goes", "units-shards-functions")
 def test_a_killed_conversion_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 2, 0, 2)
 
 
+@pytest.mark.guarantee("conversion-killed-goes")
 @pytest.mark.soak
 @pytest.mark.parametrize(("workers", "pack"), [(1, 0), (3, 0), (3, 512)])
 def test_fifty_kills_change_no_byte(tmp_path: Path, workers: int, pack: int) -> None:
     kill_again_and_again(tmp_path, 25, workers, workers, pack)
 
 
+@pytest.mark.guarantee("units-shards-functions")
 def test_a_conversion_killed_while_it_publishes_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +404,7 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
             path.unlink()
 
 
+@pytest.mark.guarantee("after-mended-line")
 def test_only_changed_inputs_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +493,7 @@ def test_a_work_folder_keeps_what_else_is_in_it(tmp_path: Path) -> None:
     assert len(IndexedDataset(str(tmp_path / "out"))) > 100
 
 
+@pytest.mark.guarantee("nothing-shows-under")
 def test_a_full_disk_is_named_and_leaves_no_dataset(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), count=3000)
     (tmp_path / "out").mkdir()
@@ -614,9 +624,11 @@ def ray_of_two_workers() -> Iterator[None]:
     "ignore::FutureWarning",
 )
 class TestRay:
+    @pytest.mark.guarantee("ray-same-bytes")
     def test_a_worker_of_a_cluster_that_is_killed_is_replaced(self, tmp_path: Path) -> None:
         check_that_a_killed_worker_is_replaced(tmp_path, "ray")
 
+    @pytest.mark.guarantee("units-shards-functions", "ray-same-bytes")
     def test_a_cluster_makes_the_same_bytes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -635,6 +647,7 @@ class TestRay:
         assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
+@pytest.mark.guarantee("nothing-shows-under")
 def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     tmp_path: Path, s3: S3, s3_storage: StorageConfig, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_byte
     assert sum(report.histogram) >= report.documents
 
 
+@pytest.mark.guarantee("conversion-sound-verify")
 @given(
     corpus=token_corpus,
     multimodal=st.booleans(),
@@ -89,6 +90,7 @@ def test_every_conversion_of_tokens_is_sound(
     check([str(folder / "in")], folder, options | ({"eod_id": end} if eod else {}), cut)
 
 
+@pytest.mark.guarantee("conversion-sound-verify")
 @given(
     texts=st.lists(words, min_size=1, max_size=25),
     options=asked,
@@ -115,6 +117,7 @@ def test_every_conversion_of_text_is_sound(
     }, cut)  # fmt: skip
 
 
+@pytest.mark.guarantee("conversion-sound-verify")
 @given(
     chats=st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=15), options=asked
 )

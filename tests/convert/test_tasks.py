@@ -59,6 +59,7 @@ def by_one_process(inputs: list[str], folder: Path, **options: Any) -> dict[str,
     return files_of(folder)
 
 
+@pytest.mark.guarantee("task-i-n")
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle_seed": 5}, {"dedup": True, "shuffle_seed": 5}, {"kind": "zst"}]
 )
@@ -81,6 +82,7 @@ def test_tasks_in_any_order_make_the_bytes_of_one_process(
     assert merged.documents + sum(merged.dropped.values()) >= 340
 
 
+@pytest.mark.guarantee("task-i-n")
 def test_another_number_of_tasks_goes_on(inputs: list[str], tmp_path: Path) -> None:
     expected = by_one_process(inputs, tmp_path / "alone")
     output = str(tmp_path / "shared" / "web")
@@ -91,6 +93,7 @@ def test_another_number_of_tasks_goes_on(inputs: list[str], tmp_path: Path) -> N
     assert files_of(tmp_path / "shared") == expected
 
 
+@pytest.mark.guarantee("task-i-n")
 def test_a_merge_names_what_is_not_done_and_leaves_what_is(
     inputs: list[str], tmp_path: Path
 ) -> None:
@@ -111,6 +114,7 @@ def test_a_merge_names_what_is_not_done_and_leaves_what_is(
     assert files_of(tmp_path / "shared") == expected
 
 
+@pytest.mark.guarantee("task-i-n")
 def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_a_task_does_not_begin_while_its_folder_is_merged(
         convert_task(inputs, output, Task(number=0, of=2), **OPTIONS)
 
 
+@pytest.mark.guarantee("task-i-n")
 def test_tasks_of_other_options_do_not_meet_in_a_bucket(
     inputs: list[str], tmp_path: Path, s3: S3
 ) -> None:
@@ -189,6 +194,7 @@ def test_a_reservation_that_another_task_is_writing_is_looked_at_again(
     assert not answers
 
 
+@pytest.mark.guarantee("task-i-n")
 def test_killed_tasks_that_are_started_again_make_the_same_in_a_bucket(
     inputs: list[str], tmp_path: Path, s3: S3
 ) -> None:
@@ -247,6 +253,7 @@ def test_a_task_that_is_none_is_refused(text: str, words: str) -> None:
         parse_task(text)
 
 
+@pytest.mark.guarantee("task-i-n")
 @pytest.mark.parametrize(
     ("inputs", "output", "runner", "words"),
     [

@@ -97,6 +97,7 @@ def text_of(name: str, storage: StorageConfig) -> str:
     return bytes(ids[:-1].astype("uint8")).decode()
 
 
+@pytest.mark.guarantee("two-machines-sent")
 def test_of_two_first_conversions_at_once_the_second_is_told_before_it_reads(
     machine: Callable[[str], Machine], bucket: str, s3_storage: StorageConfig
 ) -> None:
@@ -112,6 +113,7 @@ def test_of_two_first_conversions_at_once_the_second_is_told_before_it_reads(
     assert "--overwrite" in words[1]
 
 
+@pytest.mark.guarantee("two-machines-sent")
 @pytest.mark.parametrize("s3", ["moto"], indirect=True)
 @pytest.mark.parametrize("s3_storage", ["obstore"], indirect=True)
 @pytest.mark.parametrize("first", ["plain", "beside"])

@@ -161,6 +161,7 @@ def by_conversion(data: bytes) -> list[tuple[str, str]]:
     return turns
 
 
+@pytest.mark.guarantee("documents-format-modes")
 @pytest.mark.parametrize("name", GOOD)
 def test_conversations_are_read_alike(name: str, tmp_path: Path) -> None:
     record, turns = GOOD[name]

@@ -60,6 +60,7 @@ ranges_of_files = st.lists(
 )
 
 
+@pytest.mark.guarantee("several-threads-copy")
 @given(
     before=st.integers(0, 2 * PART),
     ranges=ranges_of_files,
@@ -93,6 +94,7 @@ def test_files_copied_by_threads_are_the_bytes_and_checksums_of_one_writer(
     assert (writer.size, writer.checksums) == (alone.size, alone.checksums)
 
 
+@pytest.mark.guarantee("several-threads-copy")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_copy_that_fails_or_is_given_up_leaves_no_file_and_no_thread(
     tmp_path: Path, threads: int
@@ -120,6 +122,7 @@ def test_a_copy_that_fails_or_is_given_up_leaves_no_file_and_no_thread(
     assert copying_threads() == []
 
 
+@pytest.mark.guarantee("several-threads-copy")
 def test_a_full_disk_is_told_by_whichever_thread_met_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_full_disk_is_told_by_whichever_thread_met_it(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.guarantee("several-threads-copy")
 def test_a_merge_by_several_threads_is_that_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +164,7 @@ def test_a_merge_by_several_threads_is_that_of_one(
     assert manifests[0].replace('"one"', '"many"') == manifests[1]
 
 
+@pytest.mark.guarantee("several-threads-copy")
 def test_a_merge_that_is_interrupted_while_threads_copy_leaves_nothing_and_can_be_repeated(
     tmp_path: Path,
 ) -> None:

@@ -90,6 +90,7 @@ def check_versions(prefix: str, storage: StorageConfig, names: Sequence[str]) ->
     assert set(listed) == {name.rpartition("/")[2] for name in names}
 
 
+@pytest.mark.guarantee("versions-hold-before")
 def test_what_is_appended_is_a_new_version_and_former_ones_stay_as_they_are(
     made: Path, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def tokens(name: str) -> int:
     return read_manifest(name + MANIFEST, StorageConfig()).tokens
 
 
+@pytest.mark.guarantee("version-n-read")
 @pytest.mark.parametrize("whole_until", [0, 5])
 def test_a_version_is_read_from_few_manifests_whatever_came_before(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_until: int
@@ -172,6 +174,7 @@ def test_a_version_is_read_from_few_manifests_whatever_came_before(
     assert not verify(f"{web}@23").problems
 
 
+@pytest.mark.guarantee("version-n-read")
 def test_a_manifest_that_another_builds_on_may_not_be_changed(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     for letter in "abc":
@@ -196,6 +199,7 @@ def test_a_manifest_that_another_builds_on_may_not_be_changed(made: Path, tmp_pa
         IndexedDataset(f"{web}@3")
 
 
+@pytest.mark.guarantee("version-n-read")
 def test_a_damaged_version_is_told_and_the_others_are_listed(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     for letter in "abcd":
@@ -213,6 +217,7 @@ def test_a_damaged_version_is_told_and_the_others_are_listed(made: Path, tmp_pat
     assert "web@4  5 shards, 100 documents" in result.output
 
 
+@pytest.mark.guarantee("version-n-read")
 def test_a_shard_that_is_missing_is_named(made: Path, tmp_path: Path) -> None:
     web, added = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a"))
     append(web, [added])
@@ -226,6 +231,7 @@ def test_a_shard_that_is_missing_is_named(made: Path, tmp_path: Path) -> None:
     assert newest_version(web, StorageConfig()) == 1
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_nothing_is_converted_to_a_name_that_has_versions_alone(made: Path, tmp_path: Path) -> None:
     """It would be in none of them, and nobody could append it."""
     web = f"{tmp_path}/web"
@@ -254,6 +260,7 @@ def test_nothing_is_converted_to_the_name_of_a_version(made: Path, tmp_path: Pat
         append(prefix, [f"{tmp_path}/web@2"])
 
 
+@pytest.mark.guarantee("versions-hold-before")
 def test_a_version_of_what_has_none_says_so(made: Path, tmp_path: Path) -> None:
     prefix = put(made, str(tmp_path / "web"))
     with pytest.raises(ObjectNotFoundError, match=r"no such version, the newest is .*web@0"):
@@ -273,6 +280,7 @@ def test_a_dataset_of_the_current_folder_grows(
     assert len(IndexedDataset("web@1").shards) == 2
 
 
+@pytest.mark.guarantee("versions-hold-before")
 def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) -> None:
     first = put(made, f"{tmp_path}/web-a")
     assert append(f"{tmp_path}/web", [first]).number == 1
@@ -280,6 +288,7 @@ def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) ->
     assert [version.number for version in versions(f"{tmp_path}/web")] == [1]
 
 
+@pytest.mark.guarantee("versions-hold-before")
 def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
     made: Path, tmp_path: Path
 ) -> None:
@@ -292,6 +301,7 @@ def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
     assert IndexedDataset(name).shards == [name], "it never comes to mean the version"
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_a_dataset_that_is_called_like_a_version_is_none(made: Path, tmp_path: Path) -> None:
     storage = StorageConfig()
     names = ("web", "web.v20240101", "web.v20240102", "web-a")
@@ -311,6 +321,7 @@ def test_a_dataset_that_is_called_like_a_version_is_none(made: Path, tmp_path: P
     assert orphans(web) == [elsewhere, another]
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_a_dataset_in_the_place_of_the_next_version_is_told(made: Path, tmp_path: Path) -> None:
     web, _, more = (put(made, f"{tmp_path}/{name}") for name in ("web", "web.v00000001", "web-a"))
     before = Path(f"{web}.v00000001{MANIFEST}").read_bytes()
@@ -319,6 +330,7 @@ def test_a_dataset_in_the_place_of_the_next_version_is_told(made: Path, tmp_path
     assert Path(f"{web}.v00000001{MANIFEST}").read_bytes() == before
 
 
+@pytest.mark.guarantee("versions-hold-before")
 @pytest.mark.parametrize("keeps", [(True, True), (True, False), (False, True)])
 def test_origins_of_what_is_appended_are_those_of_all_shards(
     tmp_path: Path, keeps: tuple[bool, bool]
@@ -339,6 +351,7 @@ def test_origins_of_what_is_appended_are_those_of_all_shards(
         assert "web-a.origins: is not the one" in problem
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_nothing_is_appended_to_a_version(made: Path, tmp_path: Path) -> None:
     web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
     append(web, [first])
@@ -349,6 +362,7 @@ def test_nothing_is_appended_to_a_version(made: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == there
 
 
+@pytest.mark.guarantee("repair-leaves-sound")
 @pytest.mark.parametrize("name", ["web@4", "web@3..4", f"web.v00000004{MANIFEST}"])
 def test_repair_leaves_the_manifest_of_a_version_as_it_is(
     made: Path, tmp_path: Path, name: str
@@ -376,6 +390,7 @@ def test_repair_leaves_the_manifest_of_a_version_as_it_is(
     assert sorted(os.listdir(tmp_path)) == there
 
 
+@pytest.mark.guarantee("producer-killed-point")
 def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> None:
     web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
     put(made, f"{tmp_path}/website")
@@ -390,6 +405,7 @@ def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> N
     assert orphans(web) == []
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -450,6 +466,7 @@ def test_a_folder_may_be_spelled_in_many_ways(
         append(spelled, ["./web"])
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_what_cannot_be_appended_says_why(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     elsewhere = put(made, f"{tmp_path}/other/web-a")
@@ -476,6 +493,7 @@ def test_what_cannot_be_appended_says_why(made: Path, tmp_path: Path) -> None:
         convert([str(made / "in.jsonl")], web, tokenizer="bytes", overwrite=True)
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_what_a_version_lists_is_not_converted_anew(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +509,7 @@ def test_what_a_version_lists_is_not_converted_anew(
     convert(inputs, other, tokenizer="bytes", shuffle_seed=1, overwrite=True, workers=1)
 
 
+@pytest.mark.guarantee("datasets-grow-under", "versions-hold-before")
 def test_a_run_goes_on_with_its_version_whatever_is_appended(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     append(web, [put(made, f"{tmp_path}/web-a")])
@@ -524,6 +543,7 @@ def test_a_run_goes_on_with_its_version_whatever_is_appended(made: Path, tmp_pat
         loader.load_state_dict(state)
 
 
+@pytest.mark.guarantee("phase-takes-appended")
 def test_a_phase_takes_in_what_was_appended_and_repeats_nothing(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     append(web, [put(made, f"{tmp_path}/web-a")])
@@ -589,6 +609,7 @@ def produce_at_once(prefix: str, shares: list[list[str]], storage: StorageConfig
     assert [producer.exitcode for producer in producers] == [0] * len(shares), errors.get(timeout=1)
 
 
+@pytest.mark.guarantee("datasets-grow-under", "producers-same-moment")
 @pytest.mark.parametrize("place", ["disk", "bucket"])
 def test_of_producers_at_the_same_moment_all_shards_are_in(
     made: Path, tmp_path: Path, moto: S3, place: str
@@ -609,6 +630,7 @@ def test_of_producers_at_the_same_moment_all_shards_are_in(
     check_versions(web, storage, [web, *everything])
 
 
+@pytest.mark.guarantee("datasets-grow-under", "producers-same-moment")
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_interleaving_of_two_producers_loses_nothing(
@@ -666,6 +688,7 @@ def test_any_interleaving_of_two_producers_loses_nothing(
     check_versions(web, StorageConfig(), [web, *shares[0], *shares[1]])
 
 
+@pytest.mark.guarantee("producer-killed-point")
 def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
     made: Path, tmp_path: Path
 ) -> None:
@@ -737,6 +760,7 @@ def producers_that_die(
     return died
 
 
+@pytest.mark.guarantee("producer-killed-point")
 def test_a_producer_of_a_bucket_that_is_killed_at_a_request_loses_nothing(
     made: Path, moto: S3
 ) -> None:
@@ -744,6 +768,7 @@ def test_a_producer_of_a_bucket_that_is_killed_at_a_request_loses_nothing(
     assert producers_that_die(made, moto, deaths) == len(deaths)
 
 
+@pytest.mark.guarantee("producer-killed-point")
 @pytest.mark.soak
 def test_producers_of_a_bucket_that_are_killed_at_every_request_lose_nothing(
     made: Path, moto: S3
@@ -755,6 +780,7 @@ def test_producers_of_a_bucket_that_are_killed_at_every_request_lose_nothing(
     print(producers_that_die(made, moto, [], after=moments), "of 60 died at any moment")
 
 
+@pytest.mark.guarantee("versions-hold-before")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
     storage = StorageConfig(transport=transport, storage_options=moto.options, timeout=60)
@@ -769,6 +795,7 @@ def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
     assert IndexedDataset(name, storage).shards == [name]
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_a_server_that_does_not_keep_conditions_is_told(
     made: Path, moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -791,6 +818,7 @@ def test_a_server_that_does_not_keep_conditions_is_told(
     assert append(web, [first], storage, alone=True).number == 1
 
 
+@pytest.mark.guarantee("producers-same-moment")
 def test_a_lost_answer_appends_once(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -808,6 +836,7 @@ def test_a_lost_answer_appends_once(
     check_versions(web, StorageConfig(), [web, first])
 
 
+@pytest.mark.guarantee("producers-same-moment")
 def test_of_many_that_create_a_local_file_one_does(tmp_path: Path) -> None:
     store, key = open_store(f"{tmp_path}/made", StorageConfig())
     made: list[int] = []
@@ -828,6 +857,7 @@ def test_of_many_that_create_a_local_file_one_does(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+@pytest.mark.guarantee("versions-hold-before")
 def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     put(made, f"{tmp_path}/web-b")

@@ -80,6 +80,7 @@ def test_what_is_written_is_read_back(
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.guarantee("megatron-files-order")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:
     rng = np.random.default_rng(1)
@@ -100,6 +101,7 @@ def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:
         np.testing.assert_array_equal(theirs[number], sequence)
 
 
+@pytest.mark.guarantee("megatron-files-order")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_we_write_the_very_bytes_that_megatron_writes(tmp_path: Path, dtype: np.dtype) -> None:
     rng = np.random.default_rng(2)
@@ -120,6 +122,7 @@ def test_we_write_the_very_bytes_that_megatron_writes(tmp_path: Path, dtype: np.
         np.testing.assert_array_equal(plain(read[number]), sequence)
 
 
+@pytest.mark.guarantee("megatron-files-order")
 def test_multimodal_files_are_megatrons(tmp_path: Path) -> None:
     prefix = str(tmp_path / "m")
     with IndexedDatasetWriter(prefix, np.int32, multimodal=True) as writer:
@@ -133,6 +136,7 @@ def test_multimodal_files_are_megatrons(tmp_path: Path) -> None:
     assert theirs[0][1] == ours[0][1] == 1
 
 
+@pytest.mark.guarantee("megatron-files-order")
 def test_merging_is_megatrons_bit_for_bit(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         write_random_pair(str(tmp_path / name), 30, 20, seed)
@@ -308,6 +312,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.guarantee("6-sizes-header")
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_index_is_refused_by_name_and_without_allocating(pair: str, name: str) -> None:
     at, data, message = FORGERIES[name]
@@ -350,6 +355,7 @@ def test_a_foreign_object_is_refused_before_it_is_downloaded(pair: str, tmp_path
         }
 
 
+@pytest.mark.guarantee("6-sizes-header")
 @given(data=st.binary(max_size=400))
 def test_no_bytes_crash_the_parser(tmp_path_factory: Any, data: bytes) -> None:
     prefix = tmp_path_factory.mktemp("noise") / "p"
@@ -403,6 +409,7 @@ def test_a_document_that_was_not_ended_is_refused_before_anything_is_published(
     assert not [name for name in os.listdir(tmp_path) if not name.startswith("d.")]
 
 
+@pytest.mark.guarantee("nothing-half-written")
 def test_an_exception_leaves_no_half_written_pair(tmp_path: Path) -> None:
     def interrupted() -> None:
         with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
@@ -425,6 +432,7 @@ def test_a_finalize_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["p.idx"]
 
 
+@pytest.mark.guarantee("nothing-half-written")
 def test_a_sigkill_leaves_nothing_under_the_final_name(tmp_path: Path, s3: S3, bucket: str) -> None:
     for prefix in (str(tmp_path / "p"), f"s3://{bucket}/p"):
         code = f"""
@@ -444,6 +452,7 @@ print("written", flush=True); import time; time.sleep(60)
             IndexedDataset(prefix, StorageConfig(storage_options=s3.options))
 
 
+@pytest.mark.guarantee("5-shows-under")
 def test_no_index_describes_another_bin_while_a_pair_is_replaced(
     pair: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +474,7 @@ def test_no_index_describes_another_bin_while_a_pair_is_replaced(
         IndexedDataset(pair)
 
 
+@pytest.mark.guarantee("dtype-follows-vocabulary")
 def test_dtype_by_vocabulary() -> None:
     assert smallest_dtype(65499) == np.uint16
     assert smallest_dtype(65500) == np.int32
@@ -477,6 +487,7 @@ def objects_of(pair: str) -> dict[str, bytes]:
     return {f"/p{suffix}": Path(f"{pair}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
 
 
+@pytest.mark.guarantee("cache-local-disk")
 def test_one_download_per_node_whatever_the_rank_count(pair: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     with http_server(objects_of(pair)) as server:
@@ -516,6 +527,7 @@ def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(
     assert len(list((cache / "idx").glob("*.idx"))) == 1, "the stale copy is removed"
 
 
+@pytest.mark.guarantee("nothing-half-written")
 def test_a_killed_download_is_not_believed(pair: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with http_server(objects_of(pair)) as server:

@@ -99,6 +99,7 @@ print(len(dataset), int(dataset.sequence_lengths.sum()), sorted(files(Path(sys.a
 """
 
 
+@pytest.mark.guarantee("index-many-shards")
 def test_a_second_process_maps_the_files_of_the_first(folder: Path) -> None:
     first = open_dataset(folder)
     done = subprocess.run(
@@ -143,6 +144,7 @@ def test_a_damaged_file_is_named_and_one_that_cannot_be_kept_is_done_without(
     assert "joins the indices of 3 shards in its memory" in caplog.text
 
 
+@pytest.mark.guarantee("index-many-shards")
 def test_joining_takes_little_memory(tmp_path: Path) -> None:
     count = 1_000_000
     (tmp_path / "data").mkdir()

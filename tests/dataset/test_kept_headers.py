@@ -54,6 +54,7 @@ def opened(server: Running, cache: Path) -> tuple[list[tuple[int, int, str]], in
     return bounds, server.counts()["requests"] - before
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_opened_again_it_takes_a_listing_and_one_look_at_an_etag(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_opened_again_it_takes_a_listing_and_one_look_at_an_etag(
     assert first == again == [(2, 30 + number, "uint16") for number in range(PAIRS)]
 
 
+@pytest.mark.guarantee("8-stream-order")
 @pytest.mark.parametrize("change", ["another", "one more", "one less"])
 def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
     served: tuple[Running, Path], tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +93,7 @@ def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
     assert sorted(path.suffix for path in kept) == [".lock", ".npy"]
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_headers_that_nobody_used_for_long_are_removed(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +140,7 @@ def test_an_empty_index_is_named_like_any_other_that_is_cut_short(
         opened(server, tmp_path / "cache")
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_of_very_many_indices_only_some_are_in_memory_at_once(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def test_of_very_many_indices_only_some_are_in_memory_at_once(
         opened(server, tmp_path / "another")
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def sets(tmp_path: Path) -> dict[str, str]:
     return made
 
 
+@pytest.mark.guarantee("tokens-different-tokenizers")
 def test_a_merge_of_two_tokenizers_is_refused_and_names_both(
     sets: dict[str, str], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_merge_of_two_tokenizers_is_refused_and_names_both(
     assert read_manifest(str(tmp_path / "mixed.manifest.json"), StorageConfig()).tokenizer == {}
 
 
+@pytest.mark.guarantee("tokens-different-tokenizers")
 def test_tokens_do_not_take_the_name_of_another_tokenizer(
     sets: dict[str, str], tmp_path: Path
 ) -> None:
@@ -73,6 +75,7 @@ def test_tokens_do_not_take_the_name_of_another_tokenizer(
     )
 
 
+@pytest.mark.guarantee("tokens-different-tokenizers")
 @pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
 @pytest.mark.parametrize("by", ["{}", "{}-*"])
 def test_a_blend_of_two_tokenizers_is_refused_and_names_both(

@@ -102,6 +102,7 @@ def compare(ours: Any, theirs: Any) -> None:
                 dataset[wrong]
 
 
+@pytest.mark.guarantee("indexeddataset-writer-gptdataset")
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
 @pytest.mark.parametrize("call", CALLS)
 def test_megatrons_calls_give_what_megatron_gives(tmp_path: Path, call: str, dtype: Any) -> None:
@@ -114,6 +115,7 @@ def test_megatrons_calls_give_what_megatron_gives(tmp_path: Path, call: str, dty
     compare(pickle.loads(pickle.dumps(ours)), theirs)  # noqa: S301
 
 
+@pytest.mark.guarantee("indexeddataset-writer-gptdataset")
 @pytest.mark.parametrize("call", WITH_MODES)
 def test_megatrons_calls_of_multimodal_files_do_too(tmp_path: Path, call: str) -> None:
     write(str(tmp_path / "pair"), multimodal=True)
@@ -202,6 +204,7 @@ def test_our_own_calls_mean_what_they_did(tmp_path: Path) -> None:
         IndexedDataset(str(tmp_path / "none"))
 
 
+@pytest.mark.guarantee("indexeddataset-writer-gptdataset")
 def test_megatrons_samples_come_out_of_our_dataset(tmp_path: Path) -> None:
     """Megatron's GPTDataset reads through ours what it reads through its own."""
     write(str(tmp_path / "pair"), multimodal=False)
@@ -219,6 +222,7 @@ def test_megatrons_samples_come_out_of_our_dataset(tmp_path: Path) -> None:
     assert samples[0] == samples[1]
 
 
+@pytest.mark.guarantee("indexeddataset-writer-gptdataset")
 def test_the_writer_takes_the_paths_of_megatrons_builder(tmp_path: Path) -> None:
     import torch
 

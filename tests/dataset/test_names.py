@@ -133,6 +133,7 @@ def chosen(root: str, **patterns: Any) -> tuple[list[str], dict[str, int]]:
     return [os.path.relpath(item.path, root) for item in found], passed.counts
 
 
+@pytest.mark.guarantee("files-folders-read")
 def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", FOLDER)
     names, counts = chosen(root)
@@ -151,6 +152,7 @@ def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) ->
     assert json.loads(report.as_json())["files_passed_over"] == counts
 
 
+@pytest.mark.guarantee("files-folders-read")
 def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", FOLDER)
     assert chosen(root, include=("*.jsonl",))[0] == ["data/a.jsonl", "data/b.jsonl", "old/a.jsonl"]
@@ -229,6 +231,7 @@ def piped(data: bytes) -> str:
 COMMAND = [sys.executable, "-m", "streammega", "convert"]
 
 
+@pytest.mark.guarantee("stdin-pipes-process")
 @pytest.mark.parametrize(
     "data",
     [
@@ -253,6 +256,7 @@ def test_stdin_is_read(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.guarantee("stdin-pipes-process")
 def test_what_is_wrong_with_stdin_is_told_of_stdin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +304,7 @@ def test_what_is_kept_of_a_pipe_is_its_conversions_alone(
     assert not lock.exists()
 
 
+@pytest.mark.guarantee("stdin-pipes-process")
 def test_a_dataset_is_not_written_to_a_pipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +318,7 @@ def test_a_dataset_is_not_written_to_a_pipe(
     assert not list(Path.cwd().glob("-.*"))
 
 
+@pytest.mark.guarantee("stdin-pipes-process")
 @pytest.mark.skipif(shutil.which("bash") is None, reason="process substitution is bash's")
 def test_process_substitution_is_read(tmp_path: Path) -> None:
     tree(tmp_path, {"a.jsonl": LINES, "b.txt": b"three"})
@@ -361,6 +367,7 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
         find_inputs([str(tmp_path / "fifo")])
 
 
+@pytest.mark.guarantee("stdin-pipes-process")
 def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     lines = b"".join(
         json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(12_000)
@@ -391,6 +398,7 @@ def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path
 # --- URLs with signatures ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("presigned-urls-read")
 def test_a_presigned_url_is_read_and_its_query_is_nowhere(
     s3: S3, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -485,6 +493,7 @@ def test_an_http_endpoint_that_fails_is_told_so_and_is_no_missing_object(
 NAMES = ["br[1]", "what?", "a::b", "st*r", "per%20 pl+us h#sh é"]
 
 
+@pytest.mark.guarantee("presigned-urls-read")
 @pytest.mark.parametrize("name", NAMES)
 def test_signs_in_local_names_are_letters(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -516,6 +525,7 @@ def test_signs_in_local_names_are_letters(
         assert main(["describe", described]) == 0
 
 
+@pytest.mark.guarantee("presigned-urls-read")
 @pytest.mark.parametrize("name", ["br[1] a::b what?"])
 def test_signs_in_keys_are_letters(
     name: str, s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path

@@ -66,6 +66,7 @@ def test_cached_files_and_their_locks_have_the_mode_that_the_umask_says(
         assert mode(path) == 0o666 & ~umask
 
 
+@pytest.mark.guarantee("12-page-file")
 def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) -> None:
     cached_arrays(tmp_path / "built", "key", KIND, lambda: build(1))
     path = tmp_path / "built" / "key-a.npy"
@@ -85,6 +86,7 @@ def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) 
             fetched("damaged")
 
 
+@pytest.mark.guarantee("12-page-file")
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataObject) -> None:
@@ -132,6 +134,7 @@ def test_a_copy_that_takes_long_says_how_far_it_is(
     assert lines[0].startswith(f"{stored}: 1 of 3 MB are copied to this node; about ")
 
 
+@pytest.mark.guarantee("users-may-share")
 def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
@@ -155,6 +158,7 @@ def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() ->
         shutil.rmtree(folder)
 
 
+@pytest.mark.guarantee("users-may-share")
 @pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
 def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
     folder = Path(tempfile.mkdtemp())
@@ -213,6 +217,7 @@ write_atomically(Path(sys.argv[1]) / "array.npy", chunks(), 8)
 """
 
 
+@pytest.mark.guarantee("users-may-share")
 def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_written_is_not(
     tmp_path: Path,
 ) -> None:

@@ -41,6 +41,7 @@ def open_in(order: Any, name: str, cache: Path) -> None:
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
 
+@pytest.mark.guarantee("missing-shard-error")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("size", [-1, -20, 2, 20])
 def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(

@@ -93,6 +93,7 @@ def asked(server: Running, config: DataConfig) -> tuple[int, int]:
     return spent["requests"] + spent["lists"], spent["listed"]
 
 
+@pytest.mark.guarantee("8-stream-order")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", ["1,0,0", "90,10,0"])
 def test_a_manifest_is_opened_without_a_request_for_each_shard(
@@ -109,6 +110,7 @@ def test_a_manifest_is_opened_without_a_request_for_each_shard(
         assert listed <= 2 * SHARDS + 2
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_a_folder_or_glob_is_opened_by_one_small_read_of_each_shard_and_no_head(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def blend_of(server: Running, names: list[str], cache: Path, **options: Any) -> 
     return dataclasses.replace(config, blend=names)
 
 
+@pytest.mark.guarantee("8-stream-order")
 def test_a_blend_is_opened_by_a_listing_and_one_small_read_of_each_dataset(
     blend: tuple[Running, Path, list[str]], tmp_path: Path
 ) -> None:
@@ -350,6 +353,7 @@ def test_a_lone_pair_and_a_manifest_of_its_name_are_looked_up_side_by_side() -> 
     assert len(Beside.seen) == 3
 
 
+@pytest.mark.guarantee("derived-stores-read")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
@@ -378,6 +382,7 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
     assert found[0] == found[1]
 
 
+@pytest.mark.guarantee("missing-shard-error")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["tokens cut", "index cut", "tokens gone", "index gone"])
 def test_shards_that_are_not_the_manifests_are_refused(
@@ -399,6 +404,7 @@ def test_shards_that_are_not_the_manifests_are_refused(
                     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
 
+@pytest.mark.guarantee("missing-shard-error")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(
     tmp_path: Path, order: Any

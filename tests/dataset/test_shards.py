@@ -123,6 +123,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.guarantee("shards-trained-order", "derived-stores-read")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_sees_the_same_tokens_whatever_the_shards_are(
@@ -148,6 +149,7 @@ def kinds_with_servers() -> list[Any]:
     ]
 
 
+@pytest.mark.guarantee("shards-trained-order")
 @pytest.mark.parametrize(
     ("kind", "s3", "s3_storage"), kinds_with_servers(), indirect=["s3", "s3_storage"]
 )
@@ -182,6 +184,7 @@ def test_a_manifest_is_what_a_merge_of_its_shards_would_be(sets: Path, tmp_path:
 
 
 # it leaves its files open
+@pytest.mark.guarantee("format-zstd-webdataset")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_itself_reads_the_tars(sets: Path) -> None:
     tars = sorted(map(str, sets.glob("tar-*.tar")))
@@ -248,6 +251,7 @@ def test_tars_whose_keys_begin_anew_are_read_as_before(tmp_path: Path) -> None:
     assert not verify(f"{tmp_path}/set-*").problems
 
 
+@pytest.mark.guarantee("format-zstd-webdataset")
 def test_zstd_itself_reads_the_frames(sets: Path) -> None:
     import zstandard
 
@@ -257,6 +261,7 @@ def test_zstd_itself_reads_the_frames(sets: Path) -> None:
     assert whole == (sets / "pair.bin").read_bytes()
 
 
+@pytest.mark.guarantee("format-zstd-webdataset")
 def test_megatron_itself_reads_the_shards(sets: Path) -> None:
     from tests.support.oracle import IndexedDataset as Theirs
 
@@ -276,6 +281,7 @@ def copy(sets: Path, target: Path, pattern: str) -> None:
         (target / path.name).write_bytes(path.read_bytes())
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_damaged_frame_is_named(sets: Path, tmp_path: Path) -> None:
     copy(sets, tmp_path / "d", "zst*")
     path = sorted((tmp_path / "d").glob("*.zst"))[1]
@@ -295,6 +301,7 @@ def test_a_shard_cut_short_is_an_error_at_once(sets: Path, tmp_path: Path, kind:
         IndexedDataset(str(tmp_path / "d" / kind))
 
 
+@pytest.mark.guarantee("missing-shard-error")
 def test_a_set_with_a_missing_shard_is_no_dataset(sets: Path, tmp_path: Path) -> None:
     copy(sets, tmp_path / "d", "bin-*")
     sorted((tmp_path / "d").glob("*.idx"))[2].unlink()
@@ -342,6 +349,7 @@ def test_a_suffix_says_of_what_kind_a_shard_is() -> None:
     assert split_name("a/b.idx") == split_name("a/b.bin") == split_name("a/b") == ("a/b", "bin")
 
 
+@pytest.mark.guarantee("object-replaced-under")
 def test_an_object_of_several_that_changes_is_noticed(
     sets: Path, s3_storage: StorageConfig, bucket: str, tmp_path: Path
 ) -> None:
@@ -382,6 +390,7 @@ def test_standard_tools_see_plain_archives(sets: Path) -> None:
     assert listed[0] == "000000000.npy"
 
 
+@pytest.mark.guarantee("shards-short-sample")
 def test_shards_too_short_for_a_sample_are_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

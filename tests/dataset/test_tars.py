@@ -48,6 +48,7 @@ def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> No
     assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
+@pytest.mark.guarantee("end-tar-checked")
 @given(data=st.data())
 def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(
     tmp_path_factory: pytest.TempPathFactory, data: Any

@@ -61,6 +61,7 @@ def test_a_sound_dataset_is_sound(dataset: Path, kind: str) -> None:
     )
 
 
+@pytest.mark.guarantee("verify-finds-flipped")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_flipped_bit_is_found_wherever_it_is(dataset: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
@@ -99,6 +100,7 @@ def test_lost_bytes_and_shards_are_named(dataset: Path, kind: str) -> None:
     assert any("are missing" in problem for problem in verify(f"{dataset}/{kind}-*").problems)
 
 
+@pytest.mark.guarantee("verify-finds-flipped")
 def test_ids_and_ends_are_checked(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "p"), count=50)
     tokens = np.fromfile(tmp_path / "p.bin", np.uint16)
@@ -191,6 +193,7 @@ def test_verify_reads_object_storage(
     assert (report.problems, report.documents) == ([], 40)
 
 
+@pytest.mark.guarantee("verify-finds-flipped")
 @pytest.mark.parametrize("kind", ["bin", "zst"])
 @pytest.mark.parametrize("loss", ["gone", "garbage", "cut short"])
 def test_a_lost_index_is_rebuilt_as_it_was(dataset: Path, kind: str, loss: str) -> None:
@@ -241,6 +244,7 @@ def stored(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
 
 
+@pytest.mark.guarantee("repair-leaves-sound")
 def test_repair_leaves_what_is_sound_as_it_is(dataset: Path) -> None:
     name = chat(dataset)
     before = stored(dataset)
@@ -259,6 +263,7 @@ def test_repair_leaves_what_is_sound_as_it_is(dataset: Path) -> None:
     assert {file: after[file] for file in before} == before
 
 
+@pytest.mark.guarantee("repair-leaves-sound")
 @pytest.mark.parametrize("known", ["manifest", "header"])
 def test_documents_of_several_sequences_are_not_rebuilt_as_something_else(
     tmp_path: Path, known: str, capsys: pytest.CaptureFixture[str]
@@ -341,6 +346,7 @@ def test_of_several_shards_a_damaged_manifest_is_what_is_told(
     assert f"{path}: is a damaged manifest" in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("verify-finds-flipped")
 def test_the_command_says_what_is_wrong_and_exits_with_1(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,6 +377,7 @@ DESCRIBED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.guarantee("describe-shows-format")
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_describe_shows_every_format(
     dataset: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -382,6 +389,7 @@ def test_describe_shows_every_format(
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("left-out-counted")
 def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dataset / "bad.jsonl").write_text('{"text": "one"}\n{\n{"text": ""}\n{"text": "one"}\n')
     words = [

@@ -99,6 +99,7 @@ def test_rectangles_tile_a_flat_range_in_order(shape: list[int], data: Any) -> N
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+@pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "gradients-torch-ddp")
 @pytest.mark.parametrize(
     ("micro_batches", "bucket_size", "overlap"), [(1, 1000, True), (3, 1, True), (2, 10**9, False)]
 )
@@ -109,6 +110,7 @@ def test_gradients_are_those_of_torchs_ddp_to_the_bit(
     assert gang.run(2, grads_beside_ddp, micro_batches, bucket_size, overlap) == [True, True]
 
 
+@pytest.mark.guarantee("shardedoptimizer-steps-replicated")
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize(("bucket_size", "overlap"), [(700, True), (10**9, False)])
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -119,11 +121,13 @@ def test_the_sharded_optimizer_steps_as_the_replicated_one(
         assert worst < 2e-6, "the order of the sum of squares in the norm is all that differs"
 
 
+@pytest.mark.guarantee("bucketeddataparallel-ddp-gradients")
 def test_fp32_accumulation_of_bf16_gradients_is_better(gang: Gang) -> None:
     narrow, wide = gang.run(1, bf16_accumulation, 256)[0]
     assert wide < narrow / 4, "what is left is the error of each bf16 gradient by itself"
 
 
+@pytest.mark.guarantee("gradient-finite-large", "14-buckets-start", "bad-gradient-ends")
 @pytest.mark.parametrize(
     ("value", "limit", "at_once", "message"),
     [
@@ -154,6 +158,7 @@ def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
     assert re.search(r"rank 1 got a bad gradient", good), good
 
 
+@pytest.mark.guarantee("bad-gradient-ends")
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_bad_shared_gradient_is_named_where_it_came_from(gang: Gang, at_once: bool) -> None:
     first, last = gang.run(2, bad_shared_gradient, at_once)
@@ -164,6 +169,7 @@ def test_a_bad_shared_gradient_is_named_where_it_came_from(gang: Gang, at_once: 
     )
 
 
+@pytest.mark.guarantee("uses-would-give")
 @pytest.mark.parametrize("retained", [False, True])
 def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gradient(
     gang: Gang, retained: bool
@@ -173,6 +179,7 @@ def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gra
         assert "no_sync" in message
 
 
+@pytest.mark.guarantee("14-buckets-start", "collectives-meet-other")
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, chunks: int) -> None:
     for differences in gang.run(2, two_buffers, chunks):
@@ -180,6 +187,7 @@ def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, ch
         assert max(differences) < 1e-6
 
 
+@pytest.mark.guarantee("norms-count-element")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
     gang: Gang, sharded: bool
@@ -219,6 +227,7 @@ def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang, sharded: bool
     assert first == second
 
 
+@pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "16-losses-sums")
 def test_per_token_gradients_are_divided_by_the_tokens_of_all_ranks(gang: Gang) -> None:
     assert gang.run(2, per_token, [3, 1]) == [[1.0, 1.0]] * 2
     assert gang.run(2, per_token, [0, 0]) == [[0.0, 0.0]] * 2, "at least one token"
@@ -234,6 +243,7 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(gang: Gang) -> N
         ]
 
 
+@pytest.mark.guarantee("run-diverged-ends")
 def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
     model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
@@ -254,6 +264,7 @@ def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
         is_good(math.inf)
 
 
+@pytest.mark.guarantee("gradients-nobody-zeroed")
 def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
     ours = BucketedDataParallel(make_net())
     theirs = make_net()

@@ -19,25 +19,30 @@ from tests.support import reduction_programs as programs
 from tests.support.gang import Gang
 
 
+@pytest.mark.guarantee("collectives-meet-other")
 def test_tokens_are_counted_after_the_buckets_whichever_parameters_a_rank_used(gang: Gang) -> None:
     assert max(gang.run(2, programs.tokens_where_a_rank_leaves_a_parameter_out)) < 1e-6
 
 
+@pytest.mark.guarantee("collectives-meet-other")
 def test_models_of_one_group_may_be_finished_one_by_one(gang: Gang) -> None:
     for differences in gang.run(2, programs.models_finished_apart, False):
         assert max(differences) < 1e-12
 
 
+@pytest.mark.guarantee("uses-would-give")
 def test_models_that_were_finished_together_and_are_not_any_more_are_an_error(gang: Gang) -> None:
     for message in gang.run(2, programs.models_finished_apart, True):
         assert "finish_grad_sync([first, second])" in message
 
 
+@pytest.mark.guarantee("collectives-meet-other")
 def test_models_of_two_groups_are_finished_in_one_call(gang: Gang) -> None:
     for differences in gang.run(2, programs.two_groups_of_two):
         assert max(differences) < 1e-12
 
 
+@pytest.mark.guarantee("tokens-models-several")
 @pytest.mark.parametrize("expert_first", [False, True])
 def test_tokens_of_models_of_two_groups_are_those_of_the_larger_one(
     gang: Gang, expert_first: bool
@@ -46,11 +51,13 @@ def test_tokens_of_models_of_two_groups_are_those_of_the_larger_one(
         assert grads == pytest.approx((1.0, 0.3 if number < 2 else 0.7))
 
 
+@pytest.mark.guarantee("tokens-models-several")
 def test_tokens_of_groups_that_overlap_are_not_counted(gang: Gang) -> None:
     for message in gang.run(4, programs.tokens_of_groups_that_overlap):
         assert "in one group that has all ranks of the others" in message
 
 
+@pytest.mark.guarantee("meet-collective-program")
 @pytest.mark.parametrize("bucket_size", [1, 10**6])
 def test_a_collective_of_the_programs_after_backward_meets_no_bucket(
     gang: Gang, bucket_size: int
@@ -59,6 +66,7 @@ def test_a_collective_of_the_programs_after_backward_meets_no_bucket(
         assert max(off) < 1e-12
 
 
+@pytest.mark.guarantee("float64-gradients-keep")
 def test_wide_gradients_keep_their_precision(gang: Gang) -> None:
     for found in gang.run(3, programs.wide_gradients):
         assert found == pytest.approx([3 + 3e-12, 1 + 1e-12, 1 + 1e-12], rel=1e-15)
@@ -76,6 +84,7 @@ def test_parameters_without_elements_are_looked_at_too(gang: Gang, size: int) ->
     assert gang.run(size, programs.without_elements) == [[1.0]] * size
 
 
+@pytest.mark.guarantee("float64-gradients-keep")
 def test_a_module_that_is_wrapped_again_keeps_no_former_buffer() -> None:
     module = nn.Linear(3, 3)
     buffers = []
@@ -97,11 +106,13 @@ def test_a_bucket_waits_for_all_streams_that_made_its_gradients(gang: Gang) -> N
         assert log == ["branch 0 waits for branch 1", "reduced on branch 0"]
 
 
+@pytest.mark.guarantee("abandoned-backward-added")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharded: bool) -> None:
     assert gang.run(2, programs.abandoned, sharded) == [pytest.approx([2.0] * 3)] * 2
 
 
+@pytest.mark.guarantee("uses-would-give")
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -164,6 +175,7 @@ def test_unusual_uses_that_are_right_have_right_gradients(gang: Gang) -> None:
         assert found["losses"] == [1.5, 1.5]
 
 
+@pytest.mark.guarantee("gradients-torch-ddp")
 @pytest.mark.parametrize(("size", "wide"), [(2, False), (2, True), (3, False)])
 @pytest.mark.parametrize(
     "ways",
@@ -176,6 +188,7 @@ def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
     assert gang.run(size, programs.any_use_beside_ddp, ways, 24, wide) == [[]] * size
 
 
+@pytest.mark.guarantee("gradients-torch-ddp")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(
@@ -186,12 +199,14 @@ def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(
         assert off < 1e-6
 
 
+@pytest.mark.guarantee("norms-count-element")
 def test_a_replicated_dtensor_counts_once_in_a_norm(gang: Gang) -> None:
     expected = math.sqrt(2 * sum(n * n for n in range(8)) + sum(n * n for n in range(48)))
     for norm, _ in gang.run(2, programs.sequence_parallel_norm):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.guarantee("kernels-may-add")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_kernels_that_add_to_main_grad_give_the_same_steps(
@@ -202,6 +217,7 @@ def test_kernels_that_add_to_main_grad_give_the_same_steps(
         assert "zero_grad()" in message
 
 
+@pytest.mark.guarantee("compiled-models-step")
 @pytest.mark.parametrize(
     ("how", "sharded"),
     [

@@ -18,6 +18,7 @@ def assert_close(got: list[list[float]], expected: list[list[float]], off: float
         assert ours == pytest.approx(theirs, abs=off)
 
 
+@pytest.mark.guarantee("optimizer-state-goes")
 @pytest.mark.parametrize("kind", programs.OPTIMIZERS)
 def test_a_state_goes_on_with_other_ranks_and_between_sharded_and_replicated(
     gang: Gang, tmp_path: Path, kind: str
@@ -40,6 +41,7 @@ def test_a_state_goes_on_with_other_ranks_and_between_sharded_and_replicated(
         assert_close(got, expected)
 
 
+@pytest.mark.guarantee("optimizer-state-goes")
 def test_narrow_parameters_go_on_with_their_main_parameters_to_the_bit(
     gang: Gang, tmp_path: Path
 ) -> None:
@@ -51,6 +53,7 @@ def test_narrow_parameters_go_on_with_their_main_parameters_to_the_bit(
         assert_close(got, expected[0], off=0.02)
 
 
+@pytest.mark.guarantee("optimizer-state-goes")
 def test_a_fused_step_goes_on_in_an_unfused_optimizer_and_back(gang: Gang, tmp_path: Path) -> None:
     wide = torch.float32
     expected = gang.run(1, programs.uninterrupted, "AdamW", wide)[0]
@@ -63,6 +66,7 @@ def test_a_fused_step_goes_on_in_an_unfused_optimizer_and_back(gang: Gang, tmp_p
             assert_close(got, expected)
 
 
+@pytest.mark.guarantee("loaded-model-after")
 def test_main_parameters_are_taken_from_the_model_where_a_checkpoint_has_none(
     gang: Gang, tmp_path: Path
 ) -> None:
@@ -70,6 +74,7 @@ def test_main_parameters_are_taken_from_the_model_where_a_checkpoint_has_none(
     assert gang.run(2, programs.narrow_from_wide, str(tmp_path)) == [[0.0]] * 2
 
 
+@pytest.mark.guarantee("loaded-model-after")
 @pytest.mark.parametrize("how", ["wrapper", "module", "in place"])
 def test_what_is_loaded_into_a_narrow_model_after_its_optimizer_was_made_counts(
     gang: Gang, how: str
@@ -78,6 +83,7 @@ def test_what_is_loaded_into_a_narrow_model_after_its_optimizer_was_made_counts(
         assert gang.run(size, programs.loaded_into_the_model, how) == [[7.0] * 20] * size
 
 
+@pytest.mark.guarantee("loaded-model-after")
 def test_main_parameters_whose_rounding_is_loaded_keep_their_precision(gang: Gang) -> None:
     assert gang.run(2, programs.main_parameters_keep_their_tails) == [0.0, 0.0]
 
@@ -89,6 +95,7 @@ def test_parts_of_one_rank_are_kept_by_torch_save_and_refused_by_other_ranks(
     assert "torch.distributed.checkpoint" in gang.run(1, programs.by_torch_save, str(tmp_path))[0]
 
 
+@pytest.mark.guarantee("optimizer-state-goes")
 def test_a_state_is_saved_in_the_background(gang: Gang, tmp_path: Path) -> None:
     expected = gang.run(2, programs.uninterrupted, "AdamW fused", torch.bfloat16)
     assert gang.run(2, programs.asynchronous, str(tmp_path)) == expected

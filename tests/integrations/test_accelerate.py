@@ -26,6 +26,7 @@ def accelerator() -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.guarantee("accelerate-killed-run")
 @KILLS
 def test_a_killed_run_resumes_exactly(
     gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
@@ -33,6 +34,7 @@ def test_a_killed_run_resumes_exactly(
     check_killed_trainer(gang, ACCELERATE, endless, tmp_path, before, after)
 
 
+@pytest.mark.guarantee("accumulate-told-pass")
 def test_the_end_of_a_pass_is_known_with_its_last_batch(
     accelerator: Any, sized: DataConfig
 ) -> None:
@@ -54,6 +56,7 @@ def test_the_end_of_a_pass_is_known_with_its_last_batch(
     loader.close()
 
 
+@pytest.mark.guarantee("accelerate-killed-run")
 def test_a_loader_that_nobody_prepared_is_saved_too(
     accelerator: Any, sized: DataConfig, tmp_path: Path
 ) -> None:
@@ -75,6 +78,7 @@ def test_a_loader_that_nobody_prepared_is_saved_too(
     loader.close()
 
 
+@pytest.mark.guarantee("accelerate-foreign-empty")
 def test_foreign_empty_and_missing_states_are_refused(
     accelerator: Any, sized: DataConfig, tmp_path: Path
 ) -> None:
@@ -96,6 +100,7 @@ def test_foreign_empty_and_missing_states_are_refused(
     loader.close()
 
 
+@pytest.mark.guarantee("accelerate-foreign-empty")
 def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch(
     accelerator: Any, sized: DataConfig
 ) -> None:
@@ -112,6 +117,7 @@ def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch
         StreamDataLoader(accelerator, sized, **SIZES)
 
 
+@pytest.mark.guarantee("trainer-transformers-evaluates")
 def test_a_loader_for_evaluation_is_in_no_checkpoint(
     accelerator: Any, sized: DataConfig, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_templates_of_real_models_are_known(
     assert encoder.template.family.name == KNOWN[name]
 
 
+@pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("turns", CHATS)
 def test_ids_are_those_of_transformers_and_masks_those_of_trl(
     turns: str, templates: dict[str, str], tokenizer: str, monkeypatch: pytest.MonkeyPatch

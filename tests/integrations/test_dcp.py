@@ -31,6 +31,7 @@ def stream(config: DataConfig) -> DataConfig:
     return replace(config, order="stream", lanes=16, num_samples=None)
 
 
+@pytest.mark.guarantee("datastate-entry-distributed")
 @pytest.mark.parametrize(
     ("feed", "before", "after"),
     [
@@ -54,6 +55,7 @@ def save(folder: Path, **state: Any) -> Path:
     return folder
 
 
+@pytest.mark.guarantee("datastate-entry-distributed")
 def test_the_state_is_one_entry_of_json_beside_the_others(
     stream: DataConfig, tmp_path: Path
 ) -> None:
@@ -76,6 +78,7 @@ def test_the_state_is_one_entry_of_json_beside_the_others(
         assert weights["w"].sum() == 3
 
 
+@pytest.mark.guarantee("checkpoint-without-data")
 def test_a_checkpoint_of_a_bare_loader_is_loaded_too(stream: DataConfig, tmp_path: Path) -> None:
     with StreamLoader(stream, **SIZES) as loader:
         expected = [loader.take()["tokens"].clone() for _ in range(3)]
@@ -93,6 +96,7 @@ def test_a_checkpoint_of_a_bare_loader_is_loaded_too(stream: DataConfig, tmp_pat
         assert inner["app"]["data"]["consumed_samples"] == 8, "within a state of the caller too"
 
 
+@pytest.mark.guarantee("checkpoint-without-data")
 def test_missing_and_foreign_states_are_refused_in_words(
     stream: DataConfig, tmp_path: Path
 ) -> None:
@@ -126,6 +130,7 @@ def test_missing_and_foreign_states_are_refused_in_words(
         assert loader.consumed_samples == 4, "what is refused changes nothing"
 
 
+@pytest.mark.guarantee("checkpoint-without-data")
 def test_every_rank_is_told_of_a_checkpoint_without_data(
     gang: Gang, stream: DataConfig, tmp_path: Path
 ) -> None:
@@ -134,6 +139,7 @@ def test_every_rank_is_told_of_a_checkpoint_without_data(
         assert answer.startswith("StateError: the checkpoint has no data state under 'data'")
 
 
+@pytest.mark.guarantee("checkpoint-without-data")
 def test_other_errors_of_dcp_are_its_own(stream: DataConfig, tmp_path: Path) -> None:
     with StreamLoader(stream, **SIZES) as loader:
         save(tmp_path / "a", data=DataState(loader))
@@ -142,6 +148,7 @@ def test_other_errors_of_dcp_are_its_own(stream: DataConfig, tmp_path: Path) -> 
             load(asked, checkpoint_id=tmp_path / "a", no_dist=True)
 
 
+@pytest.mark.guarantee("code-page-torchdata")
 def test_the_code_of_the_page_names_what_is_there() -> None:
     text = PAGE.read_text()
     assert set(re.findall(r"integrations\.dcp import ([\w, ]+)", text)) == {"DataState, load"}

@@ -53,6 +53,7 @@ def folder_of(tmp_path: Path, name: str) -> str:
     return str(tmp_path / name)
 
 
+@pytest.mark.guarantee("lightning-fabric-killed")
 @pytest.mark.parametrize("estimate", [False, True])
 def test_a_resume_goes_on_with_the_next_sample(
     config: DataConfig, tmp_path: Path, estimate: bool
@@ -72,6 +73,7 @@ def test_a_resume_goes_on_with_the_next_sample(
     assert logged(Path(second), 1) == stream(config, steps)[4 * GLOBAL_BATCH :]
 
 
+@pytest.mark.guarantee("lightning-fabric-killed")
 @KILLS
 def test_a_killed_run_resumes_exactly(
     gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
@@ -79,6 +81,7 @@ def test_a_killed_run_resumes_exactly(
     check_killed_trainer(gang, LIGHTNING, endless, tmp_path, before, after)
 
 
+@pytest.mark.guarantee("lightning-fabric-killed")
 @KILLS_OF_THE_BARE_LOADER
 def test_a_killed_run_of_fabric_resumes_exactly(
     gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
@@ -86,6 +89,7 @@ def test_a_killed_run_of_fabric_resumes_exactly(
     check_killed_trainer(gang, FABRIC, endless, tmp_path, before, after)
 
 
+@pytest.mark.guarantee("epochs-repeat-lose")
 @pytest.mark.parametrize("per_epoch", [1.0, 20])
 def test_epochs_go_through_the_data_and_repeat_or_lose_nothing(
     config: DataConfig, tmp_path: Path, per_epoch: float
@@ -107,6 +111,7 @@ def test_epochs_go_through_the_data_and_repeat_or_lose_nothing(
     assert rows == stream(config, expected)
 
 
+@pytest.mark.guarantee("epochs-repeat-lose")
 def test_an_accumulation_is_gone_on_with_in_its_middle(config: DataConfig, tmp_path: Path) -> None:
     """A checkpoint of an exception counts what was trained on, as Lightning's own counters do."""
     from pytorch_lightning import Trainer
@@ -148,6 +153,7 @@ def test_an_accumulation_is_gone_on_with_in_its_middle(config: DataConfig, tmp_p
     assert len(rows) >= 9 * GLOBAL_BATCH
 
 
+@pytest.mark.guarantee("lightning-states-loaded")
 def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_foreign(
     endless: DataConfig,
 ) -> None:
@@ -183,6 +189,7 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
     data.teardown("fit")
 
 
+@pytest.mark.guarantee("epochs-repeat-lose")
 @settings(max_examples=12)
 @given(
     ahead=st.booleans(),
@@ -246,6 +253,7 @@ assert data.state_dict()["consumed_samples"] == 6
     assert codes == [0], printed[-3000:]
 
 
+@pytest.mark.guarantee("opened-before-trainer")
 def test_what_was_opened_before_a_trainer_said_the_rank_is_opened_again(
     endless: DataConfig, tmp_path: Path
 ) -> None:
@@ -270,6 +278,7 @@ def test_what_was_opened_before_a_trainer_said_the_rank_is_opened_again(
     data.teardown("fit")
 
 
+@pytest.mark.guarantee("lightning-states-loaded")
 def test_what_cannot_be_right_is_refused_before_the_first_batch(
     endless: DataConfig, sized: DataConfig, tmp_path: Path
 ) -> None:
@@ -295,6 +304,7 @@ def test_what_cannot_be_right_is_refused_before_the_first_batch(
     assert len(logged(Path(folder), 1)) == 2 * GLOBAL_BATCH, "of the run that was right"
 
 
+@pytest.mark.guarantee("epochs-repeat-lose")
 def test_evaluation_is_the_whole_split_and_may_be_empty(
     endless: DataConfig, sized: DataConfig
 ) -> None:
@@ -313,6 +323,7 @@ def test_evaluation_is_the_whole_split_and_may_be_empty(
         data.val_dataloader()
 
 
+@pytest.mark.guarantee("fabric-saves-loads")
 def test_fabric_keeps_the_position_with_the_model(sized: DataConfig, tmp_path: Path) -> None:
     from lightning_fabric import Fabric
 

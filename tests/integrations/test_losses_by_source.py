@@ -75,6 +75,7 @@ def close(found: dict[str, float], wanted: dict[str, float]) -> bool:
     return found == losses
 
 
+@pytest.mark.guarantee("lightning-fabric-accelerate")
 @pytest.mark.parametrize("program", [*IN_DEV, *OF_HUGGINGFACE])
 def test_losses_by_source_are_those_of_a_plain_loop_on_any_ranks_and_after_a_resume(
     gang: Gang, config: DataConfig, tmp_path: Path, program: Program
@@ -103,6 +104,7 @@ def test_losses_by_source_are_those_of_a_plain_loop_on_any_ranks_and_after_a_res
         assert len(steps) in (0, STEPS - SAVED), "of a rank that logs, every step once"
 
 
+@pytest.mark.guarantee("lightning-fabric-accelerate")
 def test_names_are_those_of_all_phases_and_of_the_split(config: DataConfig) -> None:
     assert SourceLosses.of(config).names == list(NAMES)
     assert SourceLosses.of(config, split="valid").names == ["web", "code"]
@@ -138,6 +140,7 @@ def test_losses_of_lightning_are_of_the_data_module_that_is_trained_on(config: D
         assert told == ([settings] if settings.dataset_ids else [])
 
 
+@pytest.mark.guarantee("lightning-fabric-accelerate")
 def test_steps_of_lightning_that_tell_no_losses_are_told_what_to_return(
     config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def rows(batches: Any, count: int) -> list[list[int]]:
     return [row for _ in range(count) for row in next(batches)["tokens"].tolist()]
 
 
+@pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
@@ -101,6 +102,7 @@ def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
     assert sorted(later) == sorted(whole[24:40])
 
 
+@pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 def test_ranks_are_asked_of_megatron_where_bridge_does_not_tell_them(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_ranks_are_asked_of_megatron_where_bridge_does_not_tell_them(
     assert torch.equal(next(train)["tokens"], next(reference)["tokens"])
 
 
+@pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 def test_training_that_nobody_placed_is_refused(config: DataConfig) -> None:
     provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
@@ -132,6 +135,7 @@ def test_training_that_nobody_placed_is_refused(config: DataConfig) -> None:
         begin(callback, 10**6)
 
 
+@pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
     config: DataConfig,
@@ -148,6 +152,7 @@ def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
         read_again.build_datasets(context_of())
 
 
+@pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 def test_the_stream_order_asks_for_lanes(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match="set lanes"):
@@ -156,6 +161,7 @@ def test_the_stream_order_asks_for_lanes(config: DataConfig) -> None:
         )
 
 
+@pytest.mark.guarantee("megatron-bridge-run")
 @KILLS
 def test_a_killed_run_goes_on_exactly(
     gang: Gang, config: DataConfig, tmp_path: Path, order: Any, killed: int, goes_on: int

@@ -52,6 +52,7 @@ def same_datasets(ours: Any, theirs: Any, rng: np.random.Generator) -> None:
         same_sample(ours[number], theirs[number])
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 @pytest.mark.parametrize(
     "numbers",
     [range(FEW), pytest.param(range(FEW, CONFIGURATIONS), marks=pytest.mark.soak)],
@@ -83,6 +84,7 @@ def built(tmp_path: Path) -> Any:
     return [theirs_of(args, SIZES, tokenizer(), kind) for kind in (None, dataset_class())]
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_padding_of_a_batch_has_no_loss(built: Any) -> None:
     theirs, ours = built
     padding = ours[0][None]
@@ -90,6 +92,7 @@ def test_padding_of_a_batch_has_no_loss(built: Any) -> None:
     assert torch.equal(padding["tokens"], theirs[0][None]["tokens"])
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_samplers_see_which_split_it_is(built: Any) -> None:
     """They look at `split` first, and would take a text for no validation."""
     for theirs, ours in zip(*built, strict=True):
@@ -97,6 +100,7 @@ def test_samplers_see_which_split_it_is(built: Any) -> None:
         assert ours.index_split is theirs.index_split
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_the_indices_have_megatrons_names_and_values(built: Any) -> None:
     for theirs, ours in zip(*built, strict=True):
         for name in ("document_index", "sample_index", "shuffle_index"):
@@ -106,6 +110,7 @@ def test_the_indices_have_megatrons_names_and_values(built: Any) -> None:
         same_sample(ours[-1], theirs[-1])
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_a_batch_is_fetched_at_once_and_equal(built: Any) -> None:
     _, (train, _, _) = built
     numbers = [3, 79, 0, 3]
@@ -116,6 +121,7 @@ def test_a_batch_is_fetched_at_once_and_equal(built: Any) -> None:
             train.__getitems__([0, outside])
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_it_travels_to_workers_that_are_spawned(built: Any) -> None:
     _, (train, _, _) = built
     train.config.tokenizer = None  # that of this test cannot be pickled by its own fault
@@ -124,6 +130,7 @@ def test_it_travels_to_workers_that_are_spawned(built: Any) -> None:
     same_sample(again[5], train[5])
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 def test_forked_workers_read_from_buckets(s3: S3, tmp_path: Path) -> None:
     """Their parent's transport does not survive the fork."""
     prefixes = write_datasets(tmp_path, np.random.default_rng(0), 2)

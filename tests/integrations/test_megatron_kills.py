@@ -51,6 +51,7 @@ def run_arguments(**given: Any) -> Any:
     return arguments(**(defaults | given))
 
 
+@pytest.mark.guarantee("megatron-own-training")
 @KILLS
 def test_a_killed_run_goes_on_exactly(
     gang: Gang, tmp_path: Path, order: str, killed: int, goes_on: int

@@ -108,6 +108,7 @@ def batches_of(config: DataConfig, split: str, rank: int, **options: Any) -> Meg
     )
 
 
+@pytest.mark.guarantee("losses-source-megatron")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_reports_have_the_sums_of_each_dataset_through_replays_evaluations_and_resumes(
     config: DataConfig, counted: SimpleNamespace, rank: int
@@ -131,6 +132,7 @@ def test_reports_have_the_sums_of_each_dataset_through_replays_evaluations_and_r
         valid.iterable.close()
 
 
+@pytest.mark.guarantee("losses-source-megatron")
 def test_ranks_that_do_not_read_tell_the_same(config: DataConfig, counted: SimpleNamespace) -> None:
     """Of a tensor-parallel group one rank reads, and all of them report."""
     reading = Replaying(batches_of(config, "train", 0))
@@ -171,6 +173,7 @@ def test_a_loss_function_without_its_mask_is_told(
     iterator.iterable.close()
 
 
+@pytest.mark.guarantee("losses-source-megatron")
 def test_megatrons_own_training_logs_them_alike_on_one_rank_and_two(
     gang: Any, tmp_path: Path
 ) -> None:

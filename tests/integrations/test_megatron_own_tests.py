@@ -41,6 +41,7 @@ LEAST_PASSED = 140
 LEAST_BUILT = 100
 
 
+@pytest.mark.guarantee("streamgptdataset-gives-megatron")
 @pytest.mark.soak
 def test_megatrons_own_tests_of_its_builder_pass_with_our_dataset(tmp_path: Path) -> None:
     """200 or so, of the package that is installed: the checkout gives the tests alone. Those that are

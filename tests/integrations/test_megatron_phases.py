@@ -183,6 +183,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.guarantee("phase-transition-iterations")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_provider_gives_megatrons_micro_batches_in_every_phase(
     number: int, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
@@ -224,6 +225,7 @@ def config_of(run: Run, folder: Path) -> DataConfig:
     )
 
 
+@pytest.mark.guarantee("phase-transition-iterations")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_phases_of_a_config_are_the_runs_that_megatron_makes_of_them(
     number: int, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +259,7 @@ def test_phases_of_a_config_are_the_runs_that_megatron_makes_of_them(
         assert state["consumed_samples"] == reached * BATCH
 
 
+@pytest.mark.guarantee("phase-transition-iterations")
 def test_megatron_ends_a_run_at_every_transition_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -203,6 +203,7 @@ def sampler_ids(total: int, consumed: int, micro: int, dp_rank: int, dp_size: in
     return [list(range(start + dp_rank * micro, start + (dp_rank + 1) * micro)) for start in starts]
 
 
+@pytest.mark.guarantee("rank-gets-micro", "inter-document-masking")
 @pytest.mark.parametrize(
     "numbers",
     [range(part * FEW, (part + 1) * FEW) for part in range(PARTS)]
@@ -313,6 +314,7 @@ def tokens_of(batches: Any, count: int) -> list[list[int]]:
     return [row for _ in range(count) for row in next(batches)["tokens"].tolist()]
 
 
+@pytest.mark.guarantee("resume-needs-megatron")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_a_run_goes_on_on_other_ranks_by_megatrons_count_alone(
     prefixes: list[str], tmp_path: Path, order: Any
@@ -330,6 +332,7 @@ def test_a_run_goes_on_on_other_ranks_by_megatrons_count_alone(
     assert sorted(halves[0] + halves[1]) == sorted(whole[24:40])
 
 
+@pytest.mark.guarantee("resume-needs-megatron")
 def test_the_lanes_do_not_depend_on_the_ranks(prefixes: list[str]) -> None:
     args = arguments(data_path=prefixes, global_batch_size=6, micro_batch_size=1)
     for dp_size in (1, 2, 3, 6):
@@ -339,6 +342,7 @@ def test_the_lanes_do_not_depend_on_the_ranks(prefixes: list[str]) -> None:
     assert train.open().dataset.steps.lanes == 12
 
 
+@pytest.mark.guarantee("resume-needs-megatron")
 def test_steps_of_any_size_go_on_where_the_last_one_ended(prefixes: list[str]) -> None:
     """A ramp, or --step-batch-size-schedule: Megatron takes as many micro-batches as it likes."""
     args = arguments(data_path=prefixes)
@@ -361,6 +365,7 @@ def test_valid_goes_on_and_test_begins_anew(prefixes: list[str]) -> None:
     assert valid.consumed_samples == 0
 
 
+@pytest.mark.guarantee("full-validation-sees")
 def test_evaluation_has_batch_sizes_of_its_own_where_megatron_has_them(
     prefixes: list[str],
 ) -> None:
@@ -369,6 +374,7 @@ def test_evaluation_has_batch_sizes_of_its_own_where_megatron_has_them(
     assert [len(next(one)["tokens"]) for one in (train, valid, test)] == [2, 4, 4]
 
 
+@pytest.mark.guarantee("resume-needs-megatron")
 def test_a_phase_begins_at_its_own_first_sample(prefixes: list[str]) -> None:
     args = arguments(
         data_path=prefixes,
@@ -392,6 +398,7 @@ def test_splits_without_a_share_or_a_size_are_none(prefixes: list[str]) -> None:
     assert valid is test is None
 
 
+@pytest.mark.guarantee("ranks-read-open")
 def test_ranks_that_do_not_read_open_nothing(tmp_path: Path) -> None:
     """Nor do they fail where the data is not there."""
     args = arguments(data_path=[str(tmp_path / "nowhere")], split="8,1,1")
@@ -445,6 +452,7 @@ def whole_valid(args: Any, place: Place) -> Any:
     return datasets_of(args, tokenizer(), (80, None, 8), place=place, order="stream")[1]
 
 
+@pytest.mark.guarantee("full-validation-sees")
 def test_everything_is_seen_once_by_full_validation_in_the_stream_order_too(
     prefixes: list[str],
 ) -> None:
@@ -468,6 +476,7 @@ def test_everything_is_seen_once_by_full_validation_in_the_stream_order_too(
     assert len(set(seen)) == len(seen) > 100
 
 
+@pytest.mark.guarantee("full-validation-sees")
 def test_full_validation_of_fewer_samples_than_ranks(tmp_path: Path) -> None:
     """Megatron's sampler leaves out the ranks for which there is none."""
     prefix = str(tmp_path / "few")
@@ -491,6 +500,7 @@ def test_a_list_of_data_that_is_no_text_is_named(tmp_path: Path) -> None:
         opened(arguments(data_args_path=str(tmp_path / "list.txt")))
 
 
+@pytest.mark.guarantee("blends-padding-mean")
 def test_data_is_named_as_on_megatrons_command_line(prefixes: list[str], tmp_path: Path) -> None:
     listed = tmp_path / "blend.txt"
     listed.write_text(f"30 {prefixes[0]}\n70 {prefixes[1]}\n")
@@ -509,6 +519,7 @@ def test_data_is_named_as_on_megatrons_command_line(prefixes: list[str], tmp_pat
     assert test is None
 
 
+@pytest.mark.guarantee("blends-padding-mean")
 @pytest.mark.parametrize(
     "words",
     [
@@ -539,6 +550,7 @@ def _is_number(word: str) -> bool:
     return False
 
 
+@pytest.mark.guarantee("blends-padding-mean")
 @given(
     words=st.lists(
         st.sampled_from(["a", "b", "30", "0.5", "1e3", "0", "-1", "nan", "inf", "7x"]), max_size=6
@@ -592,6 +604,7 @@ class Unnamed:
         raise NotImplementedError
 
 
+@pytest.mark.guarantee("blends-padding-mean")
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize(
     "tokens",
@@ -620,6 +633,7 @@ def test_padding_is_what_megatron_takes_for_it(
     assert (-1 if ours is None else ours) == theirs
 
 
+@pytest.mark.guarantee("arguments-served-refused")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -644,6 +658,7 @@ def test_arguments_that_are_not_served_are_refused_with_what_to_do(
         opened(arguments(**{"data_path": ["a"], "split": "8,1,1"} | given))
 
 
+@pytest.mark.guarantee("arguments-served-refused")
 def test_full_validation_of_an_older_megatron_is_refused() -> None:
     args = arguments(data_path=["a"], full_validation=True)
     del args.eval_micro_batch_size
@@ -658,6 +673,7 @@ def test_a_list_of_splits_that_is_no_json_is_named(tmp_path: Path) -> None:
         opened(arguments(per_split_data_args_path=str(wrong)))
 
 
+@pytest.mark.guarantee("ranks-read-open")
 @pytest.mark.parametrize(
     ("tp_rank", "pp_rank", "vp_stage", "reads"),
     [

@@ -82,6 +82,7 @@ def prefixes(tmp_path: Path) -> list[str]:
     return write_datasets(tmp_path, np.random.default_rng(0), 2)
 
 
+@pytest.mark.guarantee("megatron-own-iterators")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_megatrons_iterators_go_on_on_other_ranks(
     gang: Gang, prefixes: list[str], tmp_path: Path, order: str
@@ -95,6 +96,7 @@ def test_megatrons_iterators_go_on_on_other_ranks(
     assert sorted(next_step) == sorted(whole[0][4:8])
 
 
+@pytest.mark.guarantee("megatron-own-iterators")
 def test_full_validation_runs_as_long_as_its_longest_rank(
     gang: Gang, prefixes: list[str], tmp_path: Path
 ) -> None:

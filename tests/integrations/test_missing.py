@@ -29,6 +29,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
             monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.mark.guarantee("framework-installed-named")
 @pytest.mark.parametrize("extra", CASES)
 def test_the_class_for_a_missing_framework_says_what_to_install(
     extra: str, monkeypatch: pytest.MonkeyPatch
@@ -43,6 +44,7 @@ def test_the_class_for_a_missing_framework_says_what_to_install(
     assert f"pip install 'streammega[{extra}]'" in str(caught.value)
 
 
+@pytest.mark.guarantee("framework-installed-named")
 def test_functions_for_missing_frameworks_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torchdata._node_class.cache_clear()
     hide(monkeypatch, "torchdata", "megatron.training")
@@ -55,6 +57,7 @@ def test_functions_for_missing_frameworks_say_it_too(monkeypatch: pytest.MonkeyP
         imported("megatron.bridge.training.callbacks", "megatron-bridge")
 
 
+@pytest.mark.guarantee("framework-installed-named")
 def test_what_a_framework_itself_lacks_is_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

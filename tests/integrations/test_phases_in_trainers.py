@@ -75,6 +75,7 @@ def by_bridge(config: DataConfig) -> Any:
     return megatron_bridge.stream_dataset(config, micro_batch_size=2)
 
 
+@pytest.mark.guarantee("phases-steps-another")
 @pytest.mark.parametrize(
     ("opened", "trainer"),
     [
@@ -93,6 +94,7 @@ def test_a_phase_of_another_batch_size_is_refused_where_steps_have_one(
         opened(phased(global_batch_size=16))
 
 
+@pytest.mark.guarantee("phases-steps-another")
 @pytest.mark.parametrize("opened", [by_torchtitan, by_bridge])
 def test_a_phase_of_another_length_is_refused_where_samples_have_one(
     opened: Callable[[DataConfig], Any],
@@ -103,6 +105,7 @@ def test_a_phase_of_another_length_is_refused_where_samples_have_one(
         opened(phased(sequence_length=32))
 
 
+@pytest.mark.guarantee("phases-steps-another")
 def test_a_step_is_no_beginning_where_its_samples_are_not_known() -> None:
     with pytest.raises(ConfigError, match="how many samples a step of Megatron has is not known"):
         by_bridge(phased(first_step=3))

@@ -77,6 +77,7 @@ def taken(folder: Path, workers: int) -> dict[int, list[int]]:
     return whole
 
 
+@pytest.mark.guarantee("ray-train-worker")
 @pytest.mark.soak
 @pytest.mark.timeout(3 * PATIENCE)
 def test_rays_workers_are_killed_and_go_on_exactly(tmp_path: Path) -> None:

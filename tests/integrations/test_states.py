@@ -46,6 +46,7 @@ def after(opened: Open, micro_batches: int) -> tuple[Adapter, Iterator[Any], Any
     return adapter, batches, adapter.state(), rest
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 def test_loading_twice_is_loading_once(opened: Open) -> None:
     _, _, state, rest = after(opened, 8)
     assert isinstance(opened(), StatefulAdapter) or is_json(state)
@@ -55,6 +56,7 @@ def test_loading_twice_is_loading_once(opened: Open) -> None:
     assert take(again, again.batches(), 8) == rest
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 def test_an_accumulation_is_gone_on_with_in_its_middle(opened: Open) -> None:
     """Where a trainer fetches whole steps, at the first micro-batch of the step that was not made."""
     adapter, _, state, rest = after(opened, 7)
@@ -65,6 +67,7 @@ def test_an_accumulation_is_gone_on_with_in_its_middle(opened: Open) -> None:
     assert take(again, again.batches(), 8) == rest
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 def test_an_older_iterator_goes_on_there_or_says_that_it_cannot(opened: Open) -> None:
     adapter, batches, state, rest = after(opened, 8)
     take(adapter, batches, 3)
@@ -83,6 +86,7 @@ def test_an_older_iterator_goes_on_there_or_says_that_it_cannot(opened: Open) ->
         rest = rest[len(following) :]
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 def test_a_state_is_loaded_after_an_iteration_began(opened: Open) -> None:
     _, _, state, rest = after(opened, 8)
     again = opened()
@@ -91,6 +95,7 @@ def test_a_state_is_loaded_after_an_iteration_began(opened: Open) -> None:
     assert take(again, again.batches(), 8) == rest
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 def test_an_empty_state_is_refused_or_none(opened: Open) -> None:
     adapter, batches, _, rest = after(opened, 8)
     if adapter.empty_is_none:
@@ -103,6 +108,7 @@ def test_an_empty_state_is_refused_or_none(opened: Open) -> None:
     assert take(adapter, batches, 8) == rest, "and nothing changed"
 
 
+@pytest.mark.guarantee("integration-loading-twice")
 @pytest.mark.parametrize("foreign", ["other trainer", "other data", "damaged"])
 def test_a_foreign_state_is_refused_and_changes_nothing(opened: Open, foreign: str) -> None:
     adapter, batches, state, rest = after(opened, 8)

@@ -39,6 +39,7 @@ def laned_samples(shards: dict[str, list[str]], lanes: int, count: int) -> list[
     return [each[number % lanes][number // lanes] for number in range(count)]
 
 
+@pytest.mark.guarantee("lanedtextstream-rank-reads")
 @given(
     counts=st.lists(st.integers(1, 12), min_size=4, max_size=9),
     resumes=st.lists(
@@ -78,6 +79,7 @@ def test_ranks_of_lanes_take_the_same_global_batches_through_any_resumes(
     assert got == laned_samples(shards, lanes, len(got))
 
 
+@pytest.mark.guarantee("lanedtextstream-rank-reads")
 def test_a_rank_reads_and_tokenises_its_own_lanes_alone() -> None:
     shards = corpus([9] * 8)
     for rank in range(2):
@@ -95,6 +97,7 @@ def test_a_rank_reads_and_tokenises_its_own_lanes_alone() -> None:
         assert opened == {f"shard-{number}" for number in range(8) if number % 2 == rank}
 
 
+@pytest.mark.guarantee("lanedtextstream-rank-reads")
 def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> None:
     shards = corpus([9] * 8)
     ranks = [laned_of(shards, dp_rank=rank, dp_size=2, micro_batch_size=2) for rank in range(2)]
@@ -139,6 +142,7 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
         rank.close()
 
 
+@pytest.mark.guarantee("lanedtextstream-rank-reads")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ((1, 1), (2, 2), (1, 2)))],

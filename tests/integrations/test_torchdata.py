@@ -52,6 +52,7 @@ def node_of(loader: StreamLoader) -> Any:
     return nodes.Mapper(stream_node(loader), rows_of)
 
 
+@pytest.mark.guarantee("torchdata-statefuldataloader-resumes", "run-under-torchdata")
 @pytest.mark.parametrize(
     ("feed", "before", "after"),
     [
@@ -79,6 +80,7 @@ def test_a_killed_run_goes_on_exactly(
     check_kills(gang, feed, stream, tmp_path / "run", before, after)
 
 
+@pytest.mark.guarantee("run-under-torchdata")
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_node_resumes_exactly_at_every_batch(finite: DataConfig, ahead: int) -> None:
     from torchdata import nodes
@@ -112,6 +114,7 @@ def test_a_node_resumes_exactly_at_every_batch(finite: DataConfig, ahead: int) -
                 again.root._it._shutdown()
 
 
+@pytest.mark.guarantee("run-under-torchdata")
 def test_a_node_begins_where_its_loader_is_and_resets_to_the_first_sample(
     finite: DataConfig,
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_node_begins_where_its_loader_is_and_resets_to_the_first_sample(
             next(node)
 
 
+@pytest.mark.guarantee("run-under-torchdata")
 def test_a_node_refuses_states_that_are_not_its_loaders(finite: DataConfig) -> None:
     from streammega.integrations.torchdata import stream_node
 
@@ -155,6 +159,7 @@ def test_a_node_refuses_states_that_are_not_its_loaders(finite: DataConfig) -> N
         assert not torch.equal(next(node)["tokens"], first)
 
 
+@pytest.mark.guarantee("code-page-torchdata")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process by itself
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

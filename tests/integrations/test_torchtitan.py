@@ -66,6 +66,7 @@ def pairs_of(loader: StreamLoader, **given: Any) -> TitanPairs:
 # What torchtitan asks for.
 
 
+@pytest.mark.guarantee("torchtitan-two-contracts")
 def test_both_contracts_ask_for_the_same_samples() -> None:
     assert titan_batch(16, 2, None, None) == ROWS
     assert titan_batch(None, None, 16, 32) == TitanBatch(length=16, rows=2, flat=True)
@@ -76,6 +77,7 @@ def test_both_contracts_ask_for_the_same_samples() -> None:
         titan_batch(None, None, None, None)
 
 
+@pytest.mark.guarantee("torchtitan-two-contracts")
 def test_fields_of_the_config_become_those_of_the_data() -> None:
     storage = {"cache_dir": "/nvme", "max_requests": 7}
     config = config_of(blend="0.7 a 0.3 b", eod_id=-1, settings={"lanes": 64, "storage": storage})
@@ -91,6 +93,7 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
     assert titan_data(whole, ROWS, 3).order == "sequential", "all of it once, in any order"
 
 
+@pytest.mark.guarantee("torchtitan-would-ignored")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -112,6 +115,7 @@ def test_what_would_be_ignored_or_meant_otherwise_is_refused(
         titan_data(config_of(**given), ROWS, None)
 
 
+@pytest.mark.guarantee("torchtitan-would-ignored")
 def test_samples_one_after_another_need_positions() -> None:
     flat = TitanBatch(length=16, rows=2, flat=True)
     with pytest.raises(ConfigError, match="attend to other samples"):
@@ -121,6 +125,7 @@ def test_samples_one_after_another_need_positions() -> None:
 # What it takes.
 
 
+@pytest.mark.guarantee("torchtitan-two-contracts")
 @pytest.mark.parametrize("flat", [False, True])
 def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
     given = config_of(
@@ -145,6 +150,7 @@ def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
         assert set(next(pairs_of(bare, positions=False))[0]) == {"input"}
 
 
+@pytest.mark.guarantee("torchtitan-two-contracts")
 def test_passes_follow_each_other_and_a_loader_that_moved_is_no_end_of_data(pair: str) -> None:
     given = config_of(blend=pair, num_samples=8, settings={"lanes": 4})
     with open_titan_loader(given, ROWS, dp_rank=0, dp_size=1, eos_id=None) as loader:
@@ -197,6 +203,7 @@ def noted(folder: Path, size: int, run: int) -> list[list[Any]]:
     return steps
 
 
+@pytest.mark.guarantee("torchtitan-own-trainer")
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
 def test_torchtitans_trainer_is_killed_and_goes_on_exactly(
     gang: Gang, pair: str, tokenizer: str, tmp_path: Path, before: int, after: int
@@ -233,6 +240,7 @@ def test_torchtitans_trainer_is_killed_and_goes_on_exactly(
     assert noted(folder, after, 1) == whole[step:]
 
 
+@pytest.mark.guarantee("torchtitan-would-ignored")
 @pytest.mark.filterwarnings("ignore")  # of what torchtitan imports
 def test_the_code_of_the_page_is_a_module_for_torchtitan(
     pair: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

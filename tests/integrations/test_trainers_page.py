@@ -19,6 +19,7 @@ def test_every_section_has_a_program() -> None:
     assert [name for name, _ in SECTIONS] == re.findall(r"^## (\w+)$", PAGE, re.M)
 
 
+@pytest.mark.guarantee("programs-page-run")
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("section", "program"), SECTIONS, ids=[name for name, _ in SECTIONS])
 def test_the_program_of_a_section_runs(

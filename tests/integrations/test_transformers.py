@@ -62,6 +62,7 @@ def documents_of(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
     return batch_fields(ids, None, fields)
 
 
+@pytest.mark.guarantee("transformers-loss-our")
 def test_labels_are_given_in_both_forms() -> None:
     batch = documents_of()
     before = {name: field.clone() for name, field in batch.items()}
@@ -75,6 +76,7 @@ def test_labels_are_given_in_both_forms() -> None:
     assert all(torch.equal(batch[name], field) for name, field in before.items())
 
 
+@pytest.mark.guarantee("transformers-loss-our")
 @pytest.mark.usefixtures("needs_transformers")
 def test_the_loss_of_a_model_is_that_of_our_labels_and_mask() -> None:
     """By hand: each document by itself, each label once, nothing of what is masked."""
@@ -94,6 +96,7 @@ def test_the_loss_of_a_model_is_that_of_our_labels_and_mask() -> None:
     torch.testing.assert_close(loss, total / batch["loss_mask"].sum())
 
 
+@pytest.mark.guarantee("transformers-killed-run")
 @pytest.mark.usefixtures("needs_transformers")
 @KILLS
 def test_a_killed_run_resumes_exactly(
@@ -102,6 +105,7 @@ def test_a_killed_run_resumes_exactly(
     check_killed_trainer(gang, TRANSFORMERS, endless, tmp_path, before, after)
 
 
+@pytest.mark.guarantee("trl-sfttrainer-killed")
 @pytest.mark.usefixtures("needs_transformers")
 @KILLS
 def test_a_killed_run_of_trls_trainer_resumes_exactly(
@@ -111,6 +115,7 @@ def test_a_killed_run_of_trls_trainer_resumes_exactly(
     check_killed_trainer(gang, TRL, endless, tmp_path, before, after)
 
 
+@pytest.mark.guarantee("transformers-killed-run")
 @pytest.mark.usefixtures("needs_transformers")
 def test_epochs_are_passes_and_a_resume_within_one_ends_with_it(
     sized: DataConfig, tmp_path: Path
@@ -130,6 +135,7 @@ def test_epochs_are_passes_and_a_resume_within_one_ends_with_it(
     assert logged(resumed, 1) == stream(sized, steps)[16 * GLOBAL_BATCH :]
 
 
+@pytest.mark.guarantee("transformers-checkpoints-without")
 @pytest.mark.usefixtures("needs_transformers")
 def test_checkpoints_without_a_position_or_of_other_data_are_refused(
     sized: DataConfig, tmp_path: Path
@@ -149,6 +155,7 @@ def test_checkpoints_without_a_position_or_of_other_data_are_refused(
     assert len(logged(tmp_path, 1)) == seen, "before the first batch"
 
 
+@pytest.mark.guarantee("transformers-checkpoints-without")
 def test_samples_that_these_models_cannot_be_told_of_are_refused(endless: DataConfig) -> None:
     mixin = integration.StreamTrainerMixin
     with pytest.raises(ConfigError, match="leave out create_attention_mask"):
@@ -159,6 +166,7 @@ def test_samples_that_these_models_cannot_be_told_of_are_refused(endless: DataCo
         _ = integration.Other
 
 
+@pytest.mark.guarantee("transformers-checkpoints-without")
 @pytest.mark.usefixtures("needs_transformers")
 def test_a_model_that_would_let_documents_see_each_other_is_refused(
     endless: DataConfig, tmp_path: Path
@@ -176,6 +184,7 @@ def test_a_model_that_would_let_documents_see_each_other_is_refused(
             integration.StreamTrainer(model=tiny_model(), args=caching, stream=apart)
 
 
+@pytest.mark.guarantee("trainer-transformers-evaluates")
 @pytest.mark.usefixtures("needs_transformers")
 @pytest.mark.parametrize("size", [1, 2])
 def test_evaluation_goes_through_the_valid_split_every_time(
@@ -194,6 +203,7 @@ def test_evaluation_goes_through_the_valid_split_every_time(
     assert logged(tmp_path, size) == stream(sized, 4), "training does not notice"
 
 
+@pytest.mark.guarantee("trainer-transformers-evaluates")
 @pytest.mark.usefixtures("needs_transformers")
 def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers(
     endless: DataConfig, tmp_path: Path
@@ -216,6 +226,7 @@ def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers
         assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.guarantee("samples-tell-dataset")
 @pytest.mark.usefixtures("needs_transformers")
 def test_losses_by_source_are_logged_and_make_up_the_loss(
     config: DataConfig, tmp_path: Path

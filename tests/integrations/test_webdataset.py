@@ -31,6 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "webdataset.md"
 # A stage of a pipeline.
 
 
+@pytest.mark.guarantee("loader-first-stage")
 def test_a_loader_is_the_first_stage_of_a_pipeline(config: DataConfig) -> None:
     sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8}
     with StreamLoader(config, **sizes) as loader, StreamLoader(config, **sizes) as bare:
@@ -46,6 +47,7 @@ def test_a_loader_is_the_first_stage_of_a_pipeline(config: DataConfig) -> None:
         assert all(map(torch.equal, iter(pipeline), expected[3:]))
 
 
+@pytest.mark.guarantee("loader-first-stage")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), *(pytest.param(*p, marks=pytest.mark.soak) for p in ((1, 1), (2, 2)))],
@@ -60,6 +62,7 @@ def test_a_killed_run_behind_a_pipeline_goes_on_exactly(
 # Texts.
 
 
+@pytest.mark.guarantee("textstream-number-ranks")
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     passes=st.integers(1, 3),
@@ -102,6 +105,7 @@ def test_any_ranks_take_the_same_global_batches_through_any_resumes(
     assert got == whole
 
 
+@pytest.mark.guarantee("textstream-number-ranks")
 def test_a_state_may_stop_within_a_global_batch() -> None:
     shards = corpus([30])
     whole = samples_of(shards)
@@ -121,6 +125,7 @@ def test_a_state_may_stop_within_a_global_batch() -> None:
         assert rows(next(again)) == [whole[11]]
 
 
+@pytest.mark.guarantee("textstream-number-ranks")
 def test_shards_are_shuffled_pass_by_pass_and_nothing_is_lost() -> None:
     shards = {f"{n}": [f"{n:03d}"] * 4 for n in range(30)}  # two samples each
     with stream_of(shards, seed=7, passes=4, global_batch_size=2) as stream:
@@ -132,6 +137,7 @@ def test_shards_are_shuffled_pass_by_pass_and_nothing_is_lost() -> None:
     assert names == ["009", "017", "019", "010", "028", "016"], "golden: saved states count in it"
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_the_end_is_told_once_and_the_next_pass_begins_at_the_first_sample(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -150,6 +156,7 @@ def test_the_end_is_told_once_and_the_next_pass_begins_at_the_first_sample(
         assert [rows(batch) for batch in again] == first
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_an_iteration_that_is_held_says_why_it_is_over() -> None:
     shards = corpus([30])
     with stream_of(shards) as stream:
@@ -166,6 +173,7 @@ def test_an_iteration_that_is_held_says_why_it_is_over() -> None:
             next(held)
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_a_text_that_cannot_be_read_is_told_and_asked_for_again() -> None:
     shards = corpus([30])
     broken = True
@@ -193,6 +201,7 @@ def test_a_text_that_cannot_be_read_is_told_and_asked_for_again() -> None:
     assert len(got) == len(whole) // 4 * 4
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
     shards = corpus([30, 30])
     with stream_of(shards) as stream:
@@ -221,6 +230,7 @@ def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
                 next(stream)
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
     sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4}
     for shards, given_, words in (
@@ -271,6 +281,7 @@ def write_shards(folder: Path, shards: dict[str, list[str]]) -> list[str]:
     return [str(folder / f"{name}.tar") for name in shards]
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # files that webdataset leaves open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_texts_of_shards_are_those_that_webdataset_reads(tmp_path: Path, moto: S3) -> None:
@@ -288,6 +299,7 @@ def test_texts_of_shards_are_those_that_webdataset_reads(tmp_path: Path, moto: S
         list(webdataset_texts(storage=storage)(f"s3://{bucket}/two.tar"))
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_a_shard_that_was_cut_or_is_damaged_anywhere_is_an_error(tmp_path: Path) -> None:
     """Also between two members, where tarfile takes what is left for the whole."""
     (path,) = write_shards(tmp_path, {"one": ["a" * 700, "b"]})
@@ -314,6 +326,7 @@ def test_a_shard_that_was_cut_or_is_damaged_anywhere_is_an_error(tmp_path: Path)
         list(webdataset_texts()(str(damaged)))
 
 
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_notes_and_folders_in_a_shard_are_no_texts(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("__meta__.txt"))
@@ -326,6 +339,7 @@ def test_notes_and_folders_in_a_shard_are_no_texts(tmp_path: Path) -> None:
     assert list(webdataset_texts()(str(tmp_path / "a.tar.gz"))) == ["one"]
 
 
+@pytest.mark.guarantee("textstream-number-ranks")
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.soak)]
 )
@@ -334,6 +348,7 @@ def test_a_killed_run_goes_on_exactly(gang: Gang, tmp_path: Path, before: int, a
     check_kills(gang, TextFeed, names, tmp_path / "run", before, after, reference=TextFeed)
 
 
+@pytest.mark.guarantee("loader-first-stage")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -350,6 +365,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     names["loader"].close()
 
 
+@pytest.mark.guarantee("textstream-number-ranks")
 def test_a_resumed_stream_does_not_tokenise_what_it_passes_over() -> None:
     shards = corpus([200])
     with stream_of(shards, passes=None) as stream:

@@ -132,6 +132,7 @@ def test_requests_cover_every_run_and_keep_their_limits(
         assert (np.diff(holes) <= gap + 1).all()
 
 
+@pytest.mark.guarantee("fields-megatron-dtypes")
 @given(
     rows=st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=9), min_size=1, max_size=4),
     extra=st.integers(0, 1),
@@ -169,6 +170,7 @@ def test_fields_are_what_numpy_says(
         np.testing.assert_array_equal(got["position_ids"][r], positions)
 
 
+@pytest.mark.guarantee("fields-megatron-dtypes")
 @given(
     samples=st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5),
     width=st.integers(2, 9),
@@ -265,6 +267,7 @@ def bounds_by_hand(sizes: list[int], length: int, extra: int) -> list[int]:
     return [0, *begins, length]
 
 
+@pytest.mark.guarantee("inter-document-masking")
 @given(data=st.data(), extra=st.integers(0, 1), whole=st.booleans())
 def test_bounds_of_sequences_are_those_counted_by_hand(
     data: st.DataObject, extra: int, whole: bool
@@ -298,6 +301,7 @@ def test_bounds_of_sequences_are_those_counted_by_hand(
         ]
 
 
+@pytest.mark.guarantee("inter-document-masking")
 def test_empty_sequences_are_left_out_of_a_sample_that_has_more_than_tokens() -> None:
     size = np.array([0, 1, 0, 0, 1, 0, 1])
     bounds = np.empty((1, 4), np.int32)

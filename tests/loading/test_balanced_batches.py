@@ -87,6 +87,7 @@ def close(loaders: list[StreamLoader]) -> None:
         loader.close()
 
 
+@pytest.mark.guarantee("balance-batches-global")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_global_batches_are_the_same_sets_for_any_ranks(
     data: str, order: Order, tmp_path: Path
@@ -102,6 +103,7 @@ def test_global_batches_are_the_same_sets_for_any_ranks(
         close(ranks)
 
 
+@pytest.mark.guarantee("balanced-batch-finished")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_batch_is_finished_by_other_ranks(data: str, order: Order, tmp_path: Path) -> None:
     config = config_of(data, order, tmp_path)
@@ -126,6 +128,7 @@ def test_a_batch_is_finished_by_other_ranks(data: str, order: Order, tmp_path: P
     assert seen == expected
 
 
+@pytest.mark.guarantee("ranks-differ-sample")
 def test_costs_are_those_of_the_bounds_that_batches_have(data: str, tmp_path: Path) -> None:
     config = config_of(data, "stream", tmp_path)
     costs = {False: 0, True: 0}
@@ -141,6 +144,7 @@ def test_costs_are_those_of_the_bounds_that_batches_have(data: str, tmp_path: Pa
     assert costs[True] < 0.9 * costs[False]
 
 
+@pytest.mark.guarantee("costs-bounds-batch")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_costs_are_known_before_a_token_is_read(data: str, order: Order, tmp_path: Path) -> None:
     config = config_of(data, order, tmp_path)
@@ -154,6 +158,7 @@ def test_costs_are_known_before_a_token_is_read(data: str, order: Order, tmp_pat
     loader.close()
 
 
+@pytest.mark.guarantee("balanced-batch-finished")
 def test_within_a_batch_only_the_same_batch_goes_on(data: str, tmp_path: Path) -> None:
     config = config_of(data, "stream", tmp_path)
     (loader,) = opened(config, 1, 2)
@@ -171,6 +176,7 @@ def test_within_a_batch_only_the_same_batch_goes_on(data: str, tmp_path: Path) -
             assert len(changed.take()["tokens"]) == 2
 
 
+@pytest.mark.guarantee("balance-batches-global")
 def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
     data: str, moto: S3, tmp_path: Path
 ) -> None:
@@ -192,6 +198,7 @@ def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
         close(remote_ranks)
 
 
+@pytest.mark.guarantee("balance-batches-global")
 def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
     data: str, moto: S3, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def data(tmp_path: Path) -> DataConfig:
     )
 
 
+@pytest.mark.guarantee("batch-may-dropped")
 @pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("ids_only", [False, True])
@@ -95,6 +96,7 @@ def test_dataloaders_without_workers_hand_out_the_allocators_own_storage(
         assert all(field.untyped_storage()._cdata in pinned.block_of for field in batch.values())
 
 
+@pytest.mark.guarantee("memory-batches-used")
 def test_blocks_are_used_again_once_nothing_reads_them(
     data: DataConfig, pinned: PinnedBlocks
 ) -> None:
@@ -109,6 +111,7 @@ def test_blocks_are_used_again_once_nothing_reads_them(
     assert made[-1] <= made[len(made) // 2] + 8, "of 20,000 micro-batches"
 
 
+@pytest.mark.guarantee("batch-may-dropped")
 def test_memory_is_chosen_by_who_may_read_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -143,6 +146,7 @@ def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(
     assert asked == [3, {"dtype": torch.int64, "pin_memory": True}]
 
 
+@pytest.mark.guarantee("memory-batches-used")
 def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None:
     ring = ReusedMemory()
     tensor = ring.take((4, 8), torch.int64)
@@ -157,6 +161,7 @@ def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None
     ]
 
 
+@pytest.mark.guarantee("memory-batches-used")
 def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets go of tokens and labels of every slab that was ahead of it, and of two more."""
     made: list[int] = []
@@ -174,6 +179,7 @@ def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.Monkey
     assert len(made) == arrays
 
 
+@pytest.mark.guarantee("field-batch-contiguous")
 @pytest.mark.parametrize("fields", FIELDS)
 def test_writes_past_torchs_notice_reach_no_other_batch(data: DataConfig, fields: str) -> None:
     config = replace(data, **FIELDS[fields])
@@ -187,6 +193,7 @@ def test_writes_past_torchs_notice_reach_no_other_batch(data: DataConfig, fields
                 field.data.zero_()
 
 
+@pytest.mark.guarantee("field-batch-contiguous")
 @pytest.mark.parametrize("fields", FIELDS)
 def test_batches_held_together_share_no_element(data: DataConfig, fields: str) -> None:
     with StreamLoader(
@@ -215,6 +222,7 @@ def batches_of_all_kinds(config: DataConfig) -> list[dict[str, torch.Tensor]]:
         ]
 
 
+@pytest.mark.guarantee("field-batch-contiguous")
 @pytest.mark.parametrize("fields", FIELDS)
 def test_every_field_can_be_viewed_flat(data: DataConfig, fields: str) -> None:
     for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
@@ -222,6 +230,7 @@ def test_every_field_can_be_viewed_flat(data: DataConfig, fields: str) -> None:
             field.view(-1)
 
 
+@pytest.mark.guarantee("field-batch-contiguous")
 @pytest.mark.parametrize("fields", FIELDS)
 def test_writing_to_one_field_alters_no_other(data: DataConfig, fields: str) -> None:
     for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
@@ -231,6 +240,7 @@ def test_writing_to_one_field_alters_no_other(data: DataConfig, fields: str) -> 
             assert torch.equal(batch[name], before[name]), name
 
 
+@pytest.mark.guarantee("attention-masks-take")
 def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) -> None:
     length = 2048
     with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:

@@ -56,6 +56,7 @@ def whole(config: DataConfig) -> list[list[int]]:
 # A loader as an iterator.
 
 
+@pytest.mark.guarantee("next-takes-batches")
 def test_next_of_a_loader_is_its_next_batch(config: DataConfig, whole: list[list[int]]) -> None:
     loader = StreamLoader(config, **SIZES)
     assert isinstance(loader, Iterator)
@@ -72,6 +73,7 @@ def test_next_of_a_loader_is_its_next_batch(config: DataConfig, whole: list[list
     loader.close()
 
 
+@pytest.mark.guarantee("next-takes-batches")
 def test_next_goes_on_where_a_state_was_loaded_and_no_held_iterator_looks_ended(
     config: DataConfig, whole: list[list[int]]
 ) -> None:
@@ -133,6 +135,7 @@ def copier(pinned: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> LateCopier:
     return late
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 def test_batches_on_a_device_are_those_of_the_host(
     config: DataConfig, whole: list[list[int]], copier: LateCopier
 ) -> None:
@@ -143,6 +146,7 @@ def test_batches_on_a_device_are_those_of_the_host(
     assert copier.started == copier.finished == 2 * TOTAL
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 def test_the_cursor_counts_what_was_handed_out_and_not_what_is_under_way(
     config: DataConfig, whole: list[list[int]], copier: LateCopier
 ) -> None:
@@ -170,6 +174,7 @@ def test_the_cursor_counts_what_was_handed_out_and_not_what_is_under_way(
     loader.close()
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 def test_an_error_under_way_is_raised_where_it_is_due(
     config: DataConfig, whole: list[list[int]], copier: LateCopier
 ) -> None:
@@ -191,6 +196,7 @@ def test_an_error_under_way_is_raised_where_it_is_due(
             assert numbers(loader) == whole
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 def test_another_device_in_the_middle_of_a_pass_repeats_and_loses_nothing(
     config: DataConfig, whole: list[list[int]], copier: LateCopier
 ) -> None:
@@ -208,6 +214,7 @@ def test_another_device_in_the_middle_of_a_pass_repeats_and_loses_nothing(
         assert loader.device is None
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 def test_on_the_cpu_batches_are_the_same(config: DataConfig, whole: list[list[int]]) -> None:
     with StreamLoader(config, **SIZES).prefetch_to("cpu") as loader:
         assert numbers(loader, 5) == whole[:5]
@@ -223,6 +230,7 @@ def test_ranks_that_bring_ids_to_a_device_themselves_say_so(config: DataConfig) 
         get_batch(loader, Ranks(ParallelLayout()))
 
 
+@pytest.mark.guarantee("prefetch-batches-host")
 @pytest.mark.parametrize("delay", [0, 200_000_000])
 @pytest.mark.cuda
 @NEEDS_CUDA[1]

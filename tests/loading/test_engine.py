@@ -69,6 +69,7 @@ def table(local: list[bool]) -> FileTable:
 row = st.tuples(st.integers(0, FILES - 1), st.integers(0, TOKENS - 1), st.integers(0, 300))
 
 
+@pytest.mark.guarantee("reads-flight-before")
 @given(
     samples=st.lists(st.lists(row, min_size=1, max_size=4), min_size=1, max_size=20),
     gap=st.sampled_from([0, 64, 4096]),
@@ -139,6 +140,7 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
         assert fetched <= used + 0.2 * wanted
 
 
+@pytest.mark.guarantee("reads-flight-before")
 @given(
     st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 50)), min_size=1, max_size=60),
     st.integers(0, 500),
@@ -163,6 +165,7 @@ def test_gaps_are_bridged_in_any_number_of_files(last: int) -> None:
     assert largest_gap(file, start, start + 100, 1000) == 10
 
 
+@pytest.mark.guarantee("memory-budget-never")
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=80),
     st.integers(50_000, 200_000),
@@ -200,6 +203,7 @@ def orders_and_budgets() -> list[Any]:
     ]
 
 
+@pytest.mark.guarantee("memory-budget-never", "9-budget-deadlocks")
 @pytest.mark.parametrize(("order", "budget"), orders_and_budgets())
 def test_any_budget_gives_the_same_stream_within_it(
     server: tuple[Running, Path], tmp_path: Path, order: str, budget: int
@@ -224,6 +228,7 @@ def test_any_budget_gives_the_same_stream_within_it(
     assert 0 < loader.stats()["most_held_bytes"] <= budget
 
 
+@pytest.mark.guarantee("9-budget-deadlocks")
 def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -240,6 +245,7 @@ def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(
     next(iter(StreamLoader(enough, micro_batch_size=8, global_batch_size=8)))
 
 
+@pytest.mark.guarantee("9-budget-deadlocks")
 def test_a_budget_too_small_for_the_open_pieces_is_told_with_what_would_do(
     server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,6 +270,7 @@ def test_a_budget_too_small_for_the_open_pieces_is_told_with_what_would_do(
     assert caplog.records, "and no more than is needed"
 
 
+@pytest.mark.guarantee("fetches-token-once", "pieces-held-whole")
 def test_the_stream_order_fetches_every_byte_once(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -290,6 +297,7 @@ def test_the_stream_order_fetches_every_byte_once(
     assert loader.stats()["requests"] < epoch * 8 / 4
 
 
+@pytest.mark.guarantee("pieces-held-whole")
 def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_drawn_most_first(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -352,6 +360,7 @@ def lookahead_with_room(
     return lookahead, reading.slab_batches
 
 
+@pytest.mark.guarantee("first-spans-small")
 def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
     """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
     lookahead, slab_batches = lookahead_with_room(server, tmp_path, 3000)
@@ -366,6 +375,7 @@ def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_
     assert planned[-1] > planned[0]
 
 
+@pytest.mark.guarantee("memory-batches-used")
 @pytest.mark.parametrize("ids_only", [False, True])
 def test_batches_that_are_kept_stay_what_they_were(
     tmp_path: Path, config: DataConfig, ids_only: bool
@@ -404,6 +414,7 @@ def test_ids_in_their_stored_width_are_the_tokens_and_labels(config: DataConfig)
             assert raw["valid"].tolist() == [17, 17]
 
 
+@pytest.mark.guarantee("context-parallel-ranks", "parts-r-2")
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
 def test_context_parallel_ranks_read_their_parts_and_no_more(
@@ -491,6 +502,7 @@ def open_and_close(config: DataConfig, times: int) -> None:
     assert flat(memory, 8 << 20), memory
 
 
+@pytest.mark.guarantee("inter-document-masking")
 @pytest.mark.parametrize("where", ["s3:/", "local"])
 def test_bounds_of_sequences_are_those_of_samples_by_themselves(
     server: tuple[Running, Path], tmp_path: Path, where: str
@@ -571,6 +583,7 @@ def test_a_hundred_thousand_batches_leave_everything_flat(
     assert flat(memory, 8 << 20), memory
 
 
+@pytest.mark.guarantee("stats-log-prometheus")
 def test_stats_say_what_was_read_and_how_long_was_waited(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -602,6 +615,7 @@ def test_stats_say_what_was_read_and_how_long_was_waited(
     assert 0 < stats["stall_share"] < 1
 
 
+@pytest.mark.guarantee("7-stores-datasets")
 def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: Path) -> None:
     """A dataset used before a fork (as torch's workers are made) works in the child."""
     endpoint, _ = server
@@ -757,6 +771,7 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         )
 
 
+@pytest.mark.guarantee("ranks-stream-order", "1-batch-function")
 @settings(max_examples=12)
 @given(
     micro=st.sampled_from([1, 4]),
@@ -820,6 +835,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
         pieces.follow(np.arange(9, 17, 2), np.arange(4))
 
 
+@pytest.mark.guarantee("ahead-filled-up")
 def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -839,6 +855,7 @@ def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     assert planned >= 16 * slab_batches
 
 
+@pytest.mark.guarantee("first-spans-small")
 def test_a_slow_caller_is_not_read_far_ahead_of(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -868,6 +885,7 @@ def test_the_whole_epoch_frees_what_it_held(server: tuple[Running, Path], tmp_pa
     loader.close()
 
 
+@pytest.mark.guarantee("stats-log-prometheus")
 def test_the_log_and_prometheus_tell_the_same_figures(
     config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,6 +81,7 @@ def versions_in(config: DataConfig) -> list[tuple[int, Any]]:
     return [(phase.first_sample, phase.blend) for phase in recorded(config).phases]
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_what_is_appended_joins_where_it_is_looked_for(web: str) -> None:
     config = config_of(web)
     with opened(config) as loader:
@@ -103,6 +104,7 @@ def test_what_is_appended_joins_where_it_is_looked_for(web: str) -> None:
     assert len(set(read.values())) == len(read), "nothing twice in an epoch"
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_every_rank_and_resume_takes_in_the_same(web: str) -> None:
     config = config_of(web)
     grow(web, "b")
@@ -127,6 +129,7 @@ def test_every_rank_and_resume_takes_in_the_same(web: str) -> None:
         assert take(again, 100) == read
 
 
+@pytest.mark.guarantee("run-takes-appended")
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_kills_ranks_and_producers_read_what_the_record_says(
@@ -168,6 +171,7 @@ def test_any_kills_ranks_and_producers_read_what_the_record_says(
     assert len(set(by_hand.values())) == len(by_hand), "nothing twice in an epoch"
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_a_record_and_its_datasets_may_lie_in_a_bucket(web: str, tmp_path: Path, moto: S3) -> None:
     storage = StorageConfig(storage_options=moto.options, timeout=60)
     root = f"s3://{moto.new_bucket()}"
@@ -185,6 +189,7 @@ def test_a_record_and_its_datasets_may_lie_in_a_bucket(web: str, tmp_path: Path,
         assert take(local, 32) == read
 
 
+@pytest.mark.guarantee("run-takes-appended")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_agree_and_their_state_tells_what_joined(web: str, workers: int) -> None:
     config = config_of(web, num_samples=(100, 0, 0))
@@ -206,6 +211,7 @@ def by_batch(found: dict[int, bytes]) -> Iterator[bytes]:
         yield b"".join(rows[first : first + BATCH])
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_who_asks_ahead_changes_nothing(web: str) -> None:
     """A batch or a state of later samples has something join, which was read ahead without it."""
     config = config_of(web, eod_id=3, reset_attention_mask=True, balance_batches=True)
@@ -221,6 +227,7 @@ def test_who_asks_ahead_changes_nothing(web: str) -> None:
         assert take(loader, 60) == read
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_ranks_that_read_nothing_take_in_the_same(web: str) -> None:
     config = config_of(web)
     grow(web, "b")
@@ -233,6 +240,7 @@ def test_ranks_that_read_nothing_take_in_the_same(web: str) -> None:
     assert passes.dataset.samples.files[1][0].key == f"{web}-b.bin"
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_weights_are_shared_out_so_that_the_dataset_keeps_its_own(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
     config = config_of(web, blend=[(f"{web}@1", 0.6), (code, 0.4)])
@@ -245,6 +253,7 @@ def test_weights_are_shared_out_so_that_the_dataset_keeps_its_own(web: str) -> N
     np.testing.assert_allclose([weight for _, weight in blend], [0.4, 0.4, 0.2])
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_what_joins_is_of_the_source_that_it_was_appended_to(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
     config = config_of(web, blend=[(code, 0.4), (f"{web}@1", 0.6)], dataset_ids=True)
@@ -262,6 +271,7 @@ def test_what_joins_is_of_the_source_that_it_was_appended_to(web: str) -> None:
     assert abs(share[0] - 80) < 8
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_ranks_that_read_nothing_know_the_sources_of_what_joined(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
     config = config_of(web, blend=[(f"{web}@1", 0.5), (code, 0.5)], dataset_ids=True)
@@ -276,6 +286,7 @@ def test_ranks_that_read_nothing_know_the_sources_of_what_joined(web: str) -> No
         assert every.tolist() == read
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_what_phases_spell_in_two_ways_is_followed(
     web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +301,7 @@ def test_what_phases_spell_in_two_ways_is_followed(
     assert len(set(read.values())) == len(read), "nothing twice in an epoch"
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_a_version_that_cannot_be_read_is_left_out_and_looked_at_again(
     web: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,6 +319,7 @@ def test_a_version_that_cannot_be_read_is_left_out_and_looked_at_again(
     assert versions_in(config) == [(40, [f"{web}@1", f"{web}@1..2"])]
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_a_phase_by_hand_goes_with_it(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
     phases = [PhaseConfig(first_sample=40, blend=[f"{web}@1", f"{web}@1..2", code])]
@@ -323,6 +336,7 @@ def test_a_phase_by_hand_goes_with_it(web: str) -> None:
     ]
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 def test_documents_are_skipped_while_versions_join(web: str, tmp_path: Path) -> None:
     """By the names that stood in a file of them when the run was begun."""
     names = tmp_path / "names.txt"
@@ -351,6 +365,7 @@ def test_documents_are_skipped_while_versions_join(web: str, tmp_path: Path) -> 
         resumed.load_state_dict(state)
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_what_a_phase_by_hand_left_out_joins_again_as_it_was(web: str) -> None:
     config = config_of(web, phases=[PhaseConfig(first_sample=60, blend=[f"{web}@1"])])
     grow(web, "b")
@@ -367,6 +382,7 @@ def test_what_a_phase_by_hand_left_out_joins_again_as_it_was(web: str) -> None:
         assert take(loader, 100) == read
 
 
+@pytest.mark.guarantee("ranks-killed-between")
 @pytest.mark.parametrize("phase", [None, 12])
 @pytest.mark.parametrize("weights", [(0.1, 0.9), (None, None)])
 def test_what_joined_a_blend_of_other_weights_is_refused(
@@ -393,6 +409,7 @@ def test_what_joined_a_blend_of_other_weights_is_refused(
     assert joined[-1] == f"{web}@1..2" or joined[-1][0] == f"{web}@1..2"
 
 
+@pytest.mark.guarantee("run-takes-appended")
 def test_a_run_may_begin_to_follow_in_the_middle(web: str) -> None:
     with opened(replace(config_of(web), follow=None)) as loader:
         read = take(loader, 32)
@@ -407,6 +424,7 @@ def test_a_run_may_begin_to_follow_in_the_middle(web: str) -> None:
         assert take(loader, 60) == read
 
 
+@pytest.mark.guarantee("ranks-killed-between")
 def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
     web: str, tmp_path: Path
 ) -> None:
@@ -431,6 +449,7 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
         opened(config)
 
 
+@pytest.mark.guarantee("ranks-killed-between")
 def test_what_joined_ahead_must_fit_the_steps_of_a_resume(web: str) -> None:
     config = config_of(web, lanes=12)
     with opened(config) as loader:
@@ -464,6 +483,7 @@ def test_what_cannot_be_followed_says_why(web: str) -> None:
         config_of(web, follow={"every_samples": 20})
 
 
+@pytest.mark.guarantee("ranks-killed-between")
 def test_a_place_without_conditional_writes_is_refused(
     web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 @pytest.mark.parametrize("mode", list(MODES))
 def test_batches_are_the_same_by_any_number_of_forked_workers_and_the_parent_reads_on(
     config: DataConfig, mode: str
@@ -84,6 +85,7 @@ def test_batches_are_the_same_by_any_number_of_forked_workers_and_the_parent_rea
     check_same([dataset.batch(0)], expected[:1])
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_a_worker_that_is_killed_is_an_error_and_the_run_resumes_exactly(
     config: DataConfig,
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_run_resumes_exactly(
     check_same(list(forked(resumed, 2)), expected[7:])
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_faults_that_forked_workers_meet_change_no_bit(server: Running, config: DataConfig) -> None:
     dataset = dataset_of(config)
     expected = [dataset.batch(consumed) for consumed in dataset.positions()]
@@ -118,6 +121,7 @@ def _close_all(pipe: Any) -> None:
     pipe.send("closed")
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_a_child_ends_iterations_that_it_inherited_whatever_the_parents_threads_held(
     config: DataConfig,
 ) -> None:
@@ -161,6 +165,7 @@ while True:
 """
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_ctrl_c_ends_a_run_and_its_forked_workers(server: Running, tmp_path: Path) -> None:
     server.behave()
     command = [sys.executable, "-W", "ignore", "-c", CTRL_C, server.endpoint, str(tmp_path)]

@@ -57,6 +57,7 @@ def copied(batches: Any) -> list[torch.Tensor]:
     return [batch["tokens"].clone() for batch in batches]
 
 
+@pytest.mark.guarantee("torchdata-statefuldataloader-resumes")
 @pytest.mark.parametrize(
     ("workers", "every"),
     [
@@ -97,6 +98,7 @@ def dataset_state(state: Any) -> Any:
     return state["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"]
 
 
+@pytest.mark.guarantee("torchdata-statefuldataloader-resumes")
 @pytest.mark.parametrize("before", [1, 2])
 def test_the_dataset_of_a_state_goes_on_with_any_number_of_workers(
     config: DataConfig, before: int
@@ -121,6 +123,7 @@ def test_the_dataset_of_a_state_goes_on_with_any_number_of_workers(
         assert all(map(torch.equal, rest, reference[3:]))
 
 
+@pytest.mark.guarantee("torchdata-statefuldataloader-resumes")
 def test_a_state_of_another_order_is_refused_in_workers(config: DataConfig) -> None:
     loader = stateful(config, 2)
     next(iter(loader))
@@ -130,6 +133,7 @@ def test_a_state_of_another_order_is_refused_in_workers(config: DataConfig) -> N
         next(iter(other))
 
 
+@pytest.mark.guarantee("torchdata-statefuldataloader-resumes")
 @pytest.mark.parametrize("taken", [2, 7, TOTAL - 1])
 def test_a_state_is_saved_and_loaded_again_and_again_while_workers_have_ended(
     config: DataConfig, taken: int
@@ -183,6 +187,7 @@ def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig) ->
 # torch's distributed checkpoints.
 
 
+@pytest.mark.guarantee("torch-distributed-checkpoints")
 def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(
     gang: Gang, config: DataConfig, tmp_path: Path
 ) -> None:
@@ -203,6 +208,7 @@ def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(
 # accelerate.
 
 
+@pytest.mark.guarantee("accelerate-exact-when", "accelerate-prepare-gives")
 def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_first_batch(
     gang: Gang, config: DataConfig
 ) -> None:
@@ -215,6 +221,7 @@ def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_
     )
 
 
+@pytest.mark.guarantee("accelerate-exact-when", "accelerate-prepare-gives")
 def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(
     gang: Gang, config: DataConfig, tmp_path: Path
 ) -> None:
@@ -227,6 +234,7 @@ def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(
 # Lightning.
 
 
+@pytest.mark.guarantee("lightning-whole-passes")
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(
     config: DataConfig, tmp_path: Path

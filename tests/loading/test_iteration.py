@@ -82,6 +82,7 @@ class Numbered:
 # StreamLoader.
 
 
+@pytest.mark.guarantee("train-loader-goes")
 def test_a_pass_goes_on_where_it_was_left_and_after_the_end_comes_the_next(
     config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_pass_goes_on_where_it_was_left_and_after_the_end_comes_the_next(
     assert "the next pass begins" in caplog.text
 
 
+@pytest.mark.guarantee("take-stays-end")
 def test_take_stays_at_the_end_until_the_loader_goes_elsewhere(config: DataConfig) -> None:
     number = Numbered(config)
     with StreamLoader(config, **SIZES) as loader:
@@ -121,6 +123,7 @@ def test_take_stays_at_the_end_until_the_loader_goes_elsewhere(config: DataConfi
         assert loader.consumed_samples == TOTAL - 4
 
 
+@pytest.mark.guarantee("train-loader-goes")
 def test_a_state_of_the_end_begins_another_pass_with_a_warning(
     config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +140,7 @@ def test_a_state_of_the_end_begins_another_pass_with_a_warning(
     assert f"sample {TOTAL}, is the end of the data; iterating begins another pass" in caplog.text
 
 
+@pytest.mark.guarantee("evaluation-begins-first")
 @pytest.mark.parametrize(("split", "evaluation"), [("valid", None), ("train", True)])
 def test_evaluation_begins_at_the_first_sample_every_time(
     config: DataConfig, split: str, evaluation: bool | None
@@ -163,6 +167,7 @@ def test_a_valid_split_may_be_trained_on(config: DataConfig) -> None:
         assert number(loader, 1) == [12]
 
 
+@pytest.mark.guarantee("stopiteration-end-data")
 @pytest.mark.parametrize(
     ("act", "words"),
     [
@@ -199,6 +204,7 @@ def test_an_iteration_that_gave_everything_stays_over(config: DataConfig) -> Non
     assert list(held) == []
 
 
+@pytest.mark.guarantee("after-error-batch")
 def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: DataConfig) -> None:
     objects = {
         f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
@@ -233,6 +239,7 @@ def alone(config: DataConfig, **options: Any) -> tuple[StreamLoader, RankBatches
     return loader, RankBatches(loader, ranks)
 
 
+@pytest.mark.guarantee("after-error-batch")
 def test_an_error_ahead_costs_rank_batches_nothing(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +269,7 @@ def test_an_error_ahead_costs_rank_batches_nothing(
     batches.close()
 
 
+@pytest.mark.guarantee("train-loader-goes")
 def test_rank_batches_begin_passes_as_their_loader_does(config: DataConfig) -> None:
     number = Numbered(config)
     _, batches = alone(config)
@@ -278,6 +286,7 @@ def test_rank_batches_begin_passes_as_their_loader_does(config: DataConfig) -> N
     batches.close()
 
 
+@pytest.mark.guarantee("stopiteration-end-data")
 def test_what_virtual_stages_kept_is_not_given_after_a_load(config: DataConfig) -> None:
     number = Numbered(config)
     loader, batches = alone(config)
@@ -316,6 +325,7 @@ def feed(dataset: StreamingDataset, mode: str) -> Iterable[Any]:
     return dataset if options is None else DataLoader(dataset, batch_size=None, **options)
 
 
+@pytest.mark.guarantee("streamingdataset-begins-put")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_iteration_begins_where_the_dataset_was_put_and_others_at_the_first_sample(
     config: DataConfig, mode: str
@@ -336,6 +346,7 @@ def test_the_first_iteration_begins_where_the_dataset_was_put_and_others_at_the_
         assert number(batches) == EVERY
 
 
+@pytest.mark.guarantee("streamingdataset-begins-put")
 @pytest.mark.parametrize("mode", ["none", "forked", "persistent"])
 def test_iterations_with_the_same_seed_are_told_apart(config: DataConfig, mode: str) -> None:
     number = Numbered(config)
@@ -350,6 +361,7 @@ def test_iterations_with_the_same_seed_are_told_apart(config: DataConfig, mode: 
     assert number(batches, 4) == EVERY[6:10]
 
 
+@pytest.mark.guarantee("streamingdataset-begins-put")
 @pytest.mark.parametrize("mode", ["none", "forked"])
 def test_two_iterations_at_once_do_not_share_a_place(config: DataConfig, mode: str) -> None:
     number = Numbered(config)
@@ -363,6 +375,7 @@ def test_two_iterations_at_once_do_not_share_a_place(config: DataConfig, mode: s
     assert number(second) == EVERY[4:]
 
 
+@pytest.mark.guarantee("stopiteration-end-data")
 @pytest.mark.parametrize("mode", ["alone", "none", "forked", "persistent"])
 def test_an_iteration_of_a_dataset_held_over_a_load_raises(config: DataConfig, mode: str) -> None:
     number = Numbered(config)
@@ -376,6 +389,7 @@ def test_an_iteration_of_a_dataset_held_over_a_load_raises(config: DataConfig, m
     assert number(batches) == EVERY[4:]
 
 
+@pytest.mark.guarantee("stopiteration-end-data")
 @pytest.mark.parametrize("mode", ["alone", "none", "forked"])
 def test_an_iteration_that_ended_by_an_error_is_not_over(config: DataConfig, mode: str) -> None:
     dataset = StreamingDataset(replace(config, vocab_size=10), **SIZES)
@@ -425,6 +439,7 @@ def test_a_state_after_so_many_batches_is_that_of_having_taken_them(
         dataset.state_dict(num_batches=len(states))
 
 
+@pytest.mark.guarantee("3-cursor-counts")
 @pytest.mark.parametrize("mode", ["forked", "persistent"])
 def test_where_only_the_caller_can_count_he_is_asked(config: DataConfig, mode: str) -> None:
     dataset = StreamingDataset(config, **SIZES)
@@ -447,6 +462,7 @@ def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: 
         asked(4096, True)
 
 
+@pytest.mark.guarantee("loop-fetches-ahead")
 @pytest.mark.parametrize("skips", [(), ((16, 32), (48, 56))])
 def test_a_loop_that_fetches_ahead_saves_what_it_has_trained_on(
     config: DataConfig, skips: tuple[tuple[int, int], ...]
@@ -535,6 +551,7 @@ def test_ranks_that_were_forked_with_their_loader_have_cursors_of_their_own(
 # States.
 
 
+@pytest.mark.guarantee("4-identity-defines")
 def test_weights_of_the_same_shares_are_the_same_order(
     pair: str, config: DataConfig, tmp_path: Path
 ) -> None:
@@ -549,6 +566,7 @@ def test_weights_of_the_same_shares_are_the_same_order(
         )
 
 
+@pytest.mark.guarantee("state-refused-changes")
 @pytest.mark.parametrize("version", [1, 3, 5, True, "4", None])
 def test_a_state_of_another_version_is_refused_by_its_version(
     config: DataConfig, version: Any
@@ -559,6 +577,7 @@ def test_a_state_of_another_version_is_refused_by_its_version(
             loader.load_state_dict({**state, "version": version})
 
 
+@pytest.mark.guarantee("state-refused-changes")
 @settings(max_examples=25)
 @given(data=st.data())
 def test_a_load_that_is_refused_changes_nothing(

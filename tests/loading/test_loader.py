@@ -77,6 +77,7 @@ def stream(config: DataConfig) -> dict[int, bytes]:
     return whole
 
 
+@pytest.mark.guarantee("stream-layout-global", "2-micro-steps")
 @pytest.mark.parametrize("order", ["megatron", "sequential"])
 def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -> None:
     config = replace(config, order=order)
@@ -93,6 +94,7 @@ def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -
     assert len(streams[0]) % GLOBAL == 0
 
 
+@pytest.mark.guarantee("exact-resume-state")
 @pytest.mark.parametrize("before", RANKS)
 @pytest.mark.parametrize("after", RANKS)
 def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
@@ -136,6 +138,7 @@ STOPS = st.lists(
 )
 
 
+@pytest.mark.guarantee("exact-resume-state")
 @settings(max_examples=15)
 @given(stops=STOPS)
 def test_any_chain_of_resumes_is_the_uninterrupted_stream(
@@ -184,12 +187,14 @@ def resume_again_and_again(
             loader.close()
 
 
+@pytest.mark.guarantee("state-under-1")
 def test_the_state_is_small_and_readable(config: DataConfig) -> None:
     state = loaders(config, 1, 1)[0].state_dict()
     assert len(json.dumps(state)) < 1024
     assert json.loads(state["identity"])["seed"] == 1234
 
 
+@pytest.mark.guarantee("refused-differs-another", "4-identity-defines", "number-samples-belongs")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -210,6 +215,7 @@ def test_a_state_of_another_order_is_refused(
     assert named in str(caught.value)
 
 
+@pytest.mark.guarantee("moving-data-another", "4-identity-defines")
 def test_a_state_of_another_dataset_is_refused_but_a_copy_elsewhere_is_the_same(
     config: DataConfig, tmp_path: Path
 ) -> None:
@@ -221,6 +227,7 @@ def test_a_state_of_another_dataset_is_refused_but_a_copy_elsewhere_is_the_same(
         loaders(replace(config, blend=[str(tmp_path / "other")]), 1, 1, state)
 
 
+@pytest.mark.guarantee("1-batch-function")
 def test_seek_goes_anywhere_and_nowhere_else(config: DataConfig, stream: dict[int, bytes]) -> None:
     loader = loaders(config, 1, 2)[0]
     for sample in (GLOBAL * 7, 0, len(stream) - 2):
@@ -234,6 +241,7 @@ def test_seek_goes_anywhere_and_nowhere_else(config: DataConfig, stream: dict[in
         loader.seek(3)
 
 
+@pytest.mark.guarantee("exact-resume-state", "3-cursor-counts")
 def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) -> None:
     loader = StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, prefetch=8)
     for _number, _batch in zip(range(5), loader, strict=False):
@@ -246,6 +254,7 @@ def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) ->
     loader.close()
 
 
+@pytest.mark.guarantee("3-cursor-counts", "7-stores-datasets")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> None:
     dataset = StreamingDataset(
@@ -275,12 +284,14 @@ class WithBfloat16(torch.utils.data.IterableDataset[Any]):
             yield batch
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_workers_send_fields_of_every_dtype(config: DataConfig) -> None:
     dataset = WithBfloat16(StreamingDataset(config, micro_batch_size=6, global_batch_size=12))
     workers = DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
     assert next(iter(workers))["weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_batches_in_workers_are_dicts_and_can_be_collated(config: DataConfig) -> None:
     def types(batches: list[Any]) -> list[bool]:
         return [isinstance(batch, dict) for batch in batches]
@@ -357,6 +368,7 @@ def test_settings_that_cannot_work_are_refused(
         StreamLoader(config, **({"micro_batch_size": 1, "global_batch_size": 2} | arguments))
 
 
+@pytest.mark.guarantee("settings-run-cannot")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -394,6 +406,7 @@ def test_data_settings_that_cannot_work_are_refused(
         replace(config, **change)
 
 
+@pytest.mark.guarantee("inter-document-masking")
 def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) -> None:
     masked = replace(config, order="megatron", num_samples=(48, 0, 0), inter_document_masking=True)
     with pytest.raises(ConfigError, match="ids_only batches tell nothing of sequences"):
@@ -403,6 +416,7 @@ def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) ->
         batch_fields(ids, None, masked)
 
 
+@pytest.mark.guarantee("settings-run-cannot")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -442,6 +456,7 @@ def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(
             assert loader.consumed_samples == 4
 
 
+@pytest.mark.guarantee("number-samples-belongs")
 def test_the_megatron_order_asks_for_the_number_of_samples(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match=r"set num_samples=\(train, valid, test\)"):
         StreamLoader(replace(config, num_samples=None), micro_batch_size=1, global_batch_size=1)
@@ -465,6 +480,7 @@ def test_a_token_id_past_the_vocabulary_is_an_error_on_its_step(config: DataConf
     assert loader.consumed_samples < 960
 
 
+@pytest.mark.guarantee("403-404-changed")
 def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: DataConfig) -> None:
     objects = {
         f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
@@ -609,6 +625,7 @@ def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig
         assert found
 
 
+@pytest.mark.guarantee("order-never-changes")
 def test_the_golden_sequential_order(tmp_path: Path) -> None:
     """Changing these numbers is a breaking change: bump the order version, and say so first in the
     CHANGELOG.

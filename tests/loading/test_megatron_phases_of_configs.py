@@ -100,6 +100,7 @@ def read(
     return found, after
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 @settings(max_examples=8)
 @given(
     stops=st.lists(st.integers(1, SAMPLES // BATCH - 1), max_size=3, unique=True),
@@ -118,6 +119,7 @@ def test_each_phase_is_the_run_of_its_own_settings_on_any_ranks_through_any_resu
     assert [found[sample] for sample in range(SAMPLES)] == wanted
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 def test_workers_go_through_all_phases(data: Path, wanted: list[bytes]) -> None:
     dataset = StreamingDataset(config_of(data), micro_batch_size=3, global_batch_size=BATCH)
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
@@ -138,6 +140,7 @@ def test_datasets_are_numbered_over_all_phases(data: Path) -> None:
 # --- the past ---
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 def test_phases_to_come_may_be_changed_and_those_begun_may_not(data: Path) -> None:
     config = config_of(data)
     _, at_transition = read(config, 1, 3, STARTS[2])
@@ -157,6 +160,7 @@ def test_phases_to_come_may_be_changed_and_those_begun_may_not(data: Path) -> No
         loader.load_state_dict(at_transition)
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 def test_how_long_a_phase_is_belongs_to_its_order(data: Path) -> None:
     config = config_of(data)
     _, state = read(config, 1, 3, BATCH)
@@ -177,6 +181,7 @@ def test_a_state_of_phases_is_small(data: Path) -> None:
 # --- documents ---
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 def test_documents_are_found_in_every_phase(data: Path) -> None:
     provenance = Provenance(config_of(data), "train", BATCH)
     for sample in (0, 59, 60, 95, 96, SAMPLES - 1):
@@ -189,6 +194,7 @@ def test_documents_are_found_in_every_phase(data: Path) -> None:
     assert sizes.tolist() == [17, 25]
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 def test_indices_of_all_phases_are_built_ahead(data: Path, tmp_path: Path) -> None:
     config = config_of(data, index_cache_dir=tmp_path)
     prepared = list(prepare(config))
@@ -205,6 +211,7 @@ def test_indices_of_all_phases_are_built_ahead(data: Path, tmp_path: Path) -> No
 # --- phases that mean nothing ---
 
 
+@pytest.mark.guarantee("megatron-order-phase")
 @pytest.mark.parametrize(
     ("phase", "message"),
     [

@@ -92,6 +92,7 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.guarantee("phases-balanced-batches")
 @given(
     phases=chains(),
     kind=st.sampled_from(["plain", "packed", "parts", "packed parts"]),
@@ -198,11 +199,13 @@ def check(batches: list[dict[str, torch.Tensor]], data: Path) -> None:
         assert all(torch.equal(batch[name], alone[name]) for name in alone)
 
 
+@pytest.mark.guarantee("phases-balanced-batches")
 def test_workers_give_balanced_batches_of_every_phase_in_order(data: Path) -> None:
     dataset, _ = mixed(data)
     check(list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)), data)
 
 
+@pytest.mark.guarantee("phases-balanced-batches")
 @pytest.mark.usefixtures("workers_end_soon")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -114,6 +114,7 @@ def test_the_datasets_of_a_phase_are_read_in_their_shares(data: Path) -> None:
     np.testing.assert_allclose(shares, [[0.6, 0.4, 0], [0, 0.5, 0.5], [0.8, 0.2, 0]], atol=0.05)
 
 
+@pytest.mark.guarantee("ranks-micro-batches")
 @given(
     resumes=st.lists(
         st.tuples(st.integers(1, 30), st.sampled_from([(1, 12), (2, 3), (4, 1), (12, 1)])),
@@ -140,6 +141,7 @@ def test_any_ranks_read_what_the_phases_say_through_any_resumes(
     assert found | part == wanted
 
 
+@pytest.mark.guarantee("ranks-micro-batches")
 def test_workers_of_a_dataloader_read_the_phases_in_order(
     data: Path, wanted: dict[int, bytes]
 ) -> None:
@@ -157,6 +159,7 @@ def remote(data: Path) -> Iterator[Any]:
         yield server
 
 
+@pytest.mark.guarantee("ranks-micro-batches")
 def test_pieces_are_fetched_whole_in_every_phase(
     remote: Any, tmp_path: Path, wanted: dict[int, bytes]
 ) -> None:
@@ -195,6 +198,7 @@ def length_at(sample: int) -> int:
     return 24 if sample < 240 else 32
 
 
+@pytest.mark.guarantee("phase-samples-may")
 def test_samples_are_longer_from_a_phase_on(data: Path, remote: Any, tmp_path: Path) -> None:
     """On any ranks, from object storage too, and resumed on both sides of the change."""
     config = longer(data)
@@ -250,6 +254,7 @@ def seams_in(config: DataConfig, end: int) -> dict[int, list[int]]:
     return seams
 
 
+@pytest.mark.guarantee("seams-samples-join")
 @pytest.mark.parametrize("asked", ["masked", "apart"])
 def test_seams_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: str) -> None:
     config = longer(data, **APART | {"seams": asked})
@@ -291,6 +296,7 @@ def test_seams_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: 
                 assert torch.equal(batch[name], same[name])
 
 
+@pytest.mark.guarantee("seams-samples-join")
 def test_workers_tell_of_seams_as_the_loader_does(data: Path) -> None:
     config = longer(data, **APART, num_samples=(360, 0, 0))
     dataset = StreamingDataset(config, micro_batch_size=12, global_batch_size=BATCH)
@@ -300,6 +306,7 @@ def test_workers_tell_of_seams_as_the_loader_does(data: Path) -> None:
         assert all(torch.equal(batch[name], alone[name]) for name in alone)
 
 
+@pytest.mark.guarantee("seams-samples-join")
 def test_what_no_seam_is_meant_by_is_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="seams is 'cut'; it must be one of joined, masked"):
         longer(data, seams="cut")
@@ -314,6 +321,7 @@ def test_what_no_seam_is_meant_by_is_refused(data: Path) -> None:
     assert not len(dataset.seams(240))
 
 
+@pytest.mark.guarantee("phase-samples-may")
 def test_context_ranks_keep_their_parts_of_longer_samples(data: Path) -> None:
     config = longer(data)
     sizes: dict[str, Any] = {
@@ -388,6 +396,7 @@ def states_of(config: DataConfig, *positions: int) -> list[dict[str, Any]]:
         return states
 
 
+@pytest.mark.guarantee("data-come-go", "later-phase-never")
 def test_a_phase_is_appended_to_a_running_job(data: Path, wanted: dict[int, bytes]) -> None:
     """By editing the config and resuming; the state of a run without phases is one of phase 0."""
     whole = config_of(data)
@@ -401,6 +410,7 @@ def test_a_phase_is_appended_to_a_running_job(data: Path, wanted: dict[int, byte
     assert found | part == wanted
 
 
+@pytest.mark.guarantee("later-phase-never")
 def test_the_phases_ahead_may_be_changed_and_those_behind_not(data: Path) -> None:
     config = config_of(data)
     first, second = config.phases
@@ -432,6 +442,7 @@ def test_a_resume_with_another_batch_size_must_reach_the_phase_ahead(data: Path)
         assert loader.consumed_samples == 0
 
 
+@pytest.mark.guarantee("batches-another-size")
 def test_lanes_of_a_checkpoint_that_a_phase_does_not_divide_are_told(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -456,6 +467,7 @@ def test_lanes_of_a_checkpoint_that_a_phase_does_not_divide_are_told(
             assert tokens.tolist() == web[start : start + LENGTH].tolist()
 
 
+@pytest.mark.guarantee("ranks-micro-batches")
 def test_validation_is_the_same_whatever_the_phases(data: Path) -> None:
     config = config_of(data, split="90,10,0", num_samples=(END, 48, 0))
     sizes = {"micro_batch_size": 4, "global_batch_size": BATCH, "split": "valid"}
@@ -568,6 +580,7 @@ def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
     ]
 
 
+@pytest.mark.guarantee("phases-lane-goes")
 def test_a_dataset_that_phases_spell_in_two_ways_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,6 +606,7 @@ def test_a_dataset_that_phases_spell_in_two_ways_is_one(
     assert orders[0].identity() == orders[1].identity()
 
 
+@pytest.mark.guarantee("phases-lane-goes")
 def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "web"))
     write_random_pair(str(tmp_path / "code"))

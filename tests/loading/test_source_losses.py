@@ -55,6 +55,7 @@ def told_by_ids(batch: Any) -> torch.Tensor:
     return first_ids // 100
 
 
+@pytest.mark.guarantee("samples-tell-dataset")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: Any) -> None:
     config = replace(config, order=order, lanes=24 if order == "stream" else None)
@@ -79,6 +80,7 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
         assert "dataset_id" not in loader.take()
 
 
+@pytest.mark.guarantee("samples-tell-dataset")
 def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
     blend: Any = config.blend
     web, code, math = blend
@@ -109,6 +111,7 @@ def test_batches_of_ids_alone_are_refused(config: DataConfig) -> None:
         SourceLosses([])
 
 
+@pytest.mark.guarantee("samples-tell-dataset")
 @settings(max_examples=30)
 @given(
     cuts=st.lists(st.integers(1, 23), max_size=4, unique=True),
@@ -148,5 +151,6 @@ def means_over_ranks(rank: int) -> list[dict[str, float]]:
     return [sources.means(), sources.means()]
 
 
+@pytest.mark.guarantee("samples-tell-dataset")
 def test_losses_by_source_are_summed_over_ranks(gang: Gang) -> None:
     assert gang.run(2, means_over_ranks) == [[{"web": 1.5, "code": 5.0}, {}]] * 2

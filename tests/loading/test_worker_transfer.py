@@ -71,6 +71,7 @@ def plain(ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 @given(st.data())
 def test_values_of_any_size_arrive_as_they_were_sent(data: st.DataObject) -> None:
     value = st.one_of(st.integers(0, 70_000), st.sampled_from(LIMITS))
@@ -85,6 +86,7 @@ def test_values_of_any_size_arrive_as_they_were_sent(data: st.DataObject) -> Non
     check_same(arrived(batch), batch)
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 @pytest.mark.parametrize(
     "field",
     [
@@ -226,6 +228,7 @@ def _negated(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.guarantee("batches-forked-workers")
 def test_what_collate_fn_writes_in_a_worker_is_what_arrives(config: DataConfig) -> None:
     expected = expected_of(config)
     for batch in expected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     return np.array(costs, np.int64), rows, ranks
 
 
+@pytest.mark.guarantee("balance-batches-global")
 @given(batches())
 def test_every_sample_is_dealt_once_and_always_alike(batch: tuple[np.ndarray, int, int]) -> None:
     costs, rows, ranks = batch
@@ -34,6 +36,7 @@ def test_every_sample_is_dealt_once_and_always_alike(batch: tuple[np.ndarray, in
     assert np.array_equal(places, balanced_places(costs.copy(), rows, ranks))
 
 
+@pytest.mark.guarantee("whole-documents-equal", "ranks-differ-sample")
 @given(batches())
 def test_ranks_differ_by_one_sample_at_most(batch: tuple[np.ndarray, int, int]) -> None:
     costs, rows, ranks = batch
@@ -49,6 +52,7 @@ def test_ranks_differ_by_one_sample_at_most(batch: tuple[np.ndarray, int, int]) 
         assert micro_batches.max() - micro_batches.min() <= of_step.max() - of_step.min()
 
 
+@pytest.mark.guarantee("ranks-differ-sample")
 @given(batches())
 def test_alone_in_a_micro_batch_samples_are_never_slower_than_as_they_come(
     batch: tuple[np.ndarray, int, int],
@@ -59,6 +63,7 @@ def test_alone_in_a_micro_batch_samples_are_never_slower_than_as_they_come(
     assert pace(costs[balanced_places(costs, 1, size)]) <= pace(as_they_come)
 
 
+@pytest.mark.guarantee("balanced-batch-finished")
 @given(batches())
 def test_what_was_read_before_a_position_does_not_depend_on_the_ranks(
     batch: tuple[np.ndarray, int, int],
@@ -81,6 +86,7 @@ def documents(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int]]]:
     return lengths, [(min(pair), max(pair)) for pair in pairs]
 
 
+@pytest.mark.guarantee("costs-bounds-batch")
 @given(documents())
 def test_costs_are_the_squares_of_documents(
     drawn: tuple[list[list[int]], list[tuple[int, int]]],

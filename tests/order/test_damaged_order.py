@@ -76,6 +76,7 @@ for array, damages in DAMAGE.items():
 """
 
 
+@pytest.mark.guarantee("built-order-arrays")
 def test_no_value_of_a_cached_order_leads_outside_of_what_is_there(tmp_path: Path) -> None:
     family = launch(tmp_path, 1, ["-c", EVERY_DAMAGE, str(tmp_path)])
     codes = family.ended(0, within=120)
@@ -90,6 +91,7 @@ def test_no_value_of_a_cached_order_leads_outside_of_what_is_there(tmp_path: Pat
     assert printed.splitlines() == expected
 
 
+@pytest.mark.guarantee("built-order-arrays")
 @pytest.mark.parametrize(
     "array",
     ["document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"],
@@ -155,6 +157,7 @@ def test_an_idx_whose_lengths_are_negative_makes_no_tar(tmp_path: Path) -> None:
         IndexedDataset(str(tmp_path / "shard.tar"))
 
 
+@pytest.mark.guarantee("12-page-file")
 @pytest.mark.parametrize("wrong", ["a flipped bit", "cut", "empty"])
 def test_a_cached_order_that_is_damaged_is_built_again(tmp_path: Path, wrong: str) -> None:
     config, _ = write(tmp_path)

@@ -46,6 +46,7 @@ def refused(state: Any, identity: dict[str, Any], readable: Any = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.guarantee("state-under-1")
 @pytest.mark.parametrize("segments", [0, 5])
 @pytest.mark.parametrize("datasets", [1, 20, 30, 1000, 32766])
 def test_a_state_is_under_a_kilobyte_for_any_number_of_datasets(
@@ -59,6 +60,7 @@ def test_a_state_is_under_a_kilobyte_for_any_number_of_datasets(
     parse_state(json.loads(json.dumps(state))).check(identity)
 
 
+@pytest.mark.guarantee("states-many-datasets")
 @settings(max_examples=40)
 @given(count=st.integers(1, 60), data=st.data())
 def test_any_single_difference_is_found_and_placed(count: int, data: st.DataObject) -> None:
@@ -91,6 +93,7 @@ def phases_of(count: int, datasets: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.guarantee("later-phase-never")
 @pytest.mark.parametrize("count", [1, 8, 20])
 @pytest.mark.parametrize("datasets", [1, 1000])
 def test_a_state_is_under_a_kilobyte_for_any_number_of_phases(count: int, datasets: int) -> None:
@@ -100,6 +103,7 @@ def test_a_state_is_under_a_kilobyte_for_any_number_of_phases(count: int, datase
     parse_state(json.loads(json.dumps(state))).check(identity)
 
 
+@pytest.mark.guarantee("later-phase-never")
 @given(data=st.data())
 def test_a_phase_that_was_edited_is_named(data: st.DataObject) -> None:
     """Whole or as a chain, with what is kept beside the state or without it."""
@@ -129,6 +133,7 @@ def test_a_phase_that_was_edited_is_named(data: st.DataObject) -> None:
     assert "phases.1: " in refused(make_state(identity_of(datasets), 7), identity)
 
 
+@pytest.mark.guarantee("states-many-datasets")
 def test_a_mismatch_of_a_folded_state_names_the_field() -> None:
     identity = identity_of(1000, segments=2)
     state = make_state(identity, 7)
@@ -153,6 +158,7 @@ def test_a_mismatch_of_a_folded_state_names_the_field() -> None:
     assert "datasets" not in text
 
 
+@pytest.mark.guarantee("states-many-datasets")
 def test_what_is_kept_beside_a_state_says_what_differs() -> None:
     identity = identity_of(1000)
     state = make_state(identity, 7)
@@ -176,6 +182,7 @@ def test_a_state_that_is_small_is_whole_as_ever() -> None:
     assert keep_readable(state, identity) is None
 
 
+@pytest.mark.guarantee("states-many-datasets")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_many_datasets_resume_on_other_ranks_by_a_small_state(order: Any, tmp_path: Path) -> None:
     datasets = 100 if order == "stream" else 40

@@ -14,6 +14,7 @@ from streammega.order.cursor import make_state, parse_state
 from streammega.order.rank_samples import check_batch_sizes, check_resume, rank_samples
 
 
+@pytest.mark.guarantee("stream-layout-global", "2-micro-steps")
 @given(
     ranks=st.integers(1, 12),
     micro=st.integers(1, 5),
@@ -33,6 +34,7 @@ def test_ranks_tile_the_global_batch_exactly_once(
     assert sorted(np.concatenate(ids).tolist()) == list(range(start, start + steps * size))
 
 
+@pytest.mark.guarantee("2-micro-steps")
 @given(ranks=st.integers(1, 12), micro=st.integers(1, 5), start=st.integers(0, 200))
 def test_strided_ranks_own_their_samples_for_good(ranks: int, micro: int, start: int) -> None:
     for rank in range(ranks):
@@ -40,6 +42,7 @@ def test_strided_ranks_own_their_samples_for_good(ranks: int, micro: int, start:
         assert (ids % ranks == rank).all()
 
 
+@pytest.mark.guarantee("2-micro-steps")
 def test_contiguous_ranks_are_megatrons_single_sampler() -> None:
     # By hand: mbs 2, dp 3, 6 samples a micro-step; rank 1 takes the second pair of each run.
     assert [rank_samples(c, 2, 1, 3, contiguous=True).tolist() for c in (0, 6)] == [[2, 3], [8, 9]]
@@ -82,6 +85,7 @@ def test_a_state_survives_json_and_says_where_to_go_on(consumed: int) -> None:
     assert (saved.consumed, saved.offset) == (consumed, 0)
 
 
+@pytest.mark.guarantee("refused-differs-another")
 def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
     state = make_state(IDENTITY, 7)
     other = {**IDENTITY, "seed": 2, "datasets": [{"digest": "bb", "weight": 0.3}]}

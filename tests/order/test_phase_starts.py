@@ -25,6 +25,7 @@ def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
     )
 
 
+@pytest.mark.guarantee("phase-told-step")
 @given(
     changes=st.lists(
         st.tuples(
@@ -92,6 +93,7 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
     assert in_samples(found, 6, rampup) is found
 
 
+@pytest.mark.guarantee("phase-told-step")
 def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> None:
     by_step = config_of(PhaseConfig(first_step=5, sequence_length=8))
     by_token = config_of(PhaseConfig(first_token=96, sequence_length=8))
@@ -112,6 +114,7 @@ def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> Non
     assert StreamingDataset(valid, split="valid", **sizes).num_samples == 12
 
 
+@pytest.mark.guarantee("phase-told-step")
 @pytest.mark.parametrize(
     ("phase", "message"),
     [

@@ -182,6 +182,7 @@ def length_of(order: PhasedOrder) -> int:
     return last.first_sample + 7 * last.lanes + last.lanes // 2
 
 
+@pytest.mark.guarantee("phases-lane-goes")
 @given(order=chains())
 @settings(deadline=None)
 def test_every_lane_goes_on_in_each_dataset_where_it_was(order: PhasedOrder) -> None:
@@ -203,6 +204,7 @@ def check_ids_and_past(
     assert read(past.locate(np.arange(end))) == whole[:end]
 
 
+@pytest.mark.guarantee("later-phase-never")
 @given(order=chains(), data=st.data())
 @settings(deadline=None)
 def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
@@ -211,6 +213,7 @@ def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
     check_ids_and_past(order, data, rows)
 
 
+@pytest.mark.guarantee("data-come-go", "phases-lane-goes", "phase-samples-may")
 @given(order=chains())
 @settings(deadline=None)
 def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrder) -> None:
@@ -237,6 +240,7 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
     assert all(epochs[era[0], epoch] == era for era, _, epoch in seen), "an epoch was begun twice"
 
 
+@pytest.mark.guarantee("phases-lane-goes")
 @given(order=chains(), samples=st.integers(0, 400))
 @settings(deadline=None)
 def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, samples: int) -> None:
@@ -256,6 +260,7 @@ def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, sa
             np.testing.assert_array_equal(phase.counts(samples), counts)
 
 
+@pytest.mark.guarantee("steps-document-seen", "phases-lane-goes")
 @pytest.mark.parametrize(
     "cut_anew", [False, pytest.param(True, id="samples and lanes change within epochs")]
 )
@@ -290,6 +295,7 @@ def scanned(
     return sorted(found)
 
 
+@pytest.mark.guarantee("steps-document-seen")
 def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> None:
     """Of lengths, lanes and datasets, between phases of hundreds of millions of samples: no sample
     is looked through.
@@ -333,6 +339,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
     assert joined >= 5
 
 
+@pytest.mark.guarantee("ranks-micro-batches")
 @given(order=chains())
 @settings(deadline=None)
 def test_ranks_own_their_lanes_in_every_phase(order: PhasedOrder) -> None:
@@ -398,6 +405,7 @@ def tokens_of_epoch(order: StreamOrder, column: int, epoch: int) -> Counter[tupl
     return tokens_of(alone.locate(np.arange(int(alone.sizes[0]))), order.extra_token, number)
 
 
+@pytest.mark.guarantee("data-come-go", "phase-samples-may")
 @given(order=chains(cut_anew=True))
 @settings(deadline=None, max_examples=15)
 def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
@@ -438,6 +446,7 @@ def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
         assert seen == expected
 
 
+@pytest.mark.guarantee("phase-samples-may")
 @given(order=chains(cut_anew=True), data=st.data())
 @settings(deadline=None, max_examples=15)
 def test_a_joined_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
@@ -483,6 +492,7 @@ def test_a_phase_within_a_step_is_refused_with_what_would_do() -> None:
 # --- what each phase takes from its datasets ---
 
 
+@pytest.mark.guarantee("describe-order-report")
 @pytest.mark.parametrize("cut_anew", [False, True])
 @given(data=st.data())
 @settings(deadline=None, max_examples=30)

@@ -56,6 +56,7 @@ def scheduled(draw: st.DrawFn) -> StreamOrder:
     return replace(order, schedule=schedule)
 
 
+@pytest.mark.guarantee("steps-document-seen")
 @given(order=scheduled(), data=st.data())
 def test_the_samples_that_read_tokens_are_those_a_scan_finds(
     order: StreamOrder, data: st.DataObject
@@ -69,6 +70,7 @@ def test_the_samples_that_read_tokens_are_those_a_scan_finds(
     assert found(order, *place) == scanned(order, *place)
 
 
+@pytest.mark.guarantee("steps-document-seen")
 def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
     """In a large order, of samples anywhere: as many epochs as there are come back, this one too."""
     parts = [FilePart(file=n, start=n, tokens=3_000_000 + 77 * n) for n in range(3)]
@@ -94,6 +96,7 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
         assert epochs - 2 <= len(readings) <= epochs
 
 
+@pytest.mark.guarantee("steps-document-seen")
 def test_ten_billion_samples_over_a_thousand_datasets_are_no_more_to_look_at() -> None:
     """A scan of them would take hours; every reading that is named is one by `locate`."""
     rng = np.random.default_rng(0)

@@ -75,6 +75,7 @@ def rows(extents: Extents) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+@pytest.mark.guarantee("fetches-token-once")
 @given(order=orders())
 def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOrder) -> None:
     size = int(order.sizes[0])
@@ -91,6 +92,7 @@ def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOr
             assert starts[0] - part.start < order.sequence_length
 
 
+@pytest.mark.guarantee("runs-tile-dataset")
 @given(order=orders(), epoch=st.integers(0, 3))
 def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
     order: StreamOrder, epoch: int
@@ -120,6 +122,7 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
     assert len(seen) == size
 
 
+@pytest.mark.guarantee("1-batch-function")
 @given(
     order=orders(count=3),
     start=st.integers(0, 5000),
@@ -137,6 +140,7 @@ def test_locating_is_a_function_of_the_id_alone(
     assert sorted(whole) == sorted(rows(order.locate(shuffled)))
 
 
+@pytest.mark.guarantee("blends-exact-fractions", "lane-dataset-share")
 @given(order=orders(count=4), steps=st.integers(1, 60))
 def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(
     order: StreamOrder, steps: int
@@ -154,6 +158,7 @@ def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(
         assert np.abs(taken - steps * order.lanes * shares).max() <= max(4, order.lanes / 4)
 
 
+@pytest.mark.guarantee("blends-exact-fractions", "lane-dataset-share")
 def test_counts_of_large_blends_stay_within_their_bounds() -> None:
     rng = np.random.default_rng(0)
     part = [StreamDataset(parts=[FilePart(file=0, start=0, tokens=10_000)], itemsize=2)]
@@ -173,6 +178,7 @@ def test_counts_of_large_blends_stay_within_their_bounds() -> None:
             assert np.abs(counts.sum(axis=0) - samples * shares).max() <= 64
 
 
+@pytest.mark.guarantee("later-segment-schedule")
 def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset_late() -> None:
     parts = [
         StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)
@@ -196,6 +202,7 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     )
 
 
+@pytest.mark.guarantee("tiny-permutations-put")
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**63))
 def test_keyed_permutations_are_permutations_with_an_inverse(size: int, key: int) -> None:
     key64 = np.uint64(key)
@@ -207,6 +214,7 @@ def test_keyed_permutations_are_permutations_with_an_inverse(size: int, key: int
     )
 
 
+@pytest.mark.guarantee("tiny-permutations-put")
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 31, 33, 64, 100])
 def test_keyed_permutations_put_every_element_everywhere(size: int) -> None:
     """Each place is as likely as any other: chi-square over 4,000 keys, far from its tail."""
@@ -221,6 +229,7 @@ def test_keyed_permutations_put_every_element_everywhere(size: int) -> None:
     assert chi < freedom + 5 * np.sqrt(2 * freedom) + 5
 
 
+@pytest.mark.guarantee("fetches-token-once", "runs-tile-dataset")
 def test_in_the_plan_every_byte_is_fetched_once() -> None:
     """With blocks enough for the lanes, the pieces of an epoch overlap by the label token alone:
     under one per cent.
@@ -247,6 +256,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
     assert fetched <= 1.01 * size * 64
 
 
+@pytest.mark.guarantee("l-multiple-global")
 def test_ranks_own_disjoint_lanes_and_samples() -> None:
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=100_000)], itemsize=2)],
@@ -313,6 +323,7 @@ def tokens_of(
     return found
 
 
+@pytest.mark.guarantee("stream-layout-global")
 def test_every_rank_count_and_micro_batch_sees_the_same_stream(shards: str, tmp_path: Path) -> None:
     config = stream_config([(shards, 0.7), (f"{shards}/shard-2", 0.3)], tmp_path)
     reference = tokens_of(config, 1, 1, 480)
@@ -342,6 +353,7 @@ def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) 
     loader.close()
 
 
+@pytest.mark.guarantee("stream-begins-sample")
 def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
     config = stream_config([(shards, 2.0), (f"{shards}/shard-0", 1.0)], tmp_path)
     reference = tokens_of(config, 1, 1, 24 * 30)
@@ -358,6 +370,7 @@ def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
     loader.close()
 
 
+@pytest.mark.guarantee("moving-data-another", "l-multiple-global")
 def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
     shards: str, tmp_path: Path
 ) -> None:
@@ -373,6 +386,7 @@ def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
         tokens_of(replace(config, lanes=512), 1, 1, 1, state, size=8)
 
 
+@pytest.mark.guarantee("refused-differs-another")
 @pytest.mark.parametrize(
     "change", [{"seed": 2}, {"sequence_length": 8}, {"block_bytes": 256}, {"split": "50,50,0"}]
 )
@@ -384,6 +398,7 @@ def test_another_order_is_refused(shards: str, tmp_path: Path, change: dict[str,
         tokens_of(replace(config, **change), 1, 1, 1, state)
 
 
+@pytest.mark.guarantee("stream-order-made", "8-stream-order")
 def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(
     shards: str, tmp_path: Path
 ) -> None:
@@ -404,6 +419,7 @@ def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(
     )
 
 
+@pytest.mark.guarantee("epoch-cuts-files")
 def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
     """A file of 5 samples and 7 tokens more: in each epoch some 8 tokens are left out, and never
     the same ones.
@@ -428,6 +444,7 @@ def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
     )
 
 
+@pytest.mark.guarantee("stream-begins-sample")
 def test_a_stream_begins_at_any_sample(shards: str, tmp_path: Path) -> None:
     config = stream_config([(shards, 0.7), (f"{shards}/shard-2", 0.3)], tmp_path)
     raw = [np.fromfile(f"{shards}/shard-{n}.bin", np.uint16) for n in range(7)]
@@ -458,6 +475,7 @@ def test_folders_and_globs_in_s3_are_one_dataset(
         tokens_of(stream_config(f"s3://{bucket}/nothing/", tmp_path, storage=s3_storage), 1, 8, 48)
 
 
+@pytest.mark.guarantee("skips-whole-global")
 def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(
     shards: str, tmp_path: Path
 ) -> None:
@@ -471,6 +489,7 @@ def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(
         tokens_of(replace(config, skip_samples=[(48, 90)]), 1, 1, 1)
 
 
+@pytest.mark.guarantee("skips-whole-global")
 def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
     shards: str, tmp_path: Path
 ) -> None:
@@ -492,6 +511,7 @@ def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
         assert loader.consumed_samples == 0
 
 
+@pytest.mark.guarantee("batches-another-size")
 def test_a_range_is_skipped_in_batches_of_another_size_from_a_checkpoint_on(
     shards: str, tmp_path: Path
 ) -> None:
@@ -566,6 +586,7 @@ def test_schedules_that_mean_nothing_are_refused(
         stream_config("a", tmp_path, blend_schedule=schedule)
 
 
+@pytest.mark.guarantee("order-never-changes")
 def test_golden_stream_order() -> None:
     """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the
     CHANGELOG.
@@ -595,6 +616,7 @@ GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 5
 # --- ramp-up --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("global-batch-ramps")
 def test_ramp_up_is_megatrons_step_by_step() -> None:
     """By hand: 4 to 12 by 4 over 40 samples: two increments of 20 samples each."""
     schedule = BatchSchedule(final=12, start=4, increment=4, samples=40)
@@ -648,6 +670,7 @@ def test_every_stage_of_a_ramp_up_must_divide_among_the_ranks(shards: str, tmp_p
         )
 
 
+@pytest.mark.guarantee("locate-gives-token")
 def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> None:
     config = stream_config(shards, tmp_path)
     found = streammega.locate(config, [5, 7, 5], global_batch_size=24)
@@ -661,6 +684,7 @@ def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> Non
         streammega.locate(whole, 10**6)
 
 
+@pytest.mark.guarantee("later-segment-schedule")
 def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(
     shards: str, tmp_path: Path
 ) -> None:

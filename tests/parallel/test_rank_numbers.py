@@ -19,6 +19,7 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 ORDERS = st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, order=ORDERS)
 def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, order: str) -> None:
     layout = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
@@ -36,6 +37,7 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, order: str) ->
     ]
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @given(tp=SIZES, cp=SIZES, ep=SIZES, dp=SIZES, pp=SIZES)
 def test_groups_of_experts_are_megatrons(tp: int, cp: int, ep: int, dp: int, pp: int) -> None:
     if (cp * dp) % ep:
@@ -52,6 +54,7 @@ def test_groups_of_experts_are_megatrons(tp: int, cp: int, ep: int, dp: int, pp:
     assert layout.groups("etp-ep-pp") == oracle.get_ranks("tp-ep-pp")
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, order=ORDERS)
 def test_coordinates_are_a_bijection_and_every_group_partitions_the_world(
     tp: int, cp: int, dp: int, pp: int, order: str
@@ -75,6 +78,7 @@ def test_the_default_order_is_the_documented_formula() -> None:
         assert rank == at["tp"] + 2 * (at["cp"] + 3 * (at["dp"] + 4 * at["pp"]))
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @given(
     tp=SIZES,
     cp=SIZES,
@@ -123,6 +127,7 @@ def test_a_group_that_is_not_made_is_named_with_those_that_are() -> None:
             ask("ep")
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 def test_a_world_says_what_does_not_divide_it() -> None:
     assert ParallelLayout.of_world(16, tp=2, pp=2).dp == 4
     with pytest.raises(ConfigError, match="10 ranks are not a multiple of tp 2 x cp 1 x pp 2 = 4"):
@@ -144,6 +149,7 @@ def test_a_world_says_what_does_not_divide_it() -> None:
         )
 
 
+@pytest.mark.guarantee("parts-r-2")
 @given(cp=st.integers(1, 8), part=st.integers(1, 9))
 def test_zigzag_parts_tile_the_sequence_and_cost_every_rank_the_same(cp: int, part: int) -> None:
     length = 2 * cp * part

@@ -71,6 +71,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.guarantee("ranks-read-once", "get-batch-fields", "13-state-equal")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"tp{x.tp}-cp{x.cp}-dp{x.dp}-pp{x.pp}")
 @pytest.mark.parametrize(
     "changes",
@@ -124,6 +125,7 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
 
 
+@pytest.mark.guarantee("seams-samples-join", "over-change-length")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -162,6 +164,7 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     assert masked > 4
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -219,6 +222,7 @@ def test_a_length_of_a_phase_that_ranks_cannot_cut_is_refused_at_once(config: Da
         open_loader(config, cut, **SIZES)
 
 
+@pytest.mark.guarantee("ranks-read-once")
 @pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
 def test_one_message_is_many_times_smaller_than_megatrons_fields(
     gang: Gang, tmp_path: Path, dtype: Any, least: float
@@ -242,6 +246,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
         assert 28 / sent >= least
 
 
+@pytest.mark.guarantee("exact-resume-state", "rankbatches-reads-ahead")
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_reading_ahead_changes_nothing_and_is_not_counted(
     gang: Gang, config: DataConfig, ahead: int
@@ -256,12 +261,14 @@ def test_reading_ahead_changes_nothing_and_is_not_counted(
             np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
 
 
+@pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp-cp-ep"])
 def test_device_meshes_and_layouts_say_the_same(gang: Gang, config: DataConfig, order: str) -> None:
     layout = ParallelLayout(tp=2, dp=2, pp=2, order=order)
     assert gang.run(8, mesh_both_ways, layout, config, SIZES) == [(True, True)] * 8
 
 
+@pytest.mark.guarantee("get-batch-fields")
 def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> None:
     config = data(config, **documents(reset_position_ids=True, reset_attention_mask=True))
     results = gang.run(3, read_batches, ParallelLayout(pp=3), config, SIZES, 2, 1, True)
@@ -272,6 +279,7 @@ def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> 
         )
 
 
+@pytest.mark.guarantee("rankbatches-reads-ahead", "13-state-equal")
 def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(
     gang: Gang, config: DataConfig
 ) -> None:
@@ -279,6 +287,7 @@ def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(
     assert counts == [(len(StreamLoader(config, **SIZES)),) * 3] * 4
 
 
+@pytest.mark.guarantee("get-batch-fields")
 @given(
     samples=st.integers(1, 4),
     cp=st.integers(1, 4),
@@ -311,6 +320,7 @@ def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(
             assert row[-1] == len(kept)
 
 
+@pytest.mark.guarantee("fields-made-device")
 @given(
     samples=st.integers(1, 4),
     length=st.integers(1, 20),
@@ -338,6 +348,7 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
         assert torch.equal(field, on_device[name]), name
 
 
+@pytest.mark.guarantee("seams-samples-join")
 @given(
     samples=st.integers(1, 4),
     length=st.integers(2, 20),
@@ -408,6 +419,7 @@ class Slow:
         return self.take()
 
 
+@pytest.mark.guarantee("micro-batch-given")
 def test_a_micro_batch_is_given_without_waiting_for_the_next(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +470,7 @@ def test_ranks_that_share_messages_prepare_the_next_together(
         assert same
 
 
+@pytest.mark.guarantee("bounds-documents-made")
 @given(
     samples=st.integers(1, 4),
     cp=st.integers(1, 3),
@@ -495,6 +508,7 @@ def test_documents_are_counted_where_ids_are_read_as_a_device_would(
         assert counted.longest == int(asked.diff(dim=1).max())
 
 
+@pytest.mark.guarantee("bounds-documents-made")
 def test_fields_whose_documents_are_counted_never_ask_the_device() -> None:
     """Nothing can be read back from a device like this one: asking it for a number raises."""
     config = DataConfig(

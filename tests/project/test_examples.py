@@ -32,6 +32,7 @@ def run(
     return printed
 
 
+@pytest.mark.guarantee("examples-several-ranks")
 @pytest.mark.parametrize("name", ["batches.py", "buckets.py"])
 def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(
     tmp_path: Path, name: str
@@ -44,6 +45,7 @@ def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(
     )
 
 
+@pytest.mark.guarantee("examples-run-themselves")
 def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +55,7 @@ def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(
     assert samples == [16 * (n + 1) for n in range(10)]
 
 
+@pytest.mark.guarantee("examples-run-themselves")
 def test_only_the_loader_takes_data_of_any_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +96,7 @@ sys.exit(demo.main())
     assert not alive
 
 
+@pytest.mark.guarantee("examples-run-themselves")
 def test_only_get_batch_gives_every_rank_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +117,7 @@ def test_only_get_batch_gives_every_rank_its_part(
     )
 
 
+@pytest.mark.guarantee("examples-run-themselves", "optimizer-state-goes")
 def test_the_buckets_go_on_where_they_stopped_on_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

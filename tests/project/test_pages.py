@@ -46,6 +46,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [body for named, body in fenced if named == language]
 
 
+@pytest.mark.guarantee("links-pages-lead")
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_that_are_there(page: str) -> None:
     folder = ROOT if (ROOT / f"{page}.md").exists() else ROOT / "docs"
@@ -56,6 +57,7 @@ def test_links_lead_to_files_that_are_there(page: str) -> None:
 # Settings.
 
 
+@pytest.mark.guarantee("run-file-overrides")
 def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
     """The file and the overrides of training.md, as they stand there."""
     (run_file,) = blocks("training", "toml")
@@ -69,6 +71,7 @@ def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
     assert config.parallel.optimizer == "sharded", "what the narrow dtype of the page needs"
 
 
+@pytest.mark.guarantee("run-file-overrides")
 @pytest.mark.parametrize("settings", SECTIONS, ids=lambda settings: settings.__name__)
 def test_every_setting_is_described_where_it_is_defined(settings: type) -> None:
     docs = field_docs(settings)
@@ -76,6 +79,7 @@ def test_every_setting_is_described_where_it_is_defined(settings: type) -> None:
     assert all(docs.values())
 
 
+@pytest.mark.guarantee("run-file-overrides")
 def test_the_page_of_settings_is_what_the_code_says() -> None:
     assert PAGES["settings"] == settings_page(), "run python tools/settings.py"
 
@@ -94,6 +98,7 @@ def test_every_class_of_settings_is_on_the_page() -> None:
     assert found - {"RunConfig", "Flag"} == {settings.__name__ for settings in SECTIONS}
 
 
+@pytest.mark.guarantee("anonymous-reads-environment")
 def test_the_options_of_oss_are_those_of_the_page() -> None:
     table = PAGES["storage"].split("| option | meaning |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
@@ -103,6 +108,7 @@ def test_the_options_of_oss_are_those_of_the_page() -> None:
 # The code.
 
 
+@pytest.mark.guarantee("imports-go-down")
 def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
     """Read from below, as imports go."""
     (diagram,) = [
@@ -131,6 +137,7 @@ def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
     ]
 
 
+@pytest.mark.guarantee("kernels-nogil-without")
 def test_kernels_hold_neither_the_gil_nor_numbas_threads_nor_fast_math() -> None:
     jitted = []
     for path in PACKAGE.rglob("*.py"):
@@ -153,6 +160,7 @@ def test_kernels_hold_neither_the_gil_nor_numbas_threads_nor_fast_math() -> None
     assert set(jitted) == {"jit.py"}, "one place decides how kernels are compiled"
 
 
+@pytest.mark.guarantee("converting-verifying-describing")
 def test_converting_verifying_and_describing_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "another"}\n')
     code = f"""
@@ -211,6 +219,7 @@ def imported() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.guarantee("imported-dependency-installed")
 def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
     always = distributions(PROJECT["dependencies"])
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -236,6 +245,7 @@ def test_code_for_another_trainer_is_imported_without_it(path: Path) -> None:
         assert not {name.split(".")[0] for name in names} & FRAMEWORKS
 
 
+@pytest.mark.guarantee("imported-dependency-installed")
 def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None:
     """A module that only a feature imports is imported beside a message that names its extra; no
     other extra is ever named.
@@ -249,11 +259,13 @@ def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None
         assert f"streammega[{extra}]" in sources, module
 
 
+@pytest.mark.guarantee("framework-installed-named")
 def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
     for extra, package in frameworks.PACKAGES.items():
         assert package in distributions(PROJECT["optional-dependencies"][extra])
 
 
+@pytest.mark.guarantee("scheme-goes-transport")
 def test_drivers_are_those_that_the_page_says_were_tested() -> None:
     said = re.search(r"with obstore ([\d.]+) and oss2\s+([\d.]+)\.\s", PAGES["storage"])
     assert said
@@ -263,6 +275,7 @@ def test_drivers_are_those_that_the_page_says_were_tested() -> None:
     assert metadata.version("oss2") == said[2]
 
 
+@pytest.mark.guarantee("torchrun-waits-30")
 def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
     from torch.distributed.run import get_args_parser
 
@@ -332,6 +345,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
 ]
 
 
+@pytest.mark.guarantee("numbers-page-others")
 @pytest.mark.parametrize(
     ("page", "words", "number", "said"), NUMBERS, ids=[words for _, words, _, _ in NUMBERS]
 )

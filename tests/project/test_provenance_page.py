@@ -43,6 +43,7 @@ def corpus(
     return tmp_path
 
 
+@pytest.mark.guarantee("trace-marks-seen", "commands-code-page")
 @pytest.mark.usefixtures("corpus")
 def test_the_commands_of_the_page_print_what_stands_there(
     capsys: pytest.CaptureFixture[str],
@@ -56,6 +57,7 @@ def test_the_commands_of_the_page_print_what_stands_there(
     assert commands >= 3
 
 
+@pytest.mark.guarantee("commands-code-page")
 @pytest.mark.usefixtures("corpus")
 def test_the_code_of_the_page_agrees_with_the_commands() -> None:
     (code,) = blocks("provenance", "python")
@@ -67,6 +69,7 @@ def test_the_code_of_the_page_agrees_with_the_commands() -> None:
     assert found == "[(3, 0, 14), (6, 29, 45), (7, 13, 30)]"
 
 
+@pytest.mark.guarantee("json-html-say")
 @pytest.mark.usefixtures("corpus")
 def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = "streammega trace run.toml --sample 6 --tokenizer bytes --json --html page.html"
@@ -111,6 +114,7 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
     assert "white-space: pre-wrap" in page
 
 
+@pytest.mark.guarantee("commands-code-page")
 @pytest.mark.usefixtures("corpus")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -167,6 +171,7 @@ def test_names_of_files_that_are_no_text_are_shown(
     assert json.loads(capsys.readouterr().out) == {"file": name}
 
 
+@pytest.mark.guarantee("trace-marks-seen")
 @pytest.mark.usefixtures("corpus")
 def test_a_report_of_what_is_skipped_counts_each_token_once(
     capsys: pytest.CaptureFixture[str],

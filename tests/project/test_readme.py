@@ -62,6 +62,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.guarantee("code-commands-readme")
 @pytest.mark.usefixtures("_surroundings")
 def test_the_ten_lines_train_save_and_resume() -> None:
     """The code block is run as it is, with a user's few names around it."""
@@ -106,6 +107,7 @@ def commands() -> list[str]:
     ]
 
 
+@pytest.mark.guarantee("code-commands-readme")
 @pytest.mark.usefixtures("_surroundings")
 def test_the_commands_do_what_the_readme_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -165,6 +167,7 @@ def test_the_commands_do_what_the_readme_says(
     assert "sound" in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("code-commands-readme")
 def test_the_tree_of_files_is_the_tree() -> None:
     """Every folder and file that the README's tree names is there."""
     (tree,) = blocks(section("The files"), "")

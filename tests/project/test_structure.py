@@ -70,6 +70,7 @@ def imported_units(path: Path) -> set[str]:
 SOURCES = [path for path in ROOT.rglob("*.py") if path.name not in FACES or path.parent != ROOT]
 
 
+@pytest.mark.guarantee("imports-go-down")
 def test_imports_go_down_only() -> None:
     upward = []
     into_training = []
@@ -117,6 +118,7 @@ def test_no_two_modules_need_each_other() -> None:
     assert not inside, "these modules import each other in a circle, or what does"
 
 
+@pytest.mark.guarantee("imports-go-down")
 def test_order_is_pure() -> None:
     forbidden = {"torch", "time", "datetime", "os", "pathlib", "random", "io"}
     impure = []
@@ -131,6 +133,7 @@ def test_order_is_pure() -> None:
     assert not impure
 
 
+@pytest.mark.guarantee("public-name-can")
 def test_all_public_names_are_importable() -> None:
     for name in streammega.__all__:
         assert getattr(streammega, name) is not None
@@ -149,6 +152,7 @@ def test_type_checkers_find_all_public_names_where_they_are_loaded_from() -> Non
             assert getattr(importlib.import_module(module), name) is getattr(streammega, name)
 
 
+@pytest.mark.guarantee("errors-say-how", "public-name-can")
 def test_errors_are_one_documented_tree() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
     assert sorted(errors.__all__) == sorted(item.__name__ for item in classes)
@@ -157,6 +161,7 @@ def test_errors_are_one_documented_tree() -> None:
         assert item.__name__ in (errors.__doc__ or "")
 
 
+@pytest.mark.guarantee("converting-verifying-describing")
 def test_command_line_starts_without_torch() -> None:
     code = "import sys, streammega.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'numba')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -39,6 +39,7 @@ def random_weights(rng: np.random.Generator, count: int) -> np.ndarray:
     }[kind]
 
 
+@pytest.mark.guarantee("indices-blends-tokens")
 @pytest.mark.parametrize("block", range(4))
 def test_the_greedy_choice_is_megatrons(block: int) -> None:
     """600 weighted blends of up to 200 datasets: dtypes and every entry."""
@@ -59,6 +60,7 @@ def test_the_greedy_choice_is_megatrons(block: int) -> None:
             np.testing.assert_array_equal(theirs, got)
 
 
+@pytest.mark.guarantee("indices-blends-tokens")
 @pytest.mark.parametrize("block", range(2))
 def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
     from megatron.core.datasets import helpers
@@ -74,6 +76,7 @@ def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
         np.testing.assert_array_equal(sample, ours[1])
 
 
+@pytest.mark.guarantee("guessed-parts-blend")
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("threads", [2, 5])
 def test_guessed_parts_are_the_sequential_choice(
@@ -168,6 +171,7 @@ def assert_same(theirs: Any, ours: Any, where: str) -> None:
             )
 
 
+@pytest.mark.guarantee("indices-blends-tokens", "everything-megatron-core")
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in (1, 2, 3))]
 )
@@ -270,6 +274,7 @@ def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_pat
         )
 
 
+@pytest.mark.guarantee("everything-megatron-core")
 def test_full_validation_takes_everything_once(pairs: list[str], tmp_path: Path) -> None:
     config = DataConfig(
         blend=pairs[:3],
@@ -345,6 +350,7 @@ def test_blends_that_mean_nothing_are_refused(blend: Any, message: str) -> None:
         DataConfig(blend=blend, sequence_length=4)
 
 
+@pytest.mark.guarantee("order-never-changes")
 def test_the_golden_blend() -> None:
     """Changing these numbers is a breaking change: bump the order version, and say so first in the
     CHANGELOG.
@@ -354,6 +360,7 @@ def test_the_golden_blend() -> None:
     assert sample.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]
 
 
+@pytest.mark.guarantee("state-under-1")
 def test_states_of_twenty_datasets_stay_small() -> None:
     import json
 

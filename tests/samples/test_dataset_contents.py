@@ -107,6 +107,7 @@ def pair(tmp_path: Path) -> list[str]:
     return [put(str(tmp_path / name), tokens_of(seed)) for seed, name in enumerate(("web", "code"))]
 
 
+@pytest.mark.guarantee("state-belongs-datasets")
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_blend_of_datasets_of_equal_size_that_changed_places_is_refused_by_name(
     pair: list[str], tmp_path: Path, order: str
@@ -118,6 +119,7 @@ def test_a_blend_of_datasets_of_equal_size_that_changed_places_is_refused_by_nam
     assert f"datasets[1] ({web!r}): the checkpoint has" in words
 
 
+@pytest.mark.guarantee("state-belongs-datasets")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_dataset_that_was_replaced_by_one_of_equal_counts_is_refused_by_name(
@@ -161,6 +163,7 @@ def test_of_many_datasets_the_message_names_those_where_one_was_replaced(
     assert f"numbers 18 ({names[18]!r}) to 23 ({names[23]!r})" in words
 
 
+@pytest.mark.guarantee("state-belongs-datasets")
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_replaced_dataset_of_a_later_phase_is_refused_by_name(
     pair: list[str], tmp_path: Path, order: str
@@ -200,6 +203,7 @@ def test_orders_of_a_dataset_before_and_after_it_was_replaced_differ_from_its_fi
     assert 0 < found.shared < found.looked_at, "samples of the other dataset are the same ones"
 
 
+@pytest.mark.guarantee("state-belongs-datasets")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_content_is_the_same_in_every_form_and_place(tmp_path: Path, shards: int) -> None:
     """With and without a manifest, by its shards' kind, on a disk and on a server."""
@@ -254,6 +258,7 @@ def test_an_empty_shard_at_an_end_hides_no_replaced_tokens(tmp_path: Path) -> No
     assert len(contents) == 2
 
 
+@pytest.mark.guarantee("state-belongs-datasets")
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -82,6 +82,7 @@ def scanned(provenance: Provenance, ids: np.ndarray) -> dict[str, tuple[int, int
     }
 
 
+@pytest.mark.guarantee("describe-order-report")
 def test_a_run_is_described_phase_by_phase(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_run_is_described_phase_by_phase(
     assert "passed_over" in words
 
 
+@pytest.mark.guarantee("describe-order-report")
 def test_a_blend_schedule_is_in_the_shares(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_blend_schedule_is_in_the_shares(
     assert web["dealt"] == pytest.approx(web["share"], abs=0.05)
 
 
+@pytest.mark.guarantee("describe-order-report")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_an_order_is_measured_in_every_phase(
     run_file: str, capsys: pytest.CaptureFixture[str], order: str
@@ -169,6 +172,7 @@ def test_an_order_is_measured_in_every_phase(
     assert "phase 3, from sample 640 on: " in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("describe-order-report")
 def test_options_that_would_be_passed_over_are_refused(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,7 @@ def test_options_that_would_be_passed_over_are_refused(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("describe-order-report")
 def test_phases_of_the_megatron_order_are_counted_too(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +209,7 @@ def datasets_of_samples(provenance: Provenance, ids: np.ndarray) -> dict[str, in
     return {name: samples for name, (samples, _) in scanned(provenance, ids).items()}
 
 
+@pytest.mark.guarantee("trace-tells-phase")
 def test_a_trace_says_where_a_sample_joins_runs_of_tokens(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +244,7 @@ def test_a_trace_says_where_a_sample_joins_runs_of_tokens(
     assert joined > 10
 
 
+@pytest.mark.guarantee("diff-orders-names-differs")
 def test_two_runs_are_compared_phase_by_phase(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

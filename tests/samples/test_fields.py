@@ -27,6 +27,7 @@ DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64
 
 
 # it leaves its files open
+@pytest.mark.guarantee("batch-fields-makes")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
@@ -79,6 +80,7 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
     assert compared > 20
 
 
+@pytest.mark.guarantee("batch-fields-makes")
 @given(
     rows=st.lists(st.lists(st.integers(0, 9), min_size=9, max_size=9), min_size=1, max_size=4),
     valid=st.integers(0, 9),

@@ -111,6 +111,7 @@ def test_the_manifest_of_a_chat_dataset_says_which_modes_are_learned(chat: str, 
     assert "loss_modes" not in json.loads(Path(f"{plain}.manifest.json").read_text())
 
 
+@pytest.mark.guarantee("modes-chat-dataset")
 @pytest.mark.parametrize("order", ORDERS)
 def test_loss_is_on_answers_alone_in_every_order(config: DataConfig, chat: str, order: Any) -> None:
     config = replace(config, order=order)
@@ -212,6 +213,7 @@ def test_the_mask_is_the_same_in_worker_processes(config: DataConfig) -> None:
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.guarantee("modes-chat-dataset")
 @pytest.mark.parametrize("changes", [{}, {"reset_position_ids": True}], ids=["parts", "whole"])
 def test_ranks_of_a_layout_get_the_mask_of_their_parts(
     gang: Gang, config: DataConfig, changes: dict[str, Any]
@@ -252,6 +254,7 @@ def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(
             StreamLoader(replace(config, blend=[plain], order=order, loss_from_modes=True), **SIZES)
 
 
+@pytest.mark.guarantee("modes-chat-dataset")
 @pytest.mark.parametrize("template", [None, "chatml"])
 def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
     chat: str, template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

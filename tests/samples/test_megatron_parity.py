@@ -108,6 +108,9 @@ BLOCKS = 8
 SOON_BLOCKS = range(4)
 
 
+@pytest.mark.guarantee(
+    "indices-blends-tokens", "fields-megatron-dtypes", "everything-megatron-core"
+)
 @pytest.mark.parametrize(
     "block",
     [
@@ -154,6 +157,7 @@ def test_indices_and_every_sample_are_megatrons(block: int, tmp_path: Path) -> N
     assert compared >= CONFIGURATIONS // BLOCKS - 8, "too many configurations compared nothing"
 
 
+@pytest.mark.guarantee("indices-blends-tokens", "everything-megatron-core")
 def test_splits_are_megatrons() -> None:
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -186,6 +190,7 @@ def test_splits_that_mean_nothing_are_refused(split: str) -> None:
         split_bounds(split, 10)
 
 
+@pytest.mark.guarantee("nothing-half-written")
 def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     pair: str, tmp_path: Path
 ) -> None:
@@ -205,6 +210,7 @@ def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     assert isinstance(again.shuffle_index, np.memmap)
 
 
+@pytest.mark.guarantee("nothing-else-unpickled")
 def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
     pair: str, tmp_path: Path
 ) -> None:
@@ -232,6 +238,7 @@ def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Pa
     assert len(list((tmp_path / "cache" / "order").glob("*.npy"))) == 3
 
 
+@pytest.mark.guarantee("order-never-changes")
 def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
     """Changing these numbers is a breaking change: bump the order version, and say so first in the
     CHANGELOG.
@@ -291,6 +298,7 @@ def test_peak_memory_of_a_build_is_the_arrays_returned() -> None:
     assert peak <= 1.1 * returned, f"{peak / returned:.2f} times the arrays"
 
 
+@pytest.mark.guarantee("indices-blends-tokens")
 @pytest.mark.soak
 @pytest.mark.parametrize("block", range(20))
 def test_twenty_thousand_configurations_are_megatrons(block: int, tmp_path: Path) -> None:

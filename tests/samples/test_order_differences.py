@@ -37,6 +37,7 @@ def compared(one: DataConfig, other: DataConfig, end: int = 2000) -> OrderDiffer
     return compare_orders(Provenance(one), Provenance(other), end)
 
 
+@pytest.mark.guarantee("diff-orders-names")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_the_same_order_is_the_same_whatever_does_not_make_it(order: str) -> None:
     one = config_of(order)
@@ -45,6 +46,7 @@ def test_the_same_order_is_the_same_whatever_does_not_make_it(order: str) -> Non
     assert found.settings == {}
 
 
+@pytest.mark.guarantee("diff-orders-names")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_another_seed_differs_at_the_first_sample_that_is_not_the_same(order: str) -> None:
     one = config_of(order)
@@ -64,6 +66,7 @@ def rows_of(extents: Any, sample: int) -> list[tuple[int, ...]]:
     return list(zip(*(column[rows].tolist() for column in columns), strict=True))
 
 
+@pytest.mark.guarantee("diff-orders-names")
 def test_a_later_segment_of_a_blend_leaves_what_is_before_it() -> None:
     one = config_of("stream")
     found = compared(one, replace(one, blend_schedule=[(0, (0.6, 0.4)), (800, (0.1, 0.9))]))
@@ -76,6 +79,7 @@ def test_a_later_segment_of_a_blend_leaves_what_is_before_it() -> None:
     ).same
 
 
+@pytest.mark.guarantee("diff-orders-names")
 def test_datasets_of_the_same_sizes_and_other_names_are_others() -> None:
     one = config_of("stream")
     found = compared(one, replace(one, blend=[(f"{WEB},seed=7", 0.6), (CODE, 0.4)]))
@@ -93,6 +97,7 @@ def write_run(path: Path, seed: int, global_batch_size: int) -> None:
     )
 
 
+@pytest.mark.guarantee("diff-orders-names")
 def test_the_command_says_it_in_words_json_and_by_its_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_num_samples_that_are_not_of_three_splits_are_refused(
         build_datasets(config_of(blend, tmp_path), num_samples)
 
 
+@pytest.mark.guarantee("prepare-builds-indices")
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     blend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, s3: Any, bucket: str
@@ -82,6 +83,7 @@ def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> No
     assert dataset[0]["tokens"].shape == (8,)  # type: ignore[index, union-attr]
 
 
+@pytest.mark.guarantee("prepare-builds-indices")
 def test_prepare_as_a_user_runs_it(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +112,7 @@ out_dir = "{tmp_path}/run"
     assert "needs no indices" in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("order-report-measures")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_order_reports_as_a_user_asks_for_them(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
@@ -193,6 +196,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     )
 
 
+@pytest.mark.guarantee("order-report-measures")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_a_report_reads_no_tokens_but_those_of_the_opening(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
@@ -228,6 +232,7 @@ def test_modelled_shuffles_are_permutations(make: Any) -> None:
     assert sorted(make(1000, *arguments, rng).tolist()) == list(range(1000))
 
 
+@pytest.mark.guarantee("order-report-measures")
 def test_quality_tells_a_shuffle_from_none() -> None:
     total = 1 << 15
     rng = np.random.default_rng(0)

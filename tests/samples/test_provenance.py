@@ -103,6 +103,7 @@ def rows_of_ranks(config: DataConfig, split: str) -> dict[int, np.ndarray]:
     return rows
 
 
+@pytest.mark.guarantee("step-can-explained")
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_a_trace_names_the_tokens_that_ranks_read(
@@ -120,6 +121,7 @@ def test_a_trace_names_the_tokens_that_ranks_read(
         assert hashlib.blake2b(traced).digest() == expected
 
 
+@pytest.mark.guarantee("steps-document-seen")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("alone", [False, True], ids=["blend", "alone"])
 def test_the_readings_of_a_document_are_those_of_a_scan(
@@ -176,6 +178,7 @@ def test_columns_of_a_sample_are_traced_alone(corpus: tuple[Path, Documents]) ->
         provenance.trace([10**6])
 
 
+@pytest.mark.guarantee("documents-named-dataset")
 def test_documents_are_named_by_dataset_or_by_shard(corpus: tuple[Path, Documents]) -> None:
     root, _ = corpus
     provenance = Provenance(config_of(root, "stream"))
@@ -188,6 +191,7 @@ def test_documents_are_named_by_dataset_or_by_shard(corpus: tuple[Path, Document
         provenance.find("s3://elsewhere/web", 0)
 
 
+@pytest.mark.guarantee("documents-named-dataset")
 def test_a_pair_whose_sequences_lie_in_any_order_is_searched_too(tmp_path: Path) -> None:
     """As other writers may leave them: a binary search finds nothing there, and does not guess."""
     prefix = str(tmp_path / "shuffled")
@@ -212,6 +216,7 @@ def test_a_pair_whose_sequences_lie_in_any_order_is_searched_too(tmp_path: Path)
         assert run.file_start == begin + run.start
 
 
+@pytest.mark.guarantee("documents-named-dataset")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_documents_are_named_by_the_end_of_a_name(
     corpus: tuple[Path, Documents], tmp_path: Path, order: str
@@ -238,6 +243,7 @@ def test_documents_are_named_by_the_end_of_a_name(
         two.find("code", 3)
 
 
+@pytest.mark.guarantee("steps-samples-ranks")
 @pytest.mark.parametrize("rampup", [None, (8, 8, 300)])
 @pytest.mark.parametrize("skipped_steps", [(), ((3, 5),), ((0, 1), (10, 12))])
 def test_steps_and_samples_lead_to_each_other(
@@ -263,6 +269,7 @@ def test_steps_and_samples_lead_to_each_other(
         steps.samples(0)
 
 
+@pytest.mark.guarantee("steps-samples-ranks")
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_the_rank_of_a_sample_is_the_one_that_reads_it(contiguous: bool) -> None:
     start = 96

@@ -25,6 +25,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.storage.open import open_store
 
 
+@pytest.mark.guarantee("megatronbatchsampler-two-samplers")
 def test_batches_of_two_ranks_are_those_counted_by_hand() -> None:
     """11 samples, micro-batches of 2 on 2 ranks, 1 consumed: runs [1..4], [5..8], and the tail [9,
     10].
@@ -41,6 +42,7 @@ def permutation(size: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=generator).tolist()
 
 
+@pytest.mark.guarantee("megatronbatchsampler-two-samplers")
 def test_cyclic_with_data_sharding_by_hand() -> None:
     """11 samples, 2 x 2: active 8, buckets of 4.
 
@@ -51,6 +53,7 @@ def test_cyclic_with_data_sharding_by_hand() -> None:
     assert list(MegatronBatchSampler(11, 12, 2, 1, 2, "cyclic")) == [[4 + n for n in own]]
 
 
+@pytest.mark.guarantee("megatronbatchsampler-two-samplers")
 def test_cyclic_without_data_sharding_by_hand() -> None:
     """The permuted 10 (whole micro-batches of 11 samples), from offset 4 on, dealt to the ranks in
     turn.
@@ -64,6 +67,7 @@ def test_cyclic_without_data_sharding_by_hand() -> None:
     ]
 
 
+@pytest.mark.guarantee("megatronbatchsampler-two-samplers")
 def test_cyclic_goes_on_with_the_next_epoch() -> None:
     sampler = MegatronBatchSampler(9, 0, 1, 0, 2, "cyclic")
     first = list(sampler)

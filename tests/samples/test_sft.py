@@ -43,6 +43,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_one_conversation_by_hand(tmp_path: Path) -> None:
     dataset = SFTDataset([write(tmp_path / "a.jsonl", [chat("hi", "yo")])], encode, config(40))
     sample = dataset[0]
@@ -56,6 +57,7 @@ def test_one_conversation_by_hand(tmp_path: Path) -> None:
     assert sample["position_ids"].tolist() == [*range(size), *range(40 - size)]
 
 
+@pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_every_conversation_is_there_once_and_the_order_is_the_seeds(tmp_path: Path) -> None:
     records = [chat(f"q{n}", f"answer {n}") for n in range(50)]
     path = write(tmp_path / "a.jsonl", records)
@@ -99,6 +101,7 @@ def test_both_spellings_and_several_turns(tmp_path: Path) -> None:
     assert samples[0]["loss_mask"].sum() == 2
 
 
+@pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     dataset = SFTDataset(
         [write(tmp_path / "a.jsonl", [chat("q", "x" * 500), chat("q", "y")])], encode, config(64)
@@ -117,6 +120,7 @@ def test_packing_keeps_order_and_never_overflows(lengths: list[int]) -> None:
         assert high == len(lengths) or sum(lengths[low : high + 1]) > 20
 
 
+@pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_samples_of_several_lengths_make_one_batch(tmp_path: Path) -> None:
     dataset = SFTDataset(
         [write(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])],

@@ -239,6 +239,7 @@ def scan(lists: list[SkippedStretches], token: int) -> int:
     return min(having, default=100)
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 @given(lists=lists_of_stretches(), data=st.data())
 def test_columns_that_are_skipped_are_those_of_a_scan(
     lists: list[SkippedStretches], data: st.DataObject
@@ -284,6 +285,7 @@ def tokens_of_files(count: int, num_tokens: int) -> list[TokenFile]:
     return [file] * count
 
 
+@pytest.mark.guarantee("more-files-longer")
 def test_files_that_numbers_of_tokens_cannot_tell_apart_are_refused() -> None:
     """Tokens of all files have one number each, below 2**63."""
     check_room([tokens_of_files(MOST_FILES - 1, 1), tokens_of_files(1, FILE_STRIDE - 1)])
@@ -294,6 +296,7 @@ def test_files_that_numbers_of_tokens_cannot_tell_apart_are_refused() -> None:
         check_room([tokens_of_files(1, 1), tokens_of_files(1, FILE_STRIDE)])
 
 
+@pytest.mark.guarantee("more-files-longer")
 def test_skipping_documents_asks_whether_there_is_room(
     corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +319,7 @@ def test_a_run_without_tokens_has_none_that_are_skipped() -> None:
 # --- what readers hand out ------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("must-learned-seen")
 @pytest.mark.parametrize("masks", [{}, MASKS, MASKS | {"balance_batches": True}])
 @pytest.mark.parametrize("order", ORDERS)
 def test_documents_are_skipped_from_a_sample_on_in_every_order(
@@ -341,6 +345,7 @@ def test_documents_are_skipped_from_a_sample_on_in_every_order(
         oracle.check(sample, {name: field[row_number] for name, field in batch.items()})
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 def test_sequences_without_tokens_take_no_loss_from_their_neighbours(tmp_path: Path) -> None:
     """With inter_document_masking samples have them, wherever the shuffle puts them."""
     prefix = f"{tmp_path}/a"
@@ -377,6 +382,7 @@ def check_bounds(row: dict[str, torch.Tensor]) -> None:
     assert bounds == [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), LENGTH]
 
 
+@pytest.mark.guarantee("must-learned-seen")
 @pytest.mark.parametrize("order", ORDERS)
 def test_nothing_is_another_where_nothing_is_skipped(
     corpus: tuple[Path, Documents], order: str
@@ -392,6 +398,7 @@ def test_nothing_is_another_where_nothing_is_skipped(
                 assert torch.equal(found[sample][name], field)
 
 
+@pytest.mark.guarantee("must-learned-seen")
 @given(
     resumes=st.lists(
         st.tuples(st.integers(1, 7), st.sampled_from([(1, 12), (2, 3), (4, 1), (12, 1)])),
@@ -435,6 +442,7 @@ def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
             oracle.check(sample, row)
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents]) -> None:
     root, documents = corpus
     config = config_of(root, "megatron", skip_documents=[(24, named(root))])
@@ -454,6 +462,7 @@ def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents
     assert at == SAMPLES
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
     corpus: tuple[Path, Documents], order: str
@@ -478,6 +487,7 @@ def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
     assert [[first for first, _ in lists] for lists in begun] == [[], [48], [48, 96]]
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 @pytest.mark.parametrize("cp", [1, 2])
 def test_ranks_that_are_sent_ids_derive_the_same(corpus: tuple[Path, Documents], cp: int) -> None:
     root, documents = corpus
@@ -517,6 +527,7 @@ def by_trace(config: DataConfig, gone: set[int]) -> dict[int, np.ndarray]:
     return found
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 @pytest.mark.parametrize("kind", ["pack", "chat"])
 def test_bins_and_conversations_keep_their_form(tmp_path: Path, kind: str) -> None:
     """Of packed datasets, whose samples end in padding, and of those whose modes make the mask."""
@@ -553,6 +564,7 @@ def test_bins_and_conversations_keep_their_form(tmp_path: Path, kind: str) -> No
     assert some > 20
 
 
+@pytest.mark.guarantee("skipped-documents-columns")
 def test_validation_stays_the_same(corpus: tuple[Path, Documents]) -> None:
     root, _ = corpus
     config = config_of(root, split="0.7,0.3,0", num_samples=None, blend=[f"{root}/web/"])
@@ -585,6 +597,7 @@ def skipped_of(config: DataConfig) -> set[tuple[str, int]]:
     return found
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 def test_documents_go_by_many_names(corpus: tuple[Path, Documents], tmp_path: Path) -> None:
     root, _ = corpus
     wanted = {(name, number) for name, numbers in SKIPPED.items() for number in numbers}
@@ -613,6 +626,7 @@ MISTAKES: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 @pytest.mark.parametrize(("given_names", "message"), MISTAKES)
 def test_mistaken_names_are_told(
     corpus: tuple[Path, Documents], given_names: Any, message: str
@@ -624,6 +638,7 @@ def test_mistaken_names_are_told(
         )
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 def test_a_number_that_is_also_a_place_is_refused(
     corpus: tuple[Path, Documents], tmp_path: Path
 ) -> None:
@@ -637,6 +652,7 @@ def test_a_number_that_is_also_a_place_is_refused(
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 def test_numbers_of_datasets_named_in_full_need_no_origins(tmp_path: Path) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     (tmp_path / "a.origins").write_bytes(b"damaged")  # so that it is told who reads it
@@ -646,6 +662,7 @@ def test_numbers_of_datasets_named_in_full_need_no_origins(tmp_path: Path) -> No
         skipped_of(replace(config, skip_documents=["id-3"]))
 
 
+@pytest.mark.guarantee("document-skipped-skipped")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_document_is_skipped_in_every_dataset_that_holds_its_shard(
@@ -722,6 +739,7 @@ global_batch_size = 4
 """
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 def test_lists_are_written_in_the_file_of_a_run(tmp_path: Path) -> None:
     forms: list[tuple[str, list[tuple[int, Any, str | None]]]] = [
         ('"a.txt"', [(0, "a.txt", None)]),
@@ -744,6 +762,7 @@ def test_lists_are_written_in_the_file_of_a_run(tmp_path: Path) -> None:
         assert load_run(str(path)).data.skips_of("train") == wanted
 
 
+@pytest.mark.guarantee("skipped-documents-go")
 def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents(
     tmp_path: Path,
 ) -> None:
@@ -762,6 +781,7 @@ def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents
 # --- provenance -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("trace-marks-seen")
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_trace_tells_what_is_not_seen_and_what_was_seen_before(
     corpus: tuple[Path, Documents], order: str
@@ -792,6 +812,7 @@ def test_a_trace_tells_what_is_not_seen_and_what_was_seen_before(
     assert provenance.skipped_from(replace(other, document=33)) is None
 
 
+@pytest.mark.guarantee("trace-marks-seen")
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_runs_differ_from_the_first_sample_that_does_not_see_the_same(
     corpus: tuple[Path, Documents], order: str
@@ -821,6 +842,7 @@ def test_two_runs_differ_from_the_first_sample_that_does_not_see_the_same(
 # --- states ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("lists-past-kept")
 @pytest.mark.parametrize("order", ORDERS)
 def test_lists_of_the_past_are_kept_and_those_of_the_future_are_free(
     corpus: tuple[Path, Documents], order: str
@@ -852,6 +874,7 @@ def test_lists_of_the_past_are_kept_and_those_of_the_future_are_free(
             resume(after, skips)
 
 
+@pytest.mark.guarantee("lists-past-kept")
 def test_a_dataset_that_joins_later_changes_no_list_of_the_past(
     corpus: tuple[Path, Documents],
 ) -> None:
@@ -869,6 +892,7 @@ def test_a_dataset_that_joins_later_changes_no_list_of_the_past(
     assert '[0,"3 documents' in loader.state_dict()["identity"]
 
 
+@pytest.mark.guarantee("lists-past-kept")
 def test_states_stay_small_with_many_lists(corpus: tuple[Path, Documents]) -> None:
     root, _ = corpus
     lists = [(first, [f"web#{first}", f"id-{2 * (first % 30) + 1}"]) for first in range(60)]

@@ -41,6 +41,7 @@ def write_shards(root: Path, ids: list[int]) -> None:
     (root / "data" / "web.manifest.json").write_bytes(manifest.to_json())
 
 
+@pytest.mark.guarantee("cached-pages-belong")
 @pytest.mark.parametrize("order", ["megatron", "sequential", "stream"])
 def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
     tmp_path: Path, order: str
@@ -70,6 +71,7 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
             )
 
 
+@pytest.mark.guarantee("cached-pages-belong")
 def test_the_etag_of_several_objects_is_made_of_all_of_theirs() -> None:
     store = LocalStore()
 

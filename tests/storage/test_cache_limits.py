@@ -104,6 +104,7 @@ def _counting(
     return call
 
 
+@pytest.mark.guarantee("new-chunk-page")
 def test_a_new_chunk_costs_the_same_among_many_objects_as_among_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_new_chunk_costs_the_same_among_many_objects_as_among_few(
     assert max(cost) < 60
 
 
+@pytest.mark.guarantee("new-chunk-page")
 def test_a_full_cache_costs_little_among_many_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_full_cache_costs_little_among_many_objects(
     assert all(cached.has(0, SMALL) for cached in kept)
 
 
+@pytest.mark.guarantee("new-chunk-page")
 def test_making_way_looks_at_all_objects_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +180,7 @@ print(open_files())
 """
 
 
+@pytest.mark.guarantee("holds-descriptor-object")
 def test_descriptors_do_not_grow_with_objects(tmp_path: Path) -> None:
     found = _python(FEW_DESCRIPTORS, str(tmp_path))
     assert int(found) < 32
@@ -247,6 +251,7 @@ def other_process(folder: Path, does: str, size: int = SIZE) -> Iterator[subproc
         process.stdout.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.guarantee("stopped-process-holds")
 def test_a_stopped_process_that_holds_a_page_is_waited_for_no_longer_than_the_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,6 +366,7 @@ class _Stuck:
             out[:] = self.data[start:stop]
 
 
+@pytest.mark.guarantee("cache-dir-whole")
 def test_staging_passes_over_what_another_process_fetches(tmp_path: Path) -> None:
     size = 8 * PAGE_BYTES
     with other_process(tmp_path, "fetch", size) as process:
@@ -410,6 +416,7 @@ class _Never:
         return f"s3://b/{key}"
 
 
+@pytest.mark.guarantee("nothing-use-evicted")
 def test_what_another_process_uses_stays_and_goes_ten_minutes_after_its_end(
     tmp_path: Path,
 ) -> None:
@@ -446,6 +453,7 @@ print(used.stat().st_mtime)
 """
 
 
+@pytest.mark.guarantee("nothing-use-evicted")
 def test_an_object_is_touched_while_a_process_has_it_open(tmp_path: Path) -> None:
     """Kernels read mapped chunks without a call that could note it."""
     assert cached_pages.TOUCH_SECONDS == 60
@@ -630,6 +638,7 @@ class Disk:
         return os.statvfs_result((4096, 4096, self.size // 4096, free, free, 0, 0, 0, 0, 255))
 
 
+@pytest.mark.guarantee("leaves-part-disk")
 def test_the_last_of_the_disk_is_left_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -716,6 +725,7 @@ def test_cache_verify_counts_what_is_there_anew(tmp_path: Path) -> None:
 # --- other users -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("users-share-umask")
 def test_what_lies_in_place_of_a_chunk_is_not_believed(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(100_000))
@@ -796,6 +806,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.guarantee("users-share-umask")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("umask", "fetched"), [(0o002, SIZE), (0o022, None)])
 def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(

@@ -114,6 +114,7 @@ def one_batch(place: Place) -> Callable[[], Any]:
 READS = [indexed, indexed_slice, gpt, blended, shards, one_batch]
 
 
+@pytest.mark.guarantee("11-bytes-used")
 @pytest.mark.parametrize("opened", READS)
 def test_map_style_reads_notice_an_object_that_was_replaced(
     place: Place, opened: Callable[[Place], Any]
@@ -125,6 +126,7 @@ def test_map_style_reads_notice_an_object_that_was_replaced(
         read()
 
 
+@pytest.mark.guarantee("11-bytes-used")
 def test_a_merge_notices_that_its_source_was_replaced(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_merge_notices_that_its_source_was_replaced(
         writer.add_index("s3://data/web")
 
 
+@pytest.mark.guarantee("11-bytes-used")
 def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
     place: Place, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_pointers_are_read_from_the_index_that_was_opened(place: Place) -> None:
         bounds.token_at(2)
 
 
+@pytest.mark.guarantee("11-bytes-used")
 def test_order_arrays_of_a_shared_folder_are_those_that_were_found(
     place: Place, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -36,6 +36,7 @@ ACCOUNT_KEY = (
 )
 
 
+@pytest.mark.guarantee("options-gcsfs-adlfs")
 def test_options_of_gcsfs_and_adlfs_reach_obstore() -> None:
     def made(scheme: str, **options: object) -> dict[str, object]:
         config: dict[str, object] = cloud_arguments(scheme, StorageConfig(storage_options=options))[
@@ -66,6 +67,7 @@ def test_options_of_gcsfs_and_adlfs_reach_obstore() -> None:
     }
 
 
+@pytest.mark.guarantee("options-gcsfs-adlfs")
 @pytest.mark.parametrize(
     ("endpoint", "plain"),
     [("http://127.0.0.1:10000/a", True), ("https://host", False), (None, False)],
@@ -87,6 +89,7 @@ class CloudContract(StoreContract):
     def key(self) -> str:
         return "folder/object"
 
+    @pytest.mark.guarantee("gs-holds-contract")
     def test_large_uploads_are_whole(self, store: Store, key: str) -> None:
         writer = store.open_writer(key)
         for number in range(66):
@@ -98,6 +101,7 @@ class CloudContract(StoreContract):
             == b"\x20\x20\x21\x21"
         )
 
+    @pytest.mark.guarantee("gs-holds-contract")
     def test_pairs_are_written_and_read(self, store: ObstoreStore, tmp_path: Path) -> None:
         sequences = write_random_pair(str(tmp_path / "pair"), count=20)
         prefix = f"{store.scheme}://{store.root}/pair"

@@ -74,6 +74,7 @@ def test_the_soft_limit_is_raised_once_and_never_lowered() -> None:
     _python(RAISED)
 
 
+@pytest.mark.guarantee("holds-descriptor-object")
 @pytest.mark.parametrize(
     ("transport", "built"), [("obstore", False), ("obstore", True), ("fsspec", False)]
 )

@@ -49,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         yield server, root
 
 
+@pytest.mark.guarantee("faults-change-token")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     ("fault", "order"),
@@ -73,6 +74,7 @@ def test_faults_change_no_token(
     endpoint.behave()
 
 
+@pytest.mark.guarantee("server-counts-requests")
 @pytest.mark.parametrize(
     "behaviour",
     [
@@ -100,6 +102,7 @@ def test_servers_that_serve_little_change_no_token(
         endpoint.behave()
 
 
+@pytest.mark.guarantee("faults-change-token")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transport: str) -> None:
@@ -162,6 +165,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     assert "given up after 600 s" in said[0]
 
 
+@pytest.mark.guarantee("403-404-changed")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     ("status", "kind", "words"),
@@ -209,6 +213,7 @@ def test_storage_is_given_up_after_so_many_retries(
     endpoint.behave()
 
 
+@pytest.mark.guarantee("object-replaced-under", "403-404-changed")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_an_object_that_is_replaced_stops_the_run(
@@ -229,6 +234,7 @@ def test_an_object_that_is_replaced_stops_the_run(
         assert loader.consumed_samples > 0
 
 
+@pytest.mark.guarantee("slow-answers-asked")
 def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: Path) -> None:
     """One answer in fifty takes a second; nobody waits for it."""
     endpoint, _ = server
@@ -266,6 +272,7 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
     endpoint.behave()
 
 
+@pytest.mark.guarantee("server-answers-ranges")
 def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
     server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,6 +290,7 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
     endpoint.behave()
 
 
+@pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize("moment", ["waiting for bytes", "in the step"])
 def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, moment: str) -> None:
     endpoint, _ = server

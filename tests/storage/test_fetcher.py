@@ -92,6 +92,7 @@ def fetch(
         made.close()
 
 
+@pytest.mark.guarantee("flight-most-max")
 @pytest.mark.parametrize(("requests", "size", "most"), [(3, 1 << 20, 3), (300, 5 * SIZE, 5)])
 @pytest.mark.parametrize("objects", [1, 7])
 def test_requests_in_flight_keep_to_both_limits(
@@ -109,6 +110,7 @@ def test_requests_in_flight_keep_to_both_limits(
     assert store.most_bytes == most * SIZE
 
 
+@pytest.mark.guarantee("flight-most-max")
 def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() -> None:
     gate = threading.Event()
 
@@ -165,6 +167,7 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         assert holding.buffer[:SIZE].tobytes() == contents[number % 3][start : start + SIZE]
 
 
+@pytest.mark.guarantee("bytes-flight-fixed")
 def test_a_thread_waits_until_a_whole_job_fits() -> None:
     """Room for 32 requests, so for four jobs: no thread takes the one read that fits beside them
     when an answer came.
@@ -249,6 +252,7 @@ class Bodies(Recorded):
         return outs
 
 
+@pytest.mark.guarantee("bodies-64-kib")
 def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget() -> None:
     size = MIN_KEPT_BODY
     store: Any = Bodies()
@@ -269,6 +273,7 @@ def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget(
         made.close()
 
 
+@pytest.mark.guarantee("bodies-64-kib")
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) -> None:
     size = MIN_KEPT_BODY
@@ -344,6 +349,7 @@ def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
         made.close()
 
 
+@pytest.mark.guarantee("bodies-64-kib")
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_until_both_ended(
     first_ends_first: bool,
@@ -392,6 +398,7 @@ def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_u
         made.close()
 
 
+@pytest.mark.guarantee("429-503-halve")
 def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     """A third of all answers are slow: without the bound each of them would be asked for again."""
     store = Recorded(
@@ -447,6 +454,7 @@ def test_a_hedge_is_won_by_the_second_request_alone(first_ends_first: bool) -> N
         made.close()
 
 
+@pytest.mark.guarantee("server-counts-requests")
 def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_order_of_need() -> (
     None
 ):

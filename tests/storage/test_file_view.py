@@ -86,6 +86,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield place
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_in_the_middle_change_no_byte(
     place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +142,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(place: Place) -
             file.read()
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 def test_an_object_that_was_replaced_since_it_was_found_is_not_opened(place: Place) -> None:
     for inputs in (["s3://data"], ["s3://data/a.bin"], ["s3://data/*.bin"]):
         found = find_inputs(inputs, place.storage)[0]
@@ -268,6 +270,7 @@ def reader_of(store: Any) -> ObjectReader:
     return ObjectReader(store, ObjectInfo(key="a", size=store.size, etag='"1"'))
 
 
+@pytest.mark.guarantee("corpora-buckets-read")
 def test_what_is_read_ahead_is_bounded_and_comes_in_large_parts() -> None:
     store = Recorded(200 << 20)
     farthest = 0

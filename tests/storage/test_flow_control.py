@@ -62,6 +62,7 @@ def test_all_requests_of_the_config_are_allowed_at_first() -> None:
     assert flow.can_send(1, 0.0)
 
 
+@pytest.mark.guarantee("bytes-flight-fixed")
 def test_bytes_in_flight_are_bounded_and_a_larger_request_goes_alone() -> None:
     flow = flow_with()
     assert flow.can_send(100 * MIB, 0.0), "it would never be sent else"
@@ -76,6 +77,7 @@ def test_one_request_may_always_be_sent(window: float, size: int) -> None:
     assert flow_with(window).can_send(size, 0.0)
 
 
+@pytest.mark.guarantee("bytes-flight-fixed")
 @given(window=st.floats(1.0, 400.0), size=st.just(0) | SIZES, queued=st.integers(0, 1000))
 def test_a_thread_waits_for_room_for_no_more_than_a_part_of_what_may_be_in_flight(
     window: float, size: int, queued: int
@@ -94,6 +96,7 @@ EVENTS = st.tuples(
 )
 
 
+@pytest.mark.guarantee("429-503-halve")
 @given(most=st.integers(1, 2000), events=st.lists(EVENTS, max_size=60))
 def test_whatever_happens_the_window_stays_between_one_and_what_is_configured(
     most: int, events: list[tuple[str, int, float]]
@@ -108,6 +111,7 @@ def test_whatever_happens_the_window_stays_between_one_and_what_is_configured(
         assert flow.max_bytes == StorageConfig().in_flight_bytes, "bytes are fixed"
 
 
+@pytest.mark.guarantee("429-503-halve")
 def test_as_many_answers_as_fit_raise_the_window_by_about_one() -> None:
     flow = flow_with(100.0)
     for _ in range(100):
@@ -125,6 +129,7 @@ def test_slow_answers_alone_do_not_lower_the_window() -> None:
     assert flow.window == 400
 
 
+@pytest.mark.guarantee("429-503-halve")
 def test_refusals_halve_the_window_once_for_all_refused_together() -> None:
     flow = flow_with(64.0)
     flow.refused(10.0, 10.0)
@@ -200,6 +205,7 @@ def test_a_pace_stays_between_its_bounds_and_ends(answers: list[bool]) -> None:
     assert seconds < 10, "a server that has recovered is read as before soon"
 
 
+@pytest.mark.guarantee("server-counts-requests")
 @given(rate=st.floats(4.0, 150.0))
 def test_most_of_what_a_server_counts_by_the_second_is_asked_for_and_little_is_refused(
     rate: float,

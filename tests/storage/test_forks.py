@@ -80,6 +80,7 @@ def _use_all(store: Store, key: str) -> list[Any]:
 ALL_USED = [10, b"234", ["folder/key", "folder/made"], False, "deleted"]
 
 
+@pytest.mark.guarantee("forked-processes-read")
 @pytest.mark.usefixtures("no_other_transport")
 def test_a_child_does_all_by_obstore_and_so_does_its_child_and_the_parent_goes_on(
     moto: S3,
@@ -109,6 +110,7 @@ def _read(url: str) -> bytes:
     return bytes(store.read_ranges(key, [5], [8])[0])
 
 
+@pytest.mark.guarantee("forked-processes-read")
 def test_children_read_what_no_other_transport_serves(objects: Running) -> None:
     url = f"{objects.endpoint}/data/key"
     assert _read(url) == bytes([5, 6, 7])
@@ -131,12 +133,14 @@ def _opened_since(before: set[str]) -> list[str]:
     return [name for name in now - before if os.path.islink(f"/proc/self/fd/{name}")]
 
 
+@pytest.mark.guarantee("forked-processes-read")
 def test_a_child_leaves_no_descriptor_of_the_copy_open(objects: Running) -> None:
     url = f"{objects.endpoint}/data/key"
     _read(url)
     assert in_fork(_descriptors, url) == (0, [])
 
 
+@pytest.mark.guarantee("forked-processes-read")
 def test_locks_that_a_thread_of_the_parent_holds_are_free_in_the_child() -> None:
     lock = process_lock()
     held = threading.Event()
@@ -203,6 +207,7 @@ print(children, failures)
 """
 
 
+@pytest.mark.guarantee("forked-processes-read")
 def test_forks_while_requests_are_in_flight_from_any_thread_harm_nobody(objects: Running) -> None:
     """Children of os.fork, made by the main thread and by another one, that end with and without
     freeing what they inherited.
@@ -233,6 +238,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.guarantee("forked-processes-read")
 def test_without_copies_children_of_a_parent_that_never_read_still_read_by_obstore(
     objects: Running,
 ) -> None:

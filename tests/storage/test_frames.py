@@ -46,6 +46,7 @@ def shown(frames: Frames, stored: Bytes, start: int, stop: int) -> bytes:
     return room[16:-16].tobytes()
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=9), st.data())
 def test_any_range_is_what_the_frames_hold(sizes: list[int], data: st.DataObject) -> None:
     frames, stored, whole = framed([*sizes, 1])
@@ -54,6 +55,7 @@ def test_any_range_is_what_the_frames_hold(sizes: list[int], data: st.DataObject
     assert shown(frames, stored, start, stop) == whole[start:stop]
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 def test_reads_may_begin_and_end_within_frames() -> None:
     frames, stored, whole = framed(SIZES)
     for start, stop in ((0, len(whole)), (39_999, 40_002), (100, 200), (110_000, 143_000)):
@@ -77,6 +79,7 @@ def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_damaged_frame_is_named_by_its_place() -> None:
     frames, stored, whole = framed(SIZES)
     low, high = frames.stored(41_000, 90_000)
@@ -87,6 +90,7 @@ def test_a_damaged_frame_is_named_by_its_place() -> None:
     assert shown(frames, stored, 0, 40_001) == whole[:40_001]
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_checksum_that_is_not_the_contents_is_damage() -> None:
     frames, stored, whole = framed(SIZES)
     stored[-1] ^= 1
@@ -94,6 +98,7 @@ def test_a_checksum_that_is_not_the_contents_is_damage() -> None:
         shown(frames, stored, 0, len(whole))
 
 
+@pytest.mark.guarantee("frames-zstd-arrive")
 @pytest.mark.parametrize("wrong_by", [-1, 1])
 def test_a_table_that_gives_frames_other_sizes_is_damage(wrong_by: int) -> None:
     """Their sum is right, so the table alone does not show it."""

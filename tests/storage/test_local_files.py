@@ -89,6 +89,7 @@ for suffix in ("", ".tar", ".bin.zst"):
 """
 
 
+@pytest.mark.guarantee("mapped-file-opened")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_file_that_changed_before_it_is_mapped_is_an_error_that_names_it(
     tmp_path: Path, order: str
@@ -166,6 +167,7 @@ class TestViews:
         with pytest.raises(ObjectChangedError, match="file: the object was replaced"):
             store.view(key, etag)
 
+    @pytest.mark.guarantee("mapped-files-hold")
     def test_a_thousand_mapped_files_need_no_descriptors(self, tmp_path: Path) -> None:
         store = LocalStore()
         before = len(os.listdir("/proc/self/fd"))
@@ -175,6 +177,7 @@ class TestViews:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.guarantee("mapped-file-opened")
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:
     for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="4 bytes are to be written"):
@@ -183,6 +186,7 @@ def test_nothing_is_copied_to_an_array_of_another_size() -> None:
         fill("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
 
 
+@pytest.mark.guarantee("mapped-file-opened")
 @pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
 def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix: str) -> None:
     shard = write_shard(tmp_path / f"shard{suffix}", 5)
@@ -206,6 +210,7 @@ def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix:
     assert (tokens(IndexedDataset(shard), 3) == 7).all(), "opened now: what it is"
 
 
+@pytest.mark.guarantee("mapped-file-opened")
 def test_an_idx_that_changed_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "shard", 5)
     dataset = IndexedDataset(shard)
@@ -237,6 +242,7 @@ def first_batches(shard: str, order: str, storage: StorageConfig, cache: Path) -
         return [batch["tokens"].numpy().copy() for batch, _ in zip(loader, range(16), strict=False)]
 
 
+@pytest.mark.guarantee("local-pread-file")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
 def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix: str) -> None:
@@ -275,10 +281,12 @@ except StorageError as error:
 """
 
 
+@pytest.mark.guarantee("local-pread-file")
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert outcome(CUT_WHILE_ITERATING, tmp_path) == "ObjectChangedError True"
 
 
+@pytest.mark.guarantee("local-pread-file")
 def test_errors_of_a_server_behind_a_file_system_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +355,7 @@ def write_pieces(path: Path) -> bytes:
     return content
 
 
+@pytest.mark.guarantee("local-file-written")
 def test_the_disk_begins_with_what_is_written_while_the_rest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +375,7 @@ def test_the_disk_begins_with_what_is_written_while_the_rest_is(
     assert len(content) - stops[-1] < WRITE_BACK_BYTES
 
 
+@pytest.mark.guarantee("local-file-written")
 @pytest.mark.parametrize("refused", [errno.EINVAL, errno.ENOSYS, None])
 def test_where_disks_are_told_nothing_the_same_bytes_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
@@ -381,6 +391,7 @@ def test_where_disks_are_told_nothing_the_same_bytes_are_written(
     assert (tmp_path / "out").read_bytes() == content
 
 
+@pytest.mark.guarantee("local-file-written")
 def test_a_disk_that_takes_parts_of_writes_gets_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +400,7 @@ def test_a_disk_that_takes_parts_of_writes_gets_all_of_them(
     assert (tmp_path / "out").read_bytes() == content
 
 
+@pytest.mark.guarantee("local-file-written")
 @pytest.mark.parametrize("room", [1 << 20, 16 << 20, sum(SIZES_WRITTEN) - 1])
 def test_a_disk_that_is_full_in_the_middle_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int

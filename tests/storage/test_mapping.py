@@ -20,6 +20,7 @@ def map_path(path: Path, size: int) -> np.ndarray:
         os.close(fd)
 
 
+@pytest.mark.guarantee("mapped-files-hold")
 def test_mapped_files_hold_no_descriptors_and_are_unmapped_with_their_last_view(
     tmp_path: Path,
 ) -> None:

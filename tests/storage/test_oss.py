@@ -43,6 +43,7 @@ TRANSPORTS = ("obstore", "fsspec")
 class OssContract(StoreContract):
     """The contract of every store, and the parts of it that need a bucket."""
 
+    @pytest.mark.guarantee("oss-read-written", "sent-bodies-signed")
     def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str, oss: Oss) -> None:
         part = bytes(range(256)) * 4096
         writer = store.open_writer(key)
@@ -71,6 +72,7 @@ class OssContract(StoreContract):
         with pytest.raises(ObjectNotFoundError):
             store.info(key)
 
+    @pytest.mark.guarantee("oss-read-written")
     def test_a_listing_of_several_pages_is_whole(self, store: Store, key: str, oss: Oss) -> None:
         bucket = f"bucket-{oss.buckets}"
         oss.fill(bucket, 2345)
@@ -81,6 +83,7 @@ class OssContract(StoreContract):
             (1, store.info(f"{prefix}00000").etag)
         }
 
+    @pytest.mark.guarantee("oss-read-written")
     def test_a_read_of_another_object_than_was_opened_is_refused(
         self, store: Store, key: str
     ) -> None:
@@ -140,6 +143,7 @@ def opened(oss: Oss, transport: Any, name: str = "dir/object", **options: Any) -
     return open_store(f"oss://{oss.new_bucket()}/{name}", config_of(oss, transport, **options))
 
 
+@pytest.mark.guarantee("buckets-named-host")
 def test_buckets_are_named_by_the_host_and_each_dialect_has_hosts_of_its_own(
     oss: Oss, transport: Any
 ) -> None:
@@ -170,6 +174,7 @@ def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Os
         assert "another-secret" not in str(denied.value)
 
 
+@pytest.mark.guarantee("sent-bodies-signed")
 def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
     """Bodies signed whole, or with their MD5; objects removed one by one; ranges that may reach
     past the end.
@@ -200,6 +205,7 @@ def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
     assert [method for method, _ in log].count("DELETE") == 1
 
 
+@pytest.mark.guarantee("fixed-read-again")
 def test_credentials_are_read_again_before_an_upload_by_obstore(oss: Oss) -> None:
     """It cannot be repeated with another key. oss2 asks for the key with every request, and what
     was refused is sent again.
@@ -225,6 +231,7 @@ def test_the_internal_endpoint_serves_both_transports(oss: Oss, transport: Any) 
     assert all("-internal.aliyuncs.com" in request["host"] for request in oss.take_log())
 
 
+@pytest.mark.guarantee("anonymous-reads-environment")
 def test_the_environment_alone_is_enough(
     oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +245,7 @@ def test_the_environment_alone_is_enough(
     assert store.info(key).size == 3
 
 
+@pytest.mark.guarantee("credentials-cloud-never")
 def test_nothing_of_aws_reaches_oss(
     oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +279,7 @@ def test_nothing_of_aws_reaches_oss(
     assert all(KEY in request["headers"]["authorization"] for request in log)
 
 
+@pytest.mark.guarantee("anonymous-reads-environment")
 def test_public_buckets_are_read_without_a_signature(oss: Oss, transport: Any) -> None:
     bucket = oss.new_bucket(public=True)
     store, key = open_store(f"oss://{bucket}/key", config_of(oss, transport))
@@ -284,6 +293,7 @@ def test_public_buckets_are_read_without_a_signature(oss: Oss, transport: Any) -
     assert not any("authorization" in request["headers"] for request in oss.take_log())
 
 
+@pytest.mark.guarantee("sent-bodies-signed")
 def test_an_endpoint_of_no_known_region_is_signed_the_older_way(oss: Oss) -> None:
     """By oss2: its newer signature needs a region, which an accelerate endpoint does not name."""
     store = OssNativeStore("oss", StorageConfig(storage_options=oss.options))
@@ -300,6 +310,7 @@ def test_an_endpoint_of_no_known_region_is_signed_the_older_way(oss: Oss) -> Non
     assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {"OSS"}
 
 
+@pytest.mark.guarantee("oss-read-written")
 def test_a_range_past_the_end_is_told_without_reading_the_whole_object(
     oss: Oss, transport: Any
 ) -> None:
@@ -345,6 +356,7 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     put(store, key, b"abc")
 
 
+@pytest.mark.guarantee("credentials-expire-read")
 def test_a_provider_is_asked_now_and_then_not_with_every_request(oss: Oss, transport: Any) -> None:
     calls: list[int] = []
 
@@ -369,6 +381,7 @@ def _read_in_child(url: str, config: StorageConfig, answers: Any) -> None:
         answers.put((0, repr(error)))
 
 
+@pytest.mark.guarantee("forked-spawned-workers")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_of_a_process_that_has_read_read_too(
     oss: Oss, transport: Any, method: str
@@ -387,6 +400,7 @@ def test_children_of_a_process_that_has_read_read_too(
     child.join()
 
 
+@pytest.mark.guarantee("forked-spawned-workers")
 def test_a_missing_driver_names_the_extra_to_install(
     oss: Oss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +428,7 @@ def test_parts_grow_so_that_ten_thousand_hold_the_largest_shards() -> None:
     assert sum(map(part_bytes, range(10_000))) > 1900 << 30
 
 
+@pytest.mark.guarantee("address-endpoint-addressed")
 @pytest.mark.parametrize("s3", ["moto"], indirect=True)
 def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
     """Private gateways; moto stands for one, and looks at no signature."""
@@ -426,6 +441,7 @@ def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
     assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
 
 
+@pytest.mark.guarantee("corpora-datasets-lie")
 def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any) -> None:
     """By folder, glob and name; larger than one read, and sought in."""
     data = bytes(range(256)) * (40 << 10)
@@ -461,6 +477,7 @@ def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any)
         find_inputs([f"{root}/in"], denied)
 
 
+@pytest.mark.guarantee("buckets-named-host")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_s3_buckets_by_virtual_host_are_read_and_written(oss: Oss, transport: Any) -> None:
     """s3:// with addressing_style 'virtual', at a server that takes buckets by no other way."""

@@ -24,6 +24,7 @@ from tests.support.servers import http_server
 FIXED = {"key": "LTAIfixed0000", "secret": "fixed-secret"}
 
 
+@pytest.mark.guarantee("buckets-named-host")
 @pytest.mark.parametrize(
     ("given", "native", "s3", "region"),
     [
@@ -55,6 +56,7 @@ def test_endpoints_of_all_kinds_lead_to_both_dialects(
     assert (found.native_url, found.s3_url("web"), found.region) == (native, s3, region)
 
 
+@pytest.mark.guarantee("region-comes-option")
 def test_the_region_alone_names_the_public_endpoint_and_an_explicit_one_wins() -> None:
     assert (
         oss_endpoint("b", {"region": "oss-cn-beijing"}, {}).native_url
@@ -86,6 +88,7 @@ def test_a_missing_or_impossible_endpoint_says_what_to_set() -> None:
         assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.guarantee("settings-aws-obstore")
 def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     options = FIXED | {"endpoint": "oss-cn-hangzhou-internal.aliyuncs.com", "token": "sts-token"}
     config = StorageConfig(storage_options=options)
@@ -117,6 +120,7 @@ def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -
             obstore_arguments("web", config, None)
 
 
+@pytest.mark.guarantee("anonymous-reads-environment")
 def test_options_of_ossfs_that_are_not_used_are_taken_and_certificates_are(tmp_path: Path) -> None:
     unused = {
         "use_listings_cache": False,
@@ -158,6 +162,7 @@ class Wrapped:
         return "wrapped-token"
 
 
+@pytest.mark.guarantee("anonymous-reads-environment")
 def test_credentials_come_from_options_files_functions_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +225,7 @@ def test_half_given_and_contradicting_credentials_are_refused(tmp_path: Path) ->
         key_of(FIXED | {"expires": "soon"}, "the file")
 
 
+@pytest.mark.guarantee("credentials-expire-read")
 def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,6 +255,7 @@ def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused
     assert fixed.renew(fixed.current()) is False
 
 
+@pytest.mark.guarantee("fixed-read-again")
 def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -282,6 +289,7 @@ def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_e
     assert fixed.current().access_key_id == FIXED["key"]
 
 
+@pytest.mark.guarantee("credentials-cloud-never")
 def test_neither_cloud_is_sent_the_others_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAaws")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aws-secret")

@@ -73,6 +73,7 @@ def storage_of(oss: Oss, transport: str, **options: Any) -> StorageConfig:
     return impatient(options or oss.options, transport, stall_timeout=0.6)
 
 
+@pytest.mark.guarantee("faults-endpoint-change")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("fault", "order"),
@@ -119,6 +120,7 @@ def settle(loader: StreamLoader) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.guarantee("credentials-expire-read")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_credentials_that_expire_during_a_run_are_replaced(
     oss: Oss, bucket: str, local: Path, tmp_path: Path, transport: str
@@ -218,6 +220,7 @@ def _samples(config: DataConfig) -> Iterator[torch.Tensor]:
         yield torch.as_tensor(dataset[index]["tokens"])
 
 
+@pytest.mark.guarantee("corpora-datasets-lie")
 def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     oss: Oss, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     )
 
 
+@pytest.mark.guarantee("corpora-datasets-lie")
 def test_a_run_on_oss_resumes_on_exactly_the_next_token(
     oss: Oss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_small_reads_make_no_pages(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("chunks/*/*.data"))
 
 
+@pytest.mark.guarantee("12-page-file")
 def test_a_damaged_page_is_fetched_again_and_verify_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def _read_all(folder: str, log_file: str, seed: int) -> None:
         thread.join()
 
 
+@pytest.mark.guarantee("cache-local-disk")
 def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
     context = multiprocessing.get_context("forkserver")
@@ -235,6 +237,7 @@ def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> 
     assert sorted(pages) == list(range(40))
 
 
+@pytest.mark.guarantee("nothing-use-evicted")
 def test_what_nobody_uses_makes_room_oldest_first_and_what_is_used_stays(tmp_path: Path) -> None:
     out = np.empty(SIZE, np.uint8)
     for number, name in enumerate(("old", "newer")):
@@ -311,6 +314,7 @@ def bin_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.glob("data/*.bin"))
 
 
+@pytest.mark.guarantee("cache-local-disk", "cache-dir-whole")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
     server: tuple[Running, Path], tmp_path: Path, order: str
@@ -404,6 +408,7 @@ def kill_at_random_moments(
     assert torch.equal(stream(cached), stream(plain))
 
 
+@pytest.mark.guarantee("nothing-half-written", "12-page-file")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_cache_of_killed_runs_is_sound(
     server: tuple[Running, Path], tmp_path: Path, order: str

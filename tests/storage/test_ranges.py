@@ -70,6 +70,7 @@ WRONG: dict[str, Answer] = {
 }
 
 
+@pytest.mark.guarantee("answers-other-bytes")
 @both_schemes
 @both_transports
 @pytest.mark.parametrize("wrong", WRONG)
@@ -91,6 +92,7 @@ LEGAL: dict[str, Answer] = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantee("answers-other-bytes")
 @both_schemes
 @both_transports
 @pytest.mark.parametrize("legal", LEGAL)
@@ -105,6 +107,7 @@ def test_an_answer_that_names_the_right_bytes_is_taken(
         assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
 
 
+@pytest.mark.guarantee("answers-other-bytes")
 @both_schemes
 @both_transports
 def test_a_server_that_ignores_ranges_is_told_so_at_once(
@@ -121,6 +124,7 @@ def test_a_server_that_ignores_ranges_is_told_so_at_once(
     assert bytes(whole) == DATA, "the whole object is what was asked for here"
 
 
+@pytest.mark.guarantee("answers-other-bytes")
 @given(
     start=st.integers(0, 40),
     count=st.integers(1, 40),
@@ -144,6 +148,7 @@ def test_only_the_range_that_was_asked_for_passes_up_to_the_end_of_the_object(
         assert passes == expected
 
 
+@pytest.mark.guarantee("bodies-stall-drip")
 @both_schemes
 @both_transports
 @pytest.mark.parametrize("seconds_per_byte", [0.1, 60.0], ids=["drips", "stalls"])
@@ -177,6 +182,7 @@ class Hanging(AsyncFileSystem):  # type: ignore[misc]
         await asyncio.sleep(3600)
 
 
+@pytest.mark.guarantee("bodies-stall-drip")
 @pytest.mark.parametrize("what", ["info", "read", "delete"])
 def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
@@ -190,6 +196,7 @@ def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
         ask[what]()
 
 
+@pytest.mark.guarantee("answers-other-bytes")
 @both_schemes
 @both_transports
 def test_an_answer_without_a_size_says_so(server: HttpObjects, scheme: str, transport: str) -> None:

@@ -78,6 +78,7 @@ def failing(
     return attempt
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 @pytest.mark.parametrize("outage", [8, 20, 120, 500])
 @pytest.mark.parametrize("takes", [0.0, 10.0])
 def test_by_default_an_outage_of_minutes_is_waited_for(
@@ -88,6 +89,7 @@ def test_by_default_an_outage_of_minutes_is_waited_for(
     assert clock.now <= outage + LONGEST_PAUSE + takes, "its end is noticed soon"
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clock: Clock) -> None:
     with pytest.raises(EndpointError, match=r"down \[given up after \d+ tries in [56]\d\d"):
         RetryPolicy.of(StorageConfig()).call(failing(EndpointError("down"), clock))
@@ -102,6 +104,7 @@ def test_a_first_try_that_takes_longer_than_the_deadline_says_that_it_was_given_
         policy.call(failing(EndpointError("down"), clock, takes=2.0))
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 @pytest.mark.parametrize("deadline", [0.13, 0.3, 0.72, 1.0])
 def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, deadline: float
@@ -122,12 +125,14 @@ def test_what_waiting_cannot_mend_is_raised_at_once(clock: Clock, kind: type[Sto
     assert clock.now == 0
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> None:
     with pytest.raises(ShortReadError, match=f"after {SHORT_READS + 1} tries"):
         RetryPolicy.of(StorageConfig()).call(failing(ShortReadError("short"), clock))
     assert clock.now < 10
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
     for retries in (0, 1, 4):
         policy = RetryPolicy.of(StorageConfig(retries=retries))
@@ -142,6 +147,7 @@ def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
         StorageConfig(give_up_after=0)
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
     policy = RetryPolicy(deadline=1e9)
     seen = {
@@ -154,6 +160,7 @@ def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
         assert LONGEST_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= LONGEST_PAUSE
 
 
+@pytest.mark.guarantee("passing-faults-waited")
 def test_waiting_is_said_now_and_then_with_the_object_and_the_end(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +247,7 @@ ASK: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
+@pytest.mark.guarantee("endpoint-never-answered")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("endpoint", ["refused", "http://no-such-endpoint.invalid:9000"])
 def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
@@ -262,6 +270,7 @@ def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
         assert time.monotonic() - began < 60, what  # else it is tried for ten minutes
 
 
+@pytest.mark.guarantee("endpoint-never-answered")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_too(
     transport: Any, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +301,7 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
             assert "never answered" not in str(caught.value)
 
 
+@pytest.mark.guarantee("endpoint-never-answered")
 def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
     with http_server({"/bucket/key": b"abcdef"}) as server:
         config = StorageConfig(give_up_after=5, storage_options=options(server))
@@ -495,6 +505,7 @@ OPEN = {
 }
 
 
+@pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize(
     ("what", "transport"),
     [
@@ -535,6 +546,7 @@ def test_settings_of_retries_may_be_replaced() -> None:
     )
 
 
+@pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize(
     ("status", "text", "kind", "passing"),
     [

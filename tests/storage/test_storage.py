@@ -78,6 +78,7 @@ class StoreContract:
         assert (first.size, second.size) == (3, 5)
         assert first.etag != second.etag
 
+    @pytest.mark.guarantee("11-bytes-used")
     def test_a_read_of_another_object_than_was_opened_is_an_error(
         self, store: Store, key: str
     ) -> None:
@@ -106,6 +107,7 @@ class StoreContract:
             with pytest.raises(ObjectNotFoundError, match=key.rsplit("/", 1)[-1]):
                 call()
 
+    @pytest.mark.guarantee("5-shows-under")
     def test_nothing_shows_before_commit_nor_after_abort(self, store: Store, key: str) -> None:
         writer = store.open_writer(key)
         writer.write(b"x" * 100_000)
@@ -115,6 +117,7 @@ class StoreContract:
         with pytest.raises(ObjectNotFoundError):
             store.info(key)
 
+    @pytest.mark.guarantee("5-shows-under")
     def test_an_aborted_overwrite_keeps_what_was_there(self, store: Store, key: str) -> None:
         put(store, key, b"old")
         writer = store.open_writer(key)
@@ -154,6 +157,7 @@ class StoreContract:
         with pytest.raises(ObjectNotFoundError):
             store.info(key)
 
+    @pytest.mark.guarantee("7-stores-datasets")
     def test_a_store_that_was_pickled_reads_the_same(self, store: Store, key: str) -> None:
         put(store, key, b"abc")
         assert bytes(pickle.loads(pickle.dumps(store)).read_ranges(key, [0], [3])[0]) == b"abc"  # noqa: S301
@@ -331,6 +335,7 @@ assert os.wait()[1] == 0
 """
 
 
+@pytest.mark.guarantee("forked-processes-read", "7-stores-datasets")
 def test_where_no_copy_can_be_loaded_all_works_after_a_fork_by_one_client_with_one_warning(
     moto: S3,
 ) -> None:
@@ -393,6 +398,7 @@ def named_objects(moto: S3) -> tuple[S3, str]:
     return moto, bucket
 
 
+@pytest.mark.guarantee("object-name-read")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_names_it(
     transport: Any, named_objects: tuple[S3, str]
@@ -416,6 +422,7 @@ def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_n
             put(store, own, key.encode())
 
 
+@pytest.mark.guarantee("object-name-read")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_without_it(
     transport: Any, named_objects: tuple[S3, str]
@@ -434,6 +441,7 @@ def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_w
             call()
 
 
+@pytest.mark.guarantee("object-name-read")
 def test_listings_by_obstore_hold_objects_and_no_markers_of_folders(moto: S3) -> None:
     bucket = moto.new_bucket()
     objects = {
@@ -481,6 +489,7 @@ def test_urls_of_http_may_be_quoted(transport: Any) -> None:
             assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
 
 
+@pytest.mark.guarantee("scheme-goes-transport")
 @pytest.mark.parametrize(
     ("url", "kind"),
     [
@@ -507,6 +516,7 @@ def test_urls_without_a_bucket_and_transports_that_do_not_serve_are_refused() ->
         StorageConfig(transport="boto")  # type: ignore[arg-type]
 
 
+@pytest.mark.guarantee("errors-say-how")
 def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
     store, key = open_store("s3://no-such-bucket/key", s3_storage)
     texts = [
@@ -580,6 +590,7 @@ def test_anonymous_access_sends_no_signature() -> None:
         assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
 
 
+@pytest.mark.guarantee("both-transports-find")
 def test_the_credential_chain_is_used_when_no_key_is_given(
     s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -712,6 +723,7 @@ def test_explicit_session_tokens_are_not_mixed_with_the_environment(
     assert made["credential_provider"]()["token"] is None
 
 
+@pytest.mark.guarantee("local-file-written")
 def test_full_disk_while_writing_is_named_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -740,6 +752,7 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
             store.info(key)
 
 
+@pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_a_transport_tries_once(transport: Any) -> None:
     """All further tries are the one policy's."""
@@ -764,6 +777,7 @@ def test_a_transport_tries_once(transport: Any) -> None:
                 assert len(server.requests) - before == 1
 
 
+@pytest.mark.guarantee("several-reads-last")
 def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouches_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -789,6 +803,7 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
             store.read_into(key, [(0, 2), (4, 6), (8, 10)], outs, etag)
 
 
+@pytest.mark.guarantee("several-reads-last")
 def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -811,6 +826,7 @@ def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(
         assert len(asked) == looks
 
 
+@pytest.mark.guarantee("gs-holds-contract")
 @pytest.mark.parametrize("url", ["gs://bucket/key", "az://container/key", "https://host/key"])
 def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(
     url: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ LATER = datetime(2026, 11, 22, tzinfo=UTC)
 NEVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@pytest.mark.guarantee("versions-objects-compared")
 @pytest.mark.parametrize(
     ("opened", "answer", "changed"),
     [
@@ -61,6 +62,7 @@ def put_pair(server: HttpObjects, folder: Path, token: int) -> None:
         server.objects[f"/p{suffix}"] = (folder / f"p{suffix}").read_bytes()
 
 
+@pytest.mark.guarantee("versions-objects-compared")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     "left_out", [{("GET", "ETag")}, {("HEAD", "ETag")}, {("GET", "ETag"), ("GET", "Last-Modified")}]
@@ -103,6 +105,7 @@ def test_a_replaced_object_without_etag_is_noticed_by_its_time(tmp_path: Path) -
             store.read_ranges(info.key, [0], [2], version_of(None, LATER))
 
 
+@pytest.mark.guarantee("versions-objects-compared")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_what_has_no_version_is_kept_in_no_cache(

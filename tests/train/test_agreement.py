@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from streammega.train.agreement import differences
 from tests.conftest import write_random_pair
 from tests.support.gang import Gang
@@ -11,6 +13,7 @@ from tests.support.rank_programs import started_with
 from tests.train.test_training_layouts import TOML
 
 
+@pytest.mark.guarantee("ranks-train-same")
 def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
     gang: Gang, tmp_path: Path
 ) -> None:
@@ -42,6 +45,7 @@ def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
         assert " on rank 1, " in message.split("datasets")[1]
 
 
+@pytest.mark.guarantee("ranks-train-same")
 def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
     gang: Gang, tmp_path: Path
 ) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from streammega.errors import StorageError
 from streammega.train.all_ranks import AllRanks
 from tests.support.gang import Gang
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_what_failed_elsewhere_has_ended_before_the_next_work_begins(gang: Gang) -> None:
     """Else a rank that still reads a checkpoint which another rank found damaged would write over
     the one that is loaded instead.

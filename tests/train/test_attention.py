@@ -58,6 +58,7 @@ mask (128 x 512 x 4).
 """
 
 
+@pytest.mark.guarantee("layer-keeps-mask")
 def test_parts_of_a_sequence_keep_no_mask_and_no_gathered_keys_for_each_layer(
     gang: Gang, run_files: dict[int, str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_parts_of_a_sequence_keep_no_mask_and_no_gathered_keys_for_each_layer(
     assert largest(saved[1], ACTIVATIONS) == largest(saved[3], ACTIVATIONS)
 
 
+@pytest.mark.guarantee("layer-keeps-mask")
 def test_documents_keep_no_mask_of_a_sample(gang: Gang, run_files: dict[int, str]) -> None:
     whole = steps_of(0, run_files[3], [], DOCUMENTS, 1)["saved"]
     assert largest(whole, 2 * ACTIVATIONS) == []
@@ -78,6 +80,7 @@ def test_documents_keep_no_mask_of_a_sample(gang: Gang, run_files: dict[int, str
         assert largest(part["saved"], ACTIVATIONS) == [128 * 139 * 4]
 
 
+@pytest.mark.guarantee("attention-over-documents")
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 def test_parts_of_a_sequence_give_the_losses_and_gradients_of_the_whole(
     gang: Gang, run_files: dict[int, str], documents: Any
@@ -144,6 +147,7 @@ BOUNDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("attention-over-documents")
 @pytest.mark.parametrize("kernel", ["calls", "packed"])
 @pytest.mark.parametrize(
     "parts", [[(0, 48)], [(0, 12), (36, 48)], [(12, 24), (24, 36)], [(8, 16), (32, 40)]], ids=str
@@ -171,6 +175,7 @@ def test_queries_see_the_keys_before_them_of_their_document(
         torch.testing.assert_close(got.double(), wanted.double(), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.guarantee("layer-keeps-mask")
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 def test_keys_that_are_gathered_again_are_those_of_forward(gang: Gang, documents: Any) -> None:
     assert gang.run(2, gathered_again, documents) == [[0, 1, 1], [0, 1, 1]]

@@ -246,6 +246,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     run_file: str, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -266,11 +267,13 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_every_item_has_a_checksum(folder: Path) -> None:
     newest = folder / "step-00000006"
     assert items_with_checksums(newest) == items(newest)
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
     run_file: str, folder: Path
 ) -> None:
@@ -283,6 +286,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
     run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +305,7 @@ def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
     assert len(checkpoints(folder)) == 3
 
 
+@pytest.mark.guarantee("metadata-checkpoints-makes")
 def test_metadata_is_read_without_running_what_it_says(
     run_file: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -325,6 +330,7 @@ def test_metadata_is_read_without_running_what_it_says(
     assert resumed(run_file).step == 4
 
 
+@pytest.mark.guarantee("background-save-fails")
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -386,6 +392,7 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
     assert resumed(run_file).step == 6
 
 
+@pytest.mark.guarantee("evaluated-opened-start")
 def test_what_is_evaluated_is_opened_before_the_first_step(run_file: str) -> None:
     with pytest.raises(ConfigError, match="valid"):
         Trainer(
@@ -399,6 +406,7 @@ def test_what_is_evaluated_is_opened_before_the_first_step(run_file: str) -> Non
         Trainer(load_run(run_file, overrides), CPU)
 
 
+@pytest.mark.guarantee("evaluated-opened-start")
 def test_an_evaluation_that_fails_costs_no_steps(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +433,7 @@ def test_an_evaluation_that_fails_costs_no_steps(
     assert all("batch_hash" in record for record in records)
 
 
+@pytest.mark.guarantee("rewind-done-once")
 def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
     run_file: str, folder: Path
 ) -> None:
@@ -450,6 +459,7 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
     further.close()
 
 
+@pytest.mark.guarantee("rewind-done-once")
 def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(
     run_file: str, folder: Path
 ) -> None:
@@ -469,6 +479,7 @@ def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not
     assert len({name.partition(".")[2] for name in aside}) == 3, "none takes the place of another"
 
 
+@pytest.mark.guarantee("stopped-run-waits")
 def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_recent(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +504,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     assert resumed(run_file).step == 4
 
 
+@pytest.mark.guarantee("out-dir-may")
 @pytest.mark.parametrize("out", ["disk", "s3", "oss"], indirect=True)
 def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     run_file: str,
@@ -551,6 +563,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
             assert "10 steps, loss" in capsys.readouterr().out
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto: S3) -> None:
     overrides = on_s3(moto, moto.new_bucket())
     first = Trainer(load_run(run_file, overrides), CPU)
@@ -570,6 +583,7 @@ def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto:
     assert place.steps() == [2]
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_a_flipped_bit_in_an_object_store_falls_back(
     run_file: str, moto: S3, tmp_path: Path
 ) -> None:
@@ -589,6 +603,7 @@ def test_a_flipped_bit_in_an_object_store_falls_back(
     second.close()
 
 
+@pytest.mark.guarantee("out-dir-ranks")
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(run_file: str, moto: S3) -> None:
     with pytest.raises(StorageError, match="bucket s3://no-such-bucket does not exist"):
         Trainer(load_run(run_file, on_s3(moto, "no-such-bucket")), CPU)
@@ -629,6 +644,7 @@ soak`.
 """
 
 
+@pytest.mark.guarantee("nothing-half-written")
 @pytest.mark.parametrize(
     "every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)]
 )
@@ -671,6 +687,7 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
     assert killed > 0.9 * len(points), "a run may end some changes earlier than another"
 
 
+@pytest.mark.guarantee("nothing-half-written")
 def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_another_layout(
     gang: Gang, run_file: str, truth: dict[int, list[torch.Tensor]], moto: S3, tmp_path: Path
 ) -> None:
@@ -703,6 +720,7 @@ def test_signs_that_killed_starts_left_are_removed_by_the_next_start(
     assert not place.sees(".shared-0123456789ab")
 
 
+@pytest.mark.guarantee("out-dir-ranks")
 def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step(
     gang: Gang, run_file: str
 ) -> None:
@@ -716,6 +734,7 @@ def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step
     assert not (Path(run_file).parent / "node-0" / "metrics.jsonl").exists()
 
 
+@pytest.mark.guarantee("damaged-checkpoint-bit")
 @pytest.mark.parametrize("kind", ["cut", "flipped-bit"])
 def test_ranks_agree_on_the_checkpoint_to_resume_from(
     gang: Gang, run_file: str, folder: Path, kind: str
@@ -735,6 +754,7 @@ def test_ranks_agree_on_the_checkpoint_to_resume_from(
     assert items_with_checksums(folder / "step-00000008") == newest
 
 
+@pytest.mark.guarantee("background-save-fails")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks(
     gang: Gang, run_file: str, failing: int
@@ -756,6 +776,7 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
     assert len({step for _, step in ended}) == 1, "all ranks end after the same step"
 
 
+@pytest.mark.guarantee("job-time-trains")
 def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     gang: Gang, run_file: str, out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -796,6 +817,7 @@ def check_that_another_takes_over(held: Any) -> None:
     held.release()
 
 
+@pytest.mark.guarantee("job-time-trains")
 def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
@@ -866,6 +888,7 @@ def test_a_hold_whose_object_was_removed_writes_it_again(
     assert place._store.list("run/lock.json") == []
 
 
+@pytest.mark.guarantee("job-time-trains")
 def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
@@ -890,6 +913,7 @@ def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     assert json.loads(bytes(stored[0])) == first
 
 
+@pytest.mark.guarantee("out-dir-may")
 def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
@@ -910,6 +934,7 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
     assert place.draft(place.find(4).name).sizes() == {"__0_0.distcp": 6}
 
 
+@pytest.mark.guarantee("out-dir-may")
 def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
     moto: S3, run_file: str
 ) -> None:

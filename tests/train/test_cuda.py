@@ -100,6 +100,7 @@ def assert_equal(got: Batch, expected: Batch) -> None:
         assert torch.equal(got[name].cpu(), field), name
 
 
+@pytest.mark.guarantee("batch-may-dropped")
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("ids_only", [False, True])
 def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(
@@ -121,6 +122,7 @@ def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(
     assert compared > BATCHES // 2
 
 
+@pytest.mark.guarantee("batch-may-dropped")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataloader_that_pins_hands_out_batches_that_may_be_dropped(
     data: DataConfig, workers: int
@@ -137,6 +139,7 @@ def test_a_dataloader_that_pins_hands_out_batches_that_may_be_dropped(
         assert_equal(got, truth.batch(number * 4))
 
 
+@pytest.mark.guarantee("batch-may-dropped")
 @pytest.mark.parametrize("ahead", [1, 8])
 def test_rank_batches_arrive_as_they_were_made_on_the_cpu(data: DataConfig, ahead: int) -> None:
     ranks = Ranks(ParallelLayout())
@@ -162,6 +165,7 @@ def test_rank_batches_arrive_as_they_were_made_on_the_cpu(data: DataConfig, ahea
         )
 
 
+@pytest.mark.guarantee("fields-made-device")
 def test_fields_made_on_the_device_are_those_made_on_the_cpu(data: DataConfig) -> None:
     ids = torch.randint(0, 300, (4, 513), dtype=torch.int32)
     valid = torch.tensor([513, 512, 0, 77])

@@ -49,6 +49,7 @@ def tensors(lengths: tuple[int, int, int], dtype: torch.dtype, rows: int = 2) ->
     return [tensor.to(dtype).requires_grad_() for tensor in made]
 
 
+@pytest.mark.guarantee("cuda-long-sequences")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
@@ -97,6 +98,7 @@ def kernels_and_bytes(run: Callable[[], torch.Tensor]) -> tuple[list[str], int]:
     ], torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.guarantee("cuda-long-sequences")
 @pytest.mark.parametrize("length", [8192, 32768, 65536])
 @pytest.mark.parametrize("documents", [False, True], ids=["one", "several"])
 def test_long_parts_take_a_flash_kernel_and_memory_of_their_tokens(

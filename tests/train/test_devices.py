@@ -44,6 +44,7 @@ def settings(**chosen: Any) -> TrainConfig:
     return TrainConfig(iters=1, micro_batch_size=1, global_batch_size=1, out_dir="out", **chosen)
 
 
+@pytest.mark.guarantee("ranks-take-device")
 @pytest.mark.parametrize(
     ("seats", "chosen", "device", "backend"),
     [
@@ -71,6 +72,7 @@ def test_without_nccl_cuda_takes_gloo() -> None:
     assert choose(TWO_GPUS, settings(), nccl=False).backend == "gloo"
 
 
+@pytest.mark.guarantee("ranks-take-device")
 @pytest.mark.parametrize(
     ("seats", "chosen", "message"),
     [
@@ -137,6 +139,7 @@ def test_the_local_rank_is_the_launchers(
     assert (found.rank, found.world, found.local_rank) == place
 
 
+@pytest.mark.guarantee("ranks-take-device")
 @pytest.mark.parametrize(
     ("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")]
 )
@@ -168,6 +171,7 @@ def agreed(seats: Sequence[Seat], train: TrainConfig) -> list[DeviceChoice | str
     return [told[seat.rank] for seat in seats]
 
 
+@pytest.mark.guarantee("settings-run-cannot")
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -202,6 +206,7 @@ def test_ranks_that_cannot_meet_say_what_is_missing(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("ranks-take-device")
 def test_all_ranks_are_told_the_same() -> None:
     assert len(set(agreed(TWO_HOSTS, settings()))) == 1
     first, second = agreed(MIXED, settings())

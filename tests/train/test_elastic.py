@@ -152,6 +152,7 @@ def check_history(run_file: Path, steps: int) -> set[int]:
     return {record["ranks"] for record in records}
 
 
+@pytest.mark.guarantee("rank-fails-says")
 @pytest.mark.parametrize(
     ("kind", "cause", "within"),
     [
@@ -214,6 +215,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     check_history(run_file, 20)
 
 
+@pytest.mark.guarantee("without-torchrun-others")
 def test_without_torchrun_the_others_end_soon_when_rank_0_dies_with_the_jobs_store(
     run_file: Path,
 ) -> None:
@@ -230,6 +232,7 @@ def test_without_torchrun_the_others_end_soon_when_rank_0_dies_with_the_jobs_sto
     assert "Traceback" not in log
 
 
+@pytest.mark.guarantee("without-torchrun-others")
 def test_a_rank_that_never_joins_is_waited_for_no_longer_than_ranks_may_start_apart(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +252,7 @@ def test_a_rank_that_never_joins_is_waited_for_no_longer_than_ranks_may_start_ap
 KILLED_AND_SHARDED = ("parallel.optimizer=sharded", "0:7:kill")
 
 
+@pytest.mark.guarantee("rank-fails-says")
 def test_torchruns_agent_restarts_the_job_by_itself(run_file: Path) -> None:
     override, fault = KILLED_AND_SHARDED
     arguments = [str(run_file), override]
@@ -260,6 +264,7 @@ def test_torchruns_agent_restarts_the_job_by_itself(run_file: Path) -> None:
     check_history(run_file, 20)
 
 
+@pytest.mark.guarantee("rank-fails-says")
 @pytest.mark.soak
 def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
     override, fault = KILLED_AND_SHARDED
@@ -268,6 +273,7 @@ def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
     check_history(run_file, 20)
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 def test_sigterm_saves_and_a_restart_goes_on(run_file: Path) -> None:
     """A signal to one rank; all end after the same step."""
     codes, log = run_on(run_file, 2, "train.save_interval=0", PATIENT, fault="1:4:term")
@@ -295,6 +301,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.guarantee("run-may-change")
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))]
 )

@@ -76,6 +76,7 @@ def saved_steps(run_file: Path) -> list[str]:
     return [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")]
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 @pytest.mark.parametrize("program", PROGRAM)
 def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: str) -> None:
     family = start_fork(run_file, *PROGRAM[program])
@@ -91,6 +92,7 @@ def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: s
     ]
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 @pytest.mark.parametrize("program", PROGRAM)
 def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> None:
     family = start_fork(run_file, *PROGRAM[program])
@@ -106,6 +108,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> Non
     assert saved_steps(run_file) == [f"step-{steps:08d}"]
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     """The step under way does not end: its data do not come."""
     family = start_fork(run_file, FAULTY, fault="0:5:hang")
@@ -124,6 +127,7 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path) -> None:
     """The endpoint takes the connection, and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -164,6 +168,7 @@ def check_that_torchrun_ends(torchrun: Family, ranks: list[psutil.Process], with
     return log
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
     """Terminals signal all processes, and torchrun its ranks once more.
 
@@ -181,6 +186,7 @@ def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Pa
         assert f"[{number}] interrupted after step {steps}, which is saved in" in log, log[-3000:]
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
 def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> None:
     """Rank 1 waits for data that do not come, rank 0 for rank 1, where Python cannot reach it."""
     torchrun = start_torchrun(run_file, FAULTY, fault="1:5:hang")

@@ -24,6 +24,7 @@ def trainer(tmp_path: Path, pair: str) -> Trainer:
     return Trainer(load_run(str(path), ["data.order=stream"]), torch.device("cpu"))
 
 
+@pytest.mark.guarantee("micro-batch-given")
 def test_micro_batches_are_taken_while_the_one_before_is_computed(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,7 @@ def test_micro_batches_are_taken_while_the_one_before_is_computed(
     assert len(record["batch_hash"]) == 32
 
 
+@pytest.mark.guarantee("micro-batch-given")
 def test_an_error_of_storage_within_a_step_is_raised_where_it_is_due(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

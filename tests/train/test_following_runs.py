@@ -57,6 +57,7 @@ def run_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.guarantee("datasets-grow-under", "ranks-killed-between")
 def test_ranks_that_are_killed_repeat_what_they_took_in(run_file: str, tmp_path: Path) -> None:
     """Two ranks, SIGKILL before their first checkpoint, one rank, SIGKILL, two ranks to the end; a
     producer appends in between.
@@ -84,6 +85,7 @@ def test_ranks_that_are_killed_repeat_what_they_took_in(run_file: str, tmp_path:
     assert json.loads(written[1].read_text())["phases"][0]["joined"][0]["until"] == 2
 
 
+@pytest.mark.guarantee("ranks-killed-between")
 def test_a_run_says_what_it_takes_in(
     run_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,7 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert np.array_equal(got["grads"][name], grad), name
 
 
+@pytest.mark.guarantee("train-recompute-changes")
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(
     run_file: str, documents: Any
@@ -67,6 +68,7 @@ def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(
     assert bytes_of["full"] < bytes_of["none"] / 3
 
 
+@pytest.mark.guarantee("train-recompute-changes")
 @pytest.mark.parametrize(
     "layout",
     [["parallel.tp=2"], ["parallel.cp=2", "parallel.optimizer=sharded"], ["parallel.pp=2"]],
@@ -84,6 +86,7 @@ def test_they_are_computed_again_on_any_layout(
     assert sum(again[0]["saved"]) < sum(kept[0]["saved"]) / 2
 
 
+@pytest.mark.guarantee("tensor-parallel-ranks")
 def test_the_loss_over_a_divided_vocabulary_is_that_of_the_whole(gang: Gang) -> None:
     """Rows of all sizes, targets in every part, some ignored; a vocabulary that does not divide by
     the ranks.
@@ -94,6 +97,7 @@ def test_the_loss_over_a_divided_vocabulary_is_that_of_the_whole(gang: Gang) -> 
         assert same
 
 
+@pytest.mark.guarantee("tensor-parallel-ranks")
 def test_tensor_parallel_ranks_hold_no_whole_logits(gang: Gang, run_file: str) -> None:
     whole = 2 * 64 * 101 * 4
     for sequence_parallel in ("true", "false"):
@@ -102,6 +106,7 @@ def test_tensor_parallel_ranks_hold_no_whole_logits(gang: Gang, run_file: str) -
             assert max(result["saved"]) < whole
 
 
+@pytest.mark.guarantee("tensor-parallel-ranks")
 @pytest.mark.parametrize(
     "overrides", [[], ["parallel.optimizer=sharded"]], ids=["replicated", "sharded"]
 )
@@ -152,6 +157,7 @@ def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(
         check_tensor_parallel(config, ParallelLayout(tp=tp))
 
 
+@pytest.mark.guarantee("rank-makes-own")
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -168,6 +174,7 @@ def test_first_weights_are_those_of_one_rank_alone(
     assert all(gang.run(size, first_weights, run_file, overrides))
 
 
+@pytest.mark.guarantee("rank-makes-own")
 def test_a_rank_makes_its_own_part_of_the_model_and_never_the_whole(
     gang: Gang, run_file: str
 ) -> None:

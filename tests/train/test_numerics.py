@@ -45,6 +45,7 @@ def _switches_as_before() -> Iterator[None]:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
 
 
+@pytest.mark.guarantee("train-tf32-train")
 @pytest.mark.usefixtures("_switches_as_before")
 def test_tf32_and_determinism_are_what_the_settings_say(
     run_file: str, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +62,7 @@ def test_tf32_and_determinism_are_what_the_settings_say(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.guarantee("train-tf32-train")
 @pytest.mark.usefixtures("_switches_as_before")
 def test_a_caller_who_chose_determinism_keeps_it(
     run_file: str, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +88,7 @@ def test_a_deterministic_run_trains_as_another(run_file: str, tmp_path: Path) ->
     assert records[0] == records[1]
 
 
+@pytest.mark.guarantee("trainer-makes-attention")
 def test_attention_masks_that_the_trainer_does_not_use_are_not_made(run_file: str) -> None:
     trainer = Trainer(load_run(run_file, ["data.create_attention_mask=true"]), CPU)
     batch = next(trainer.batches)

@@ -110,6 +110,7 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
         assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
 
 
+@pytest.mark.guarantee("exact-resume-state")
 def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
     tmp_path: Path, s3: S3, bucket: str
 ) -> None:
@@ -143,6 +144,7 @@ def trained(run_file: str) -> RunConfig:
     return config
 
 
+@pytest.mark.guarantee("checkpoints-atomic-written")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     run_file: str, tmp_path: Path, order: str
@@ -168,6 +170,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
         assert torch.equal(a, b)
 
 
+@pytest.mark.guarantee("metrics-jsonl-line", "checkpoints-atomic-written")
 def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir)
     assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [
@@ -207,6 +210,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(
         Trainer(load_run(run_file), torch.device("cpu")).resume()
 
 
+@pytest.mark.guarantee("states-many-datasets")
 def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_differs(
     run_file: str,
 ) -> None:
@@ -237,6 +241,7 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_diff
     other.close()
 
 
+@pytest.mark.guarantee("nothing-half-written", "checkpoints-atomic-written")
 def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir) / "checkpoints"
     (folder / "step-00000099.partial").mkdir()
@@ -251,6 +256,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     assert before.step == 14, "the one before it is taken"
 
 
+@pytest.mark.guarantee("run-file-overrides")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -332,6 +338,7 @@ def test_an_error_in_a_real_rank_is_one_message(run_file: str, tmp_path: Path) -
     assert "Traceback" not in family.log(0)
 
 
+@pytest.mark.guarantee("global-batch-ramps", "learning-rate-decays")
 def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
     train = replace(load_run(run_file).train, iters=100, warmup_iters=10, lr=1.0, min_lr=0.1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
@@ -365,6 +372,7 @@ def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(
     assert optimizer.param_groups[0]["lr"] == lowest
 
 
+@pytest.mark.guarantee("learning-rate-decays")
 @pytest.mark.parametrize(
     ("measure", "amounts"),
     [("steps", [1, 1, 1, 1]), ("samples", [8, 16, 16, 16]), ("tokens", [1, 4, 4, 4])],
@@ -396,6 +404,7 @@ def test_the_decay_goes_by_what_is_asked(run_file: str, measure: str, amounts: l
     assert [record["tokens"] for record in records][-1] == 3 * 8 * 16 + 3 * 16 * 32
 
 
+@pytest.mark.guarantee("learning-rate-decays")
 def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) -> None:
     """Of steps of one size the decay is the same whatever it goes by, over skipped ranges too."""
     rates = []
@@ -423,6 +432,7 @@ def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) 
     assert rates[2] == pytest.approx(rates[0])
 
 
+@pytest.mark.guarantee("phase-told-step")
 def test_phases_that_other_batch_sizes_move_are_told_of(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -487,6 +497,7 @@ def test_an_evaluation_of_nothing_is_refused_before_the_first_step(run_file: str
         Trainer(load_run(run_file, ['data.split="100,0,0"']), torch.device("cpu"))
 
 
+@pytest.mark.guarantee("validation-sets-read")
 def test_several_validation_sets_are_read_from_their_start_every_time(
     run_file: str, tmp_path: Path
 ) -> None:
@@ -523,6 +534,7 @@ def test_several_validation_sets_are_read_from_their_start_every_time(
         load_run(run_file, ["validation.a/b=x"])
 
 
+@pytest.mark.guarantee("global-batch-ramps")
 def test_the_global_batch_ramps_up(run_file: str) -> None:
     config = load_run(
         run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"]
@@ -539,6 +551,7 @@ def test_the_global_batch_ramps_up(run_file: str) -> None:
     )
 
 
+@pytest.mark.guarantee("later-phase-never")
 def test_a_phase_is_appended_to_a_run_by_an_edit_of_its_file(run_file: str, tmp_path: Path) -> None:
     """Eight steps without it, then as one run that had it from the first step on."""
     write_random_pair(str(tmp_path / "math"), seed=9)
@@ -571,6 +584,7 @@ global_batch_size = 16
         load_run(run_file)
 
 
+@pytest.mark.guarantee("train-rewind-replays")
 def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     trained: RunConfig, run_file: str
 ) -> None:
@@ -622,6 +636,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
         Trainer(load_run(run_file, ["train.rewind=3"]), torch.device("cpu")).resume()
 
 
+@pytest.mark.guarantee("shardedoptimizer-steps-replicated")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, dtype: str) -> None:
     wide_run = load_run(run_file, ["train.lr=0.01", f"train.out_dir={Path(run_file).parent}/wide"])
@@ -659,6 +674,7 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         load_run(run_file, [f"train.dtype={dtype}"])
 
 
+@pytest.mark.guarantee("narrow-run-takes")
 def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(
     trained: RunConfig, run_file: str
 ) -> None:
@@ -678,6 +694,7 @@ def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(
         assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
 
 
+@pytest.mark.guarantee("metrics-jsonl-line")
 def test_a_run_is_drawn_and_logged_for_tensorboard(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -694,12 +711,14 @@ def test_a_run_is_drawn_and_logged_for_tensorboard(
     assert "give the out_dir of a run" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("gradient-finite-large")
 def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str) -> None:
     trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
     with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
         trainer.train_step()
 
 
+@pytest.mark.guarantee("bad-gradient-ends")
 def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(
     gang: Gang, run_file: str
 ) -> None:
@@ -731,6 +750,7 @@ def saved_steps(config: RunConfig) -> list[int]:
     return [checkpoint.step_of(path) for path in paths]
 
 
+@pytest.mark.guarantee("run-diverged-ends")
 def test_an_fp16_run_ends_at_a_loss_that_is_not_finite_and_keeps_its_checkpoints(
     run_file: str,
 ) -> None:
@@ -746,6 +766,7 @@ def test_an_fp16_run_ends_at_a_loss_that_is_not_finite_and_keeps_its_checkpoints
     assert saved_steps(ruin) == [2, 4, 6]
 
 
+@pytest.mark.guarantee("run-diverged-ends")
 def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -764,6 +785,7 @@ def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
     assert saved_steps(config) == [2, 7, 8]
 
 
+@pytest.mark.guarantee("checkpoints-atomic-written")
 def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     run_file: str,
 ) -> None:
@@ -799,6 +821,7 @@ def test_layouts_that_cannot_work_are_named(run_file: str, override: str, messag
         Trainer(load_run(run_file, [override]), torch.device("cpu"))
 
 
+@pytest.mark.guarantee("pipelines-without-enough")
 def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_file: str) -> None:
     for stages, message in (
         (1, "has 2 micro-batches on each rank; parallel.pp 4 needs at least 4"),
@@ -813,6 +836,7 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
             check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
 
 
+@pytest.mark.guarantee("train-rewind-replays")
 @pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])
 def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
     run_file: str, order: str, steps: int
@@ -850,6 +874,7 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
     assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("settings-run-cannot")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -907,6 +932,7 @@ def test_folders_and_urls_are_taken_as_out_dir(run_file: str, out_dir: str) -> N
     assert load_run(run_file, [f"train.out_dir={out_dir}"]).train.out_dir == out_dir
 
 
+@pytest.mark.guarantee("settings-run-cannot")
 def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"
@@ -916,6 +942,7 @@ def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> N
         Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
 
 
+@pytest.mark.guarantee("run-keeps-checkpoints")
 def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -943,6 +970,7 @@ def test_a_finished_run_says_so(
     )
 
 
+@pytest.mark.guarantee("moving-data-another")
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
     run_file: str, size: int
@@ -961,6 +989,7 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
     assert again.batches.consumed_samples == consumed + 14 * size
 
 
+@pytest.mark.guarantee("metrics-jsonl-line")
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 1, 10)
     log.write(

@@ -188,6 +188,7 @@ changes its layout; all, over more steps, run in `make soak`.
 """
 
 
+@pytest.mark.guarantee("loss-layout-global", "metrics-jsonl-line")
 @pytest.mark.parametrize(
     ("layout", "steps"),
     [
@@ -202,6 +203,7 @@ def test_one_loss_for_all_layouts(
     compare(gang, folder, alone, "plain", layout, [], steps)
 
 
+@pytest.mark.guarantee("loss-layout-global", "16-losses-sums")
 @pytest.mark.parametrize("steps", [SOON_STEPS, pytest.param(STEPS, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "layout",
@@ -214,6 +216,7 @@ def test_one_loss_with_documents_apart(
     compare(gang, folder, alone, "documents", layout, [], steps)
 
 
+@pytest.mark.guarantee("loss-layout-global")
 @pytest.mark.parametrize("steps", [SOON_STEPS, pytest.param(STEPS, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("layout", "overrides"),
@@ -249,6 +252,7 @@ def test_one_loss_for_all_optimizers_and_schedules(
     compare(gang, folder, alone, "plain", layout, overrides, steps)
 
 
+@pytest.mark.guarantee("run-may-change", "15-checkpoint-holds")
 def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
     gang: Gang, folder: Path, alone: dict[Any, Any]
 ) -> None:
@@ -292,6 +296,7 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
     )
 
 
+@pytest.mark.guarantee("over-change-length")
 @pytest.mark.parametrize(
     ("variant", "layout", "steps"),
     [
@@ -312,6 +317,7 @@ def test_one_loss_where_a_phase_has_longer_samples(
     compare(gang, folder, alone, variant, layout, [], steps)
 
 
+@pytest.mark.guarantee("over-change-length")
 def test_a_run_goes_on_over_a_change_of_length_on_other_ranks(
     gang: Gang, folder: Path, alone: dict[Any, Any]
 ) -> None:

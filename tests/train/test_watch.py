@@ -118,6 +118,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         scene.family.close()
 
 
+@pytest.mark.guarantee("rank-fails-says")
 @pytest.mark.parametrize("kind", ["cause", "in C"])
 def test_a_blocked_rank_prints_the_cause_of_another_and_ends(
     scenes: dict[str, Scene], kind: str
@@ -134,6 +135,7 @@ def test_a_blocked_rank_prints_the_cause_of_another_and_ends(
         assert expected in family.log(rank)
 
 
+@pytest.mark.guarantee("rank-fails-says")
 def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(
     scenes: dict[str, Scene],
 ) -> None:
@@ -147,12 +149,14 @@ def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(
         assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(rank)
 
 
+@pytest.mark.guarantee("rank-stopped-named")
 def test_a_rank_that_is_stopped_is_named_without_torchrun(scenes: dict[str, Scene]) -> None:
     family = scenes["stopped"].family
     assert family.ended(0, 2, within=SOON) == [1, 1]
     assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(0)
 
 
+@pytest.mark.guarantee("rank-fails-says")
 def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str, Scene]) -> None:
     family = scenes["stalled"].family
     assert family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
@@ -162,6 +166,7 @@ def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str,
         )
 
 
+@pytest.mark.guarantee("without-torchrun-others")
 def test_blocked_ranks_end_when_the_jobs_store_is_gone(scenes: dict[str, Scene]) -> None:
     """Its host has died: no rank can say why it ends, nor hear of another."""
     family = scenes["store"].family
@@ -179,6 +184,7 @@ def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> N
     assert "Traceback" not in family.log(0) + family.log(2)
 
 
+@pytest.mark.guarantee("rank-stopped-named")
 def test_ranks_that_wait_at_the_same_place_are_not_ended(scenes: dict[str, Scene]) -> None:
     """All compile, or read a slow store: none waits for another, and the transport has a timeout of
     its own.
