@@ -18,8 +18,8 @@ from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.derived_stores import DerivedStore, is_local
-from streammega.storage.fetch.threads import each
 from streammega.storage.store import Part, reads_parts
+from streammega.storage.thread_pool import parallel_map
 
 END_BYTES = 1 << 10
 """Bytes of tokens that are read at each end of a shard."""
@@ -104,7 +104,7 @@ def _read(stores: Sequence[Store], parts: Sequence[Part]) -> list[Buffer]:
 
     if all(is_local(store) for store in stores):
         return [read_one(number) for number in range(len(parts))]
-    return each(read_one, range(len(parts)), AT_ONCE)
+    return parallel_map(read_one, range(len(parts)), AT_ONCE)
 
 
 def _without_maps(store: Store) -> Store:

@@ -37,8 +37,8 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.storage import ObjectInfo, open_store
-from streammega.storage.fetch.threads import each
 from streammega.storage.open import is_remote
+from streammega.storage.thread_pool import parallel_map
 
 Opened = TypeVar("Opened")
 _Manifest = tuple[list[KnownShard], StreammegaError | None]
@@ -205,7 +205,7 @@ def _pair_and_manifest(name: str, pair: str, storage: StorageConfig) -> _Found:
         lambda: _info_or_none(prefix + SUFFIXES[kind], storage),
         lambda: _info_or_none(f"{prefix}.idx", storage),
     ]
-    beside, stored, index = each(lambda look: look(), looks, len(looks))
+    beside, stored, index = parallel_map(lambda look: look(), looks, len(looks))
     return [KnownShard(name=pair, stored=stored, index=index, is_alone=True)], *beside
 
 

@@ -38,7 +38,7 @@ from streammega.dataset.small_indices import (
 from streammega.dataset.token_file import ShardFiles, files_of
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
@@ -250,7 +250,7 @@ def _open_pairs(files: Sequence[ShardFiles], storage: StorageConfig) -> list[Pai
     jobs: list[Callable[[], Any]] = [functools.partial(_bounds, shard) for shard in files]
     if all(shard.kind == "bin" and shard.shard.stored is not None for shard in ends):
         jobs.append(functools.partial(_read_ends_of, ends))
-    opened = each(lambda job: job(), jobs, min(OPENERS, storage.max_requests))
+    opened = parallel_map(lambda job: job(), jobs, min(OPENERS, storage.max_requests))
     return opened[: len(files)]
 
 
@@ -305,7 +305,7 @@ def _read_headers(
     if not are_small(files):
         jobs: list[Callable[[], Any]] = [functools.partial(read_one, shard) for shard in files]
         jobs += [functools.partial(_read_ends_of, [files[number]]) for number in ends_of]
-        read = each(lambda job: job(), jobs, _readers(READERS, beside, storage))
+        read = parallel_map(lambda job: job(), jobs, _readers(READERS, beside, storage))
         return rows_of_headers(read[: len(files)])
     readers = _readers(SMALL_READERS, beside, storage)
     rows = []

@@ -25,7 +25,7 @@ from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived_stores import ConcatStore
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 OPENERS = 32
 """Shards that are opened at once: each waits for a few small answers."""
@@ -104,7 +104,7 @@ class IndexedDataset(Sequence["Item"]):
     def _open(self, shards: list[KnownShard]) -> list[str]:
         """Look up the tokens of all shards; returns the shards' names."""
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
-        opened = each(ShardFiles.tokens, self._files, OPENERS)
+        opened = parallel_map(ShardFiles.tokens, self._files, OPENERS)
         self._opened = opened
         self._sizes = [info.size for _, info in opened]
         self.store: Store
@@ -124,7 +124,7 @@ class IndexedDataset(Sequence["Item"]):
         at_ends = end_shards(self._sizes)
         jobs = [partial(getattr, files.index, "info") for files in self._files]
         jobs.append(partial(read_ends, [(self._files[n], *self._opened[n]) for n in at_ends]))
-        each(lambda job: job(), jobs, OPENERS)
+        parallel_map(lambda job: job(), jobs, OPENERS)
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -173,7 +173,7 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_indices(self) -> list[IndexArrays]:
         numbers = range(len(self._files))
-        return each(self._open_part, numbers, OPENERS)
+        return parallel_map(self._open_part, numbers, OPENERS)
 
     def _open_part(self, number: int) -> IndexArrays:
         """The `.idx` of one of its shards."""

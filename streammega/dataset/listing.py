@@ -13,8 +13,8 @@ from streammega.dataset.shards import SUFFIXES, KnownShard, ManifestEntry, split
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.etags import same_version
-from streammega.storage.fetch.threads import each
 from streammega.storage.store import ListsBetween, NotListedBetween
+from streammega.storage.thread_pool import parallel_map
 
 FEW = 8
 """Up to so many shards are asked for one by one; a listing tells of 1,000 objects, but of others
@@ -109,7 +109,7 @@ def _listed(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | None:
 
     # The look beside the listings: it would be another answer to wait for.
     objects: list[ObjectInfo] = []
-    for part in each(list_group, range(len(groups) + 1), LISTERS):
+    for part in parallel_map(list_group, range(len(groups) + 1), LISTERS):
         if part is None:
             return None
         objects += part

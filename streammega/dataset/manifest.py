@@ -33,7 +33,7 @@ from streammega.dataset.shards import (
 )
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 FORMAT = "streammega-manifest"
 VERSION = 1
@@ -239,7 +239,7 @@ def _read_ahead(
 
     missing = [url for url in urls if url not in known]
     if missing:
-        each(read, missing, LINKS_AT_ONCE)
+        parallel_map(read, missing, LINKS_AT_ONCE)
 
 
 def _read_parent(

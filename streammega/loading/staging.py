@@ -17,10 +17,10 @@ from streammega.errors import StorageError
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.fetcher import CLOSE_TIMEOUT
-from streammega.storage.fetch.threads import Stopped
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes
+from streammega.storage.thread_pool import Cancelled
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Stager:
                 return
             try:
                 self._policy.call(partial(self._stage, part), self._closed)
-            except Stopped:
+            except Cancelled:
                 return
             except StorageError as error:
                 log.info("staging stopped, what is needed is read directly: %s", error)

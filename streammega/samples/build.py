@@ -18,7 +18,7 @@ from streammega.samples.packed import check_bins
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.tokenizers import check_tokenizers
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
@@ -123,7 +123,7 @@ def _blended(
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
-    parts = each(
+    parts = parallel_map(
         lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
         list(zip(prefixes, asked, strict=True)),
         OPENERS,

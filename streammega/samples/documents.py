@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from streammega.dataset import IndexedDataset
 from streammega.dataset.index_file import IndexFile
 from streammega.errors import FormatError
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 Integers = NDArray[np.int64]
 OPENERS = 32
@@ -79,5 +79,5 @@ def open_bounds(
         if bounds is not None:
             numbered.append((number, bounds))
     waiting = [bounds for _, bounds in numbered if not bounds.is_open]
-    each(lambda bounds: bounds.arrays, waiting, OPENERS)
+    parallel_map(lambda bounds: bounds.arrays, waiting, OPENERS)
     return numbered

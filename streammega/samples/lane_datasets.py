@@ -26,7 +26,7 @@ from streammega.samples.source import OPENERS
 from streammega.samples.token_file import TokenFile
 from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage import open_store
-from streammega.storage.fetch.threads import each
+from streammega.storage.thread_pool import parallel_map
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def open_datasets(
         )
         return _open_dataset(name, pairs, shares, split, config)
 
-    newly_opened = iter(each(open_one, missing, at_once))
+    newly_opened = iter(parallel_map(open_one, missing, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if len(opened) > 1 and not config.mix_tokenizers:
         _check_one_tokenizer(prefixes, opened, config)

@@ -22,8 +22,8 @@ from streammega.kernels.skipping import FILE_STRIDE, fill_columns, find_skipped
 from streammega.samples.skipped_checks import check_ids, check_room
 from streammega.samples.skipped_names import NamedShards, ShardPlace, documents_of_list
 from streammega.samples.token_file import Runs, TokenFile
-from streammega.storage.fetch.threads import each
 from streammega.storage.open import resolved
+from streammega.storage.thread_pool import parallel_map
 
 Integers = NDArray[np.int64]
 OPENERS = 16
@@ -178,7 +178,7 @@ def skipped_tokens(
         return None
     assert config.eod_id is not None
     check_room(files)
-    shards = each(
+    shards = parallel_map(
         lambda prefix: open_documents(prefix, config.storage, config.index_cache_dir),
         prefixes,
         OPENERS,

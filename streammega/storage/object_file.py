@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from streammega.storage.etags import check_version
-from streammega.storage.fetch.threads import Pool, SharedWork
 from streammega.storage.store import Buffer, ObjectInfo, Store
+from streammega.storage.thread_pool import Batch, Pool
 
 LEAST_READ = 256 << 10
 """Bytes of the smallest request: the footer of a Parquet file lies in them as a rule, and less
@@ -39,7 +39,7 @@ BUFFER_BYTES = 64 << 10
 class _Part:
     """Bytes [start, stop) of the object, as one request: on its way, or there."""
 
-    def __init__(self, start: int, stop: int, work: SharedWork) -> None:
+    def __init__(self, start: int, stop: int, work: Batch) -> None:
         self.start = start
         self.stop = stop
         self._work = work

@@ -14,8 +14,8 @@ from typing import TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
 from streammega.storage.endpoints import Endpoint
-from streammega.storage.fetch.threads import pause as interruptible_pause
 from streammega.storage.fork_lock import process_lock
+from streammega.storage.thread_pool import pause as interruptible_pause
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class RetryPolicy:
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds or is given up; then its last error is raised.
 
-        A pause ends at once, by `threads.Stopped`, when `stop` is set or nobody waits for this
+        A pause ends at once, by `thread_pool.Cancelled`, when `stop` is set or nobody waits for this
         thread's work any more.
         """
         began = time.monotonic()

@@ -34,9 +34,8 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.storage import endpoints, http_errors, open_store, retry
+from streammega.storage import endpoints, http_errors, open_store, retry, thread_pool
 from streammega.storage.endpoints import Endpoint
-from streammega.storage.fetch import threads
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
@@ -445,7 +444,7 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
 
 class TestPool:
     def test_results_come_in_order_and_the_first_error_in_that_order(self) -> None:
-        pool = threads.Pool(4)
+        pool = thread_pool.Pool(4)
         assert pool.map(lambda x: x * x, range(50)) == [x * x for x in range(50)]
 
         def fail(x: int) -> int:
@@ -456,8 +455,8 @@ class TestPool:
 
         with pytest.raises(ValueError, match="3"):
             pool.map(fail, range(8))
-        assert threads.each(str, [1, 2, 3], 2) == ["1", "2", "3"]
-        assert threads.each(str, [], 2) == []
+        assert thread_pool.parallel_map(str, [1, 2, 3], 2) == ["1", "2", "3"]
+        assert thread_pool.parallel_map(str, [], 2) == []
 
     def test_an_error_stops_what_others_still_wait_for(self) -> None:
         """Also through work that waits for other work."""
@@ -465,8 +464,8 @@ class TestPool:
 
         def inner(_: int) -> None:
             try:
-                threads.pause(60)
-            except threads.Stopped:
+                thread_pool.pause(60)
+            except thread_pool.Cancelled:
                 stopped.set()
                 raise
 
@@ -474,15 +473,15 @@ class TestPool:
             if x == 0:
                 time.sleep(0.2)
                 raise ValueError("first")
-            threads.each(inner, [1, 2], 2)
+            thread_pool.parallel_map(inner, [1, 2], 2)
 
         with pytest.raises(ValueError, match="first"):
-            threads.each(outer, [0, 1], 2)
+            thread_pool.parallel_map(outer, [0, 1], 2)
         assert stopped.wait(5)
 
     def test_threads_without_work_leave(self) -> None:
         before = threading.active_count()
-        pool = threads.Pool(8, leave_after=0.1)
+        pool = thread_pool.Pool(8, leave_after=0.1)
         pool.map(lambda _: time.sleep(0.01), range(16))
         deadline = time.monotonic() + 60
         while threading.active_count() > before and time.monotonic() < deadline:

@@ -19,8 +19,8 @@ from streammega.dataset.shards import SUFFIXES, check_told, strip_suffix
 from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, parent_url
-from streammega.storage.fetch.threads import each
 from streammega.storage.open import resolved
+from streammega.storage.thread_pool import parallel_map
 
 LOOKS_AT_ONCE = 16
 """Requests for the sizes of shards: each takes a round trip, and there may be thousands."""
@@ -73,7 +73,7 @@ def open_addition(prefix: str, name: str, storage: StorageConfig) -> Addition:
             store, key = open_store(join_url(folder, shard.name + ending), storage)
             check_told(store.url(key), "bytes", store.info(key).size, size)
 
-    each(check, manifest.shards, LOOKS_AT_ONCE)
+    parallel_map(check, manifest.shards, LOOKS_AT_ONCE)
     return Addition(name=name, manifest=manifest)
 
 

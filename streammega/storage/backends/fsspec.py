@@ -32,7 +32,6 @@ from streammega.storage.backends.s3_writer import part_bytes
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
-from streammega.storage.fetch.threads import Pool
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.http_errors import (
     NO_BUCKET,
@@ -59,6 +58,7 @@ from streammega.storage.store import (
     listed_etag,
     throttled,
 )
+from streammega.storage.thread_pool import Pool
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from streammega.errors import ShortReadError, StorageError
-from streammega.storage.fetch.threads import Pool
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Buffer, Bytes, Span
+from streammega.storage.thread_pool import Pool
 
 FEW = 8
 SMALL = 64 << 10

@@ -32,7 +32,6 @@ from streammega.storage.backends.s3_writer import ObstoreWriter
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
-from streammega.storage.fetch.threads import Pool, each
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.http_errors import denied, failure_of_status, missing, no_answer, no_size
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
@@ -50,6 +49,7 @@ from streammega.storage.store import (
     listed_etag,
     wrong_length,
 )
+from streammega.storage.thread_pool import Pool, parallel_map
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class ObstoreStore:
                 info, start, stop = part
                 return instead.read_ranges(self._full(info.key), [start], [stop], info.etag)[0]
 
-            return each(read_instead, parts, at_once)
+            return parallel_map(read_instead, parts, at_once)
         client, _ = self._client()
 
         def read_some(some: Sequence[Part]) -> list[Buffer]:
@@ -247,7 +247,7 @@ class ObstoreStore:
         # Several to a thread at a time: handing one over costs as much as a small answer does.
         few = max(1, min(PARTS_TOGETHER, len(parts) // (4 * at_once)))
         groups = [parts[first : first + few] for first in range(0, len(parts), few)]
-        return [body for bodies in each(read_some, groups, at_once) for body in bodies]
+        return [body for bodies in parallel_map(read_some, groups, at_once) for body in bodies]
 
     def _read_part(self, client: Any, part: Part) -> Buffer:
         """Part of an object, by one try."""

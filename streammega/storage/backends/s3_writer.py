@@ -11,7 +11,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
-from streammega.storage.fetch.threads import Pool
+from streammega.storage.thread_pool import Pool
 
 ABORT_WITHIN = 5.0
 """Seconds that an abort waits for the server.

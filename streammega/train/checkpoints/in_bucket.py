@@ -14,8 +14,8 @@ from typing import Any
 
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.fetch.threads import each
 from streammega.storage.store import written_whole
+from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import DamagedError, Files
 from streammega.train.checkpoints.hold import Hold, hold_object
 from streammega.train.checkpoints.place import (
@@ -207,4 +207,4 @@ class CheckpointBucket:
     def _delete(self, keys: list[str]) -> None:
         """As many files as the run that wrote them had ranks: some at a time."""
         if keys:
-            each(self._store.delete, keys, DELETED_AT_ONCE)
+            parallel_map(self._store.delete, keys, DELETED_AT_ONCE)

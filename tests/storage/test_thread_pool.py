@@ -13,7 +13,7 @@ import pytest
 
 from streammega import DataConfig, StreamLoader
 from streammega.loading.engine import Engine
-from streammega.storage.fetch.threads import Pool
+from streammega.storage.thread_pool import Pool
 
 LONG = 30.0
 """Seconds that what is waited for takes."""

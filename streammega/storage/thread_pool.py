@@ -1,0 +1,166 @@
+"""Threads that wait for storage, and never make anybody wait for them.
+
+They are daemons: an endpoint that hangs holds up neither Ctrl-C nor the end of the program, as the
+threads of `concurrent.futures` would, which Python joins at exit. Cancelled work is not begun any
+more, its pauses between tries end at once, and its requests in flight end by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+LEAVE_AFTER = 10.0
+"""Seconds after which a thread without work ends."""
+POLL_SECONDS = 0.2
+"""Seconds between two checks whether the work that waits was itself cancelled, and for signals."""
+_of_thread = threading.local()
+
+
+class Cancelled(Exception):
+    """Ends the work of a thread whose results nobody waits for any more. It stays in the thread."""
+
+
+class Batch:
+    """Calls that are made by any number of threads, until somebody sets `stop`."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        self.stop = threading.Event()
+        self._calls = calls
+        self._futures: list[Future[Any]] = [Future() for _ in calls]
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def run(self, number: int) -> None:
+        """Make one call, unless the batch was cancelled."""
+        future = self._futures[number]
+        if self.stop.is_set():
+            return
+        _of_thread.stop = self.stop
+        try:
+            future.set_result(self._calls[number]())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            _of_thread.stop = None
+
+    def wait(self) -> list[Any]:
+        """All results, in order.
+
+        Raises the error of the first call that has one, as soon as all before it are done.
+        """
+        outer_stop = _current_stop()
+        results = []
+        try:
+            for future in self._futures:
+                while not future.done():
+                    # A signal that comes to another thread is noticed by polling only, and so is
+                    # the stop of an outer batch.
+                    with contextlib.suppress(TimeoutError):
+                        future.exception(POLL_SECONDS)
+                    if outer_stop is not None and outer_stop.is_set():
+                        raise Cancelled
+                results.append(future.result())
+            return results
+        finally:  # also for an error, or for Ctrl-C: nobody wants the rest
+            self.stop.set()
+
+
+class Pool:
+    """At most `max_threads` daemon threads, started when there is work for them.
+
+    Not for use across a fork.
+    """
+
+    def __init__(
+        self, max_threads: int, name: str = "streammega-read", leave_after: float = LEAVE_AFTER
+    ) -> None:
+        self._max_threads = max_threads
+        self._name = name
+        self._leave_after = leave_after
+        self._jobs: queue.SimpleQueue[tuple[Batch, int]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._busy = 0  # calls that are queued or made: no more threads are of use
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """`function` of each item, concurrently, in the order of the items.
+
+        Raises the first one's error, in that order.
+        """
+        return self.begin(function, items).wait()
+
+    def begin(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Batch:
+        """The same, without waiting: the results are for `Batch.wait`."""
+        batch = Batch([partial(function, item) for item in items])
+        with self._lock:
+            for number in range(len(batch)):
+                self._jobs.put((batch, number))
+            self._busy += len(batch)
+            new_threads = max(0, min(self._max_threads, self._busy) - self._threads)
+            self._threads += new_threads
+        for _ in range(new_threads):
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return batch
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """`function()`. The main thread has another one do it, so that it notices Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():
+            return function()
+        (result,) = self.map(lambda _: function(), [None])
+        return result
+
+    def _run(self) -> None:
+        while True:
+            try:
+                batch, number = self._jobs.get(timeout=self._leave_after)
+            except queue.Empty:
+                with self._lock:
+                    # Else work came just now, and counts on this thread.
+                    if self._jobs.empty():
+                        self._threads -= 1
+                        return
+                continue
+            batch.run(number)
+            # A thread that waits for the next one would keep all that its results hold.
+            del batch
+            with self._lock:
+                self._busy -= 1
+
+
+def parallel_map(
+    function: Callable[[Item], Result], items: Iterable[Item], max_threads: int
+) -> list[Result]:
+    """`function` of each item by at most so many threads, in the order of the items.
+
+    See `Pool.map`.
+    """
+    listed = list(items)
+    pool = Pool(max_threads, "streammega-open", leave_after=0.0)
+    if len(listed) == 1:
+        return [pool.call(partial(function, listed[0]))]
+    return pool.map(function, listed)
+
+
+def pause(seconds: float, stop: threading.Event | None = None) -> None:
+    """Sleep. Raises Cancelled at once if `stop` is set, or the batch of this thread is cancelled."""
+    stop = stop or _current_stop()
+    if stop is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise Cancelled
+
+
+def _current_stop() -> threading.Event | None:
+    """The stop of the batch that this thread works on."""
+    stop: threading.Event | None = getattr(_of_thread, "stop", None)
+    return stop
