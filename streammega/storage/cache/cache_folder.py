@@ -59,18 +59,13 @@ BUSY_FOR = 5.0
 FIRST_PAUSE = 0.001
 MAX_PAUSE = 0.02
 FULL_FOR = 30.0
-"""Seconds without new chunks after nothing could be evicted, at least."""
-FULL_FACTOR = 100.0
-"""And this many times as long as the search took, which then takes a hundredth of the time."""
+"""Seconds without new chunks after nothing could be evicted."""
 COUNT_AGE = 3600.0
 """Seconds for which the noted bytes are believed when the cache is full."""
 PAGE_TIMEOUT = 60.0
 """Seconds to wait for a page that another process fetches."""
 LATE_TIMEOUT = 1.0
-LATE_FOR = 600.0
-"""After such a timeout: seconds to wait for further pages, and how long that holds. A process that
-was stopped may have locked hundreds.
-"""
+"""Seconds to wait after such a timeout: a process that was stopped may have locked hundreds."""
 _RECORD = struct.Struct("<8sQd")
 """Of the file `lock`: the magic, the bytes of all chunk files, and when they were counted."""
 _MAGIC = b"SMTOTAL\n"
@@ -100,26 +95,18 @@ class CacheFolder:
         self.max_bytes = max_bytes
         self.chunk_bytes = whole_pages(chunk_bytes)
         self.usable = True
-        self._timeout = timeout
-        self._late_until = 0.0
+        self.page_timeout = timeout
         self._full_until = 0.0
         self._evictable: deque[tuple[float, Path]] = deque()  # by the time of last use
         self._warned: set[str] = set()
 
-    @property
-    def page_timeout(self) -> float:
-        """Seconds to wait for a page that another process fetches."""
-        if time.monotonic() < self._late_until:
-            return min(self._timeout, LATE_TIMEOUT)
-        return self._timeout
-
     def on_timeout(self, url: str) -> None:
-        """Another process did not fetch its pages in time."""
-        self._late_until = time.monotonic() + LATE_FOR
+        """Another process did not fetch its pages in time: from now on the wait is short."""
         self._warn(
-            f"another process has locked pages of {url} for over {self._timeout:g} s; this process "
-            f"downloads them as well"
+            f"another process has locked pages of {url} for over {self.page_timeout:g} s; this "
+            f"process downloads them as well"
         )
+        self.page_timeout = min(self.page_timeout, LATE_TIMEOUT)
 
     def on_error(self, error: OSError) -> None:
         """Go on after an error of the disk, without the cache unless the error passes."""
@@ -158,19 +145,16 @@ class CacheFolder:
         try:
             if self._try_reserve(path, size, description):
                 return True
-            began = time.monotonic()
             self._evictable = deque(sorted(unused_objects(self.folder)))
             if self._try_reserve(path, size, description):
                 return True
+            self._full_until = time.monotonic() + FULL_FOR
         except LockedError:
             self._warn(
                 "another process has locked the cache for a while; new data is read without the "
                 "cache meanwhile"
             )
             self._full_until = time.monotonic() + BUSY_FOR
-            return False
-        now = time.monotonic()
-        self._full_until = now + max(FULL_FOR, FULL_FACTOR * (now - began))
         return False
 
     def _try_reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
@@ -258,27 +242,22 @@ def is_in_use(last_used: float) -> bool:
 
 def unused_objects(folder: Path) -> list[tuple[float, Path]]:
     """(time of last use, folder) of the objects that are not in use."""
-    uses = [(last_use(object_folder), object_folder) for object_folder in object_folders(folder)]
-    return [
-        (last_used, object_folder) for last_used, object_folder in uses if not is_in_use(last_used)
-    ]
+    uses = [(last_use(path), path) for path in object_folders(folder)]
+    return [(last_used, path) for last_used, path in uses if not is_in_use(last_used)]
 
 
 def _describe(folder: Path, description: dict[str, Any]) -> None:
     """Make the folder of an object with its description. Raises OSError."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
+    folder.mkdir(exist_ok=True)
     file = folder / "object.json"
     if not file.exists():
         temporary = folder / ".object"
         temporary.unlink(missing_ok=True)
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666), "w"
-        ) as out:
+        with open(temporary, "x") as out:
             json.dump(description, out)
         os.replace(temporary, file)
     if not (folder / "used").exists():
-        os.close(_open_or_make(folder / "used"))
+        (folder / "used").touch()
 
 
 def _remove_object(folder: Path) -> int:
@@ -287,16 +266,14 @@ def _remove_object(folder: Path) -> int:
     Processes that have mapped them go on reading what is mapped.
     """
     freed = 0
+    # The description last: a process that is killed before leaves chunks with a name.
+    for path in sorted(folder.glob("*"), key=lambda path: path.suffix != ".data"):
+        with contextlib.suppress(OSError):
+            size = path.lstat().st_size if path.suffix == ".data" else 0
+            path.unlink()
+            freed += size
     with contextlib.suppress(OSError):
-        with os.scandir(folder) as scanned:
-            # The description last: a process that is killed before leaves chunks with a name.
-            entries = sorted(scanned, key=lambda entry: not entry.name.endswith(".data"))
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                size = entry.stat(follow_symlinks=False).st_size
-                os.unlink(entry.path)
-                freed += size if entry.name.endswith(".data") else 0
-        os.rmdir(folder)
+        folder.rmdir()
     return freed
 
 
@@ -345,13 +322,7 @@ def _write_total(lock: int, total: int, counted_at: float) -> None:
 
 
 def _count(folder: Path) -> tuple[int, float]:
-    total = 0
-    for object_folder in object_folders(folder):
-        with contextlib.suppress(OSError), os.scandir(object_folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".data"):
-                    with contextlib.suppress(OSError):
-                        total += entry.stat(follow_symlinks=False).st_size
+    total = sum(path.lstat().st_size for path in folder.glob("*-*/*.data"))
     return total, time.time()
 
 

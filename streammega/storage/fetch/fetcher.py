@@ -175,7 +175,7 @@ class Fetcher:
         It wakes the next one when it found work: so there are as many as there is work for.
         """
         first = self._queue.first()
-        has_work = first is not None and self._has_room_for_batch(first)
+        has_work = first is not None and self._can_start_batch(first, time.monotonic())
         if self._closed or (not has_work and self._next_event() is None):
             return
         if self._idle:
@@ -205,48 +205,44 @@ class Fetcher:
         """When a thread should look for work though nothing wakes it: the end of the first pause,
         or the time when the pace lets the next request go.
         """
-        times = []
-        if self._queue.next_resume is not None:
-            times.append(self._queue.next_resume)
+        next_resume = self._queue.next_resume
         if self.flow.pace.interval and self._queue.waiting:
-            times.append(self.flow.pace.next_at)
-        return min(times, default=None)
+            return min(self.flow.pace.next_at, next_resume or math.inf)
+        return next_resume
 
     def _next_batch(self) -> list[RangeRequest]:
-        """The requests to send now, as far as limits allow: one, or several small ones that go out
-        together.
-        """
+        """The requests to send now: none, one, or several small ones that go out together."""
         now = time.monotonic()
         self._queue.resume(now)
-        first = self._drop_unwanted()
-        if first is None or not self._has_room_for_batch(first):
-            return []
         batch: list[RangeRequest] = []
         batch_bytes = 0
-        max_requests = self.flow.batch_requests(first.size_class)
-        request: RangeRequest | None = first
-        while request is not None:
+        while True:
+            request = self._drop_unwanted()
+            if request is None:
+                break
+            if not batch and not self._can_start_batch(request, now):
+                break
+            if batch and not (
+                len(batch) < self.flow.batch_requests(batch[0].size_class)
+                and can_batch(batch[0], request, batch_bytes)
+                and self.flow.can_send(request.size, now)
+            ):
+                break
             self._queue.pop()
             self._start(request, now)
             batch.append(request)
             batch_bytes += request.size
-            request = self._drop_unwanted()
-            if request is None or len(batch) == max_requests:
-                break
-            if not self.flow.can_send(request.size, now):
-                break
-            if not can_batch(first, request, batch_bytes):
-                break
-        self.flow.pace.sent(now)
+        if batch:
+            self.flow.pace.sent(now)
         return batch
 
-    def _has_room_for_batch(self, first: RangeRequest) -> bool:
+    def _can_start_batch(self, first: RangeRequest, now: float) -> bool:
         """Whether a batch may be sent now, if the requests behind `first` are like it."""
         count = 1
         # A second copy, and what failed before, goes alone.
         if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
             count = self.flow.full_batch(first.size, self._queue.waiting)
-        return self.flow.can_send(first.size, time.monotonic(), count)
+        return self.flow.can_send(first.size, now, count)
 
     def _drop_unwanted(self) -> RangeRequest | None:
         """The first request of the queue, after those that nobody wants any more were dropped."""

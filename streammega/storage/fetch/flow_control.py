@@ -173,16 +173,9 @@ class FlowControl:
         queued, but no more than a part of the window. With fewer it would soon need the lock again.
         """
         size = max(1, size)
-        return max(
-            1,
-            min(
-                self.batch_requests(size_class_of(size)),
-                BATCH_BYTES // size,
-                queued,
-                int(self.window) // SHARES,
-                self.max_bytes // size // SHARES,
-            ),
-        )
+        batch = min(self.batch_requests(size_class_of(size)), BATCH_BYTES // size, queued)
+        window = min(int(self.window), self.max_bytes // size)
+        return max(1, min(batch, window // SHARES))
 
     def started(self, size: int) -> None:
         """A request of `size` bytes is about to be sent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -215,25 +215,23 @@ def send(batch: list[RangeRequest], *, past_cache: bool) -> Response:
     past_cache: the batch has a second copy, which must not wait for a page that the first one
         fetches.
     """
-    first = batch[0]
     try:
         if any(request.group.keeps_body for request in batch):
-            assert gives_bodies(first.store)
+            store = batch[0].store
+            assert gives_bodies(store)
             spans = [(request.start, request.stop) for request in batch]
-            bodies = first.store.read_bodies(first.key, spans, first.etag)
+            bodies = store.read_bodies(batch[0].key, spans, batch[0].etag)
             return Response(bodies=list(map(_place, batch, bodies)))
-        by_object: dict[tuple[int, str, str], list[RangeRequest]] = {}
+        by_object = defaultdict(list)
         for request in batch:
-            version = (id(request.store), request.key, request.etag)
-            by_object.setdefault(version, []).append(request)
-        for requests in by_object.values():
+            by_object[id(request.store), request.key, request.etag].append(request)
+        for (_, key, etag), requests in by_object.items():
             store = requests[0].store
             read = store.read_into
             if past_cache and isinstance(store, CachedStore):
                 read = store.read_past_cache
             spans = [(request.start, request.stop) for request in requests]
-            outs = [request.out for request in requests]
-            read(requests[0].key, spans, outs, requests[0].etag)
+            read(key, spans, [request.out for request in requests], etag)
     except BaseException as error:  # whoever waits for the group gets it, not this thread
         return Response(error=error)
     return Response()
