@@ -3,6 +3,7 @@
 of many fixed numbers of requests in flight.
 
     .venv/bin/python tools/bench/servers.py                # --servers names some
+    .venv/bin/python tools/bench/servers.py --mib 8 16 32 96    # the same loader with so many bytes in flight
 
 The loader has its defaults; the other side is the same loader with `max_requests` fixed, of which
 the best of a grid is taken: what somebody would find who tried them all. Sides take turns; the
@@ -32,13 +33,16 @@ SERVERS: dict[str, dict[str, Any]] = {
     "100 requests a second, 1,000 at once before": {"rate": 100.0, "burst": 1000},
 }
 GRID = (1, 4, 16, 64, 384)
+LATENCIES = (0.002, 0.02)
+"""Seconds before the first byte, with which numbers of bytes in flight are compared."""
 COUNTED_SECONDS = 12.0
 """Of a server that counts requests, at least: a shorter run is mostly the burst that it allows."""
 
 
-def tokens_per_second(bench: Bench, order: str, most: int | None, seconds: float) -> float | None:
+def tokens_per_second(
+    bench: Bench, order: str, storage: dict[str, int], seconds: float
+) -> float | None:
     """Whole seconds from the first batch on; None: the side failed."""
-    storage = {} if most is None else {"max_requests": most}
     result = bench.ours(
         order=order, storage=storage, seconds=seconds, num_samples=100_000, ids_only=True
     )
@@ -54,14 +58,21 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--mib", nargs="*", type=int, help="bytes in flight to compare, in MiB")
     chosen = parser.parse_args()
     prepare(chosen.folder, peers=False)
     print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
-    harness.table("server, order", "best fixed: M tokens/s", "by itself: M tokens/s", "share")
+    if chosen.mib:
+        harness.table("server, latency", *(f"{mib} MiB: M tokens/s" for mib in chosen.mib))
+    else:
+        harness.table("server, order", "best fixed: M tokens/s", "by itself: M tokens/s", "share")
     with running(chosen.folder / "objects") as server:
         bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
         for name, behaviour in SERVERS.items():
             if not any(part in name for part in chosen.servers):
+                continue
+            if chosen.mib:
+                compare_bytes(bench, name, behaviour, chosen.mib)
                 continue
             for order in chosen.orders:
                 compare(bench, name, order, behaviour)
@@ -74,7 +85,9 @@ def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> N
 
     def side(most: int | None) -> float | None:
         bench.server.behave(**behaviour)  # each begins with the burst that the server allows
-        return tokens_per_second(bench, order, most, seconds)
+        return tokens_per_second(
+            bench, order, {} if most is None else {"max_requests": most}, seconds
+        )
 
     tried = {most: side(most) or 0.0 for most in GRID}
     best = max(tried, key=lambda most: tried[most])
@@ -92,6 +105,19 @@ def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> N
         f"{itself:,.3g}",
         f"{100 * itself / fixed:.0f} %",
     )
+
+
+def compare_bytes(bench: Bench, name: str, behaviour: dict[str, Any], sizes: list[int]) -> None:
+    """Print a line for each latency: the rate with each number of bytes in flight."""
+
+    def side(mib: int, latency: float) -> float | None:
+        bench.server.behave(**(behaviour | {"latency": latency}))
+        return tokens_per_second(bench, "stream", {"in_flight_bytes": mib << 20}, bench.seconds)
+
+    for latency in LATENCIES:
+        sides = {str(mib): partial(side, mib, latency) for mib in sizes}
+        rates = harness.medians(bench.runs, sides).values()
+        harness.row(f"{name}, {1000 * latency:.0f} ms", *(f"{rate / 1e6:,.3g}" for rate in rates))
 
 
 if __name__ == "__main__":

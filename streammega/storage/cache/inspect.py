@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,6 @@ from streammega.storage.cache.chunk_file import (
     pages_of,
     table_at,
 )
-
-MAX_TRIES = 30
-RETRY_SECONDS = 0.1
-"""Seconds between tries to remove an object from a cache that others have locked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +99,8 @@ def clear(folder: Path) -> tuple[int, int]:
     count = len(object_folders(folder))
     removed = 0
     for last_used, object_folder in unused_objects(folder):
-        for _ in range(MAX_TRIES):
-            try:
-                removed += cache.remove(object_folder, last_used)
-                break
-            except LockedError:
-                time.sleep(RETRY_SECONDS)
+        with contextlib.suppress(LockedError):
+            removed += cache.remove(object_folder, last_used)
     return removed, count - removed
 
 
