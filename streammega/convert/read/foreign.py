@@ -18,7 +18,7 @@ from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.decompressed import decompressed
 from streammega.convert.read.keys import MISSING, first_value
-from streammega.convert.read.slices import Item, Skipped, Slice
+from streammega.convert.read.slices import Item, Skipped, Slice, escapes_folder
 from streammega.errors import ConvertError
 from streammega.storage.open import open_file
 
@@ -302,7 +302,7 @@ def _litdata_names(spec: str | None) -> list[str]:
 
 
 def _safe(name: str, folder: str) -> str:
-    if name.startswith("/") or ".." in name.split("/"):
+    if escapes_folder(name):
         raise ConvertError(
             f"{folder}: its index names {name!r}, which lies outside of the folder; who made it?"
         )

@@ -1,8 +1,5 @@
-"""Inputs that can be read only once (stdin, pipes, process substitution) are kept in the work
-folder while they are converted.
-
-A restart is given the same bytes again, by the same command: then what is kept is taken for what it
-is, and what was made of it, too. Other bytes are another input.
+"""Inputs that can be read only once (stdin, pipes, process substitution) are kept in the work folder
+while they are converted. What was interrupted has to be given again, and is read again.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import xxhash
 
 from streammega.config import StorageConfig
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
@@ -97,6 +92,7 @@ def keep_pipes(inputs: Sequence[str], work: str, read_as: str | None = None) -> 
         )
     if len(set(pipes)) < len(pipes):
         raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
+    _remove(work)  # of a conversion that was killed
     kept = {}
     try:
         for number, item in enumerate(pipes):
@@ -104,7 +100,6 @@ def keep_pipes(inputs: Sequence[str], work: str, read_as: str | None = None) -> 
     except BaseException:  # Ctrl-C, too: a pipe may be endless
         forget_pipes(work)
         raise
-    _remove(work, but=set(kept.values()))
     return kept
 
 
@@ -135,60 +130,47 @@ def tell_of_pipes(kept: Mapping[str, str]) -> Iterator[None]:
 
 
 def forget_pipes(work: str) -> None:
-    """After an error: remove what was kept, unless units were made of it, which the same bytes
-    would not have to make again.
-    """
+    """Remove what was kept, after an error."""
     if not os.path.isdir(work):
         return
-    for name in os.listdir(work):
-        is_record = name.startswith("unit-") and name.endswith(".json")
-        if is_record:
-            return
-    _remove(work, but=set())
+    _remove(work)
     if set(os.listdir(work)) <= {"lock"}:  # made for the pipes alone
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _remove(work: str, but: set[str]) -> None:
+def _remove(work: str) -> None:
     for name in os.listdir(work):
-        path = os.path.join(work, name)
-        if name.startswith(KEPT) and path not in but:
-            os.unlink(path)
+        if name.startswith(KEPT):
+            os.unlink(os.path.join(work, name))
 
 
 def _keep(item: str, number: int, work: str, read_as: str | None) -> str:
-    """Read a pipe to its end into a file, whose name tells its content and format."""
-    part = os.path.join(work, f"{KEPT}{number}.part")
+    """Read a pipe to its end into a file, whose name tells its format."""
+    kept = os.path.join(work, f"{KEPT}{number}")
     log.info("%s is read to its end, into %s", _shown(item), work)
-    digest = xxhash.xxh3_128()
     head = b""
     try:
-        with _opened(item) as pipe, open(part, "wb") as file:
+        with _opened(item) as pipe, open(kept, "wb") as file:
             for data in iter(lambda: pipe.read(READ_BYTES), b""):
                 head = head or data[:SIGN_BYTES]
-                digest.update(data)
                 file.write(data)
     except OSError as error:
         raise ConvertError(
             f"{_shown(item)}: cannot be kept in {work} ({error.strerror or error}); name another "
             f"folder by --work"
         ) from None
-    packed = ""
-    for sign, suffix in PACKED.items():
-        if head.startswith(sign):
-            packed = suffix
-    # readers tell by its suffix how it is compressed: so what it holds can be looked at
-    named = f"{part}{packed}"
-    os.replace(part, named)
+    # readers tell by its suffix how a file is compressed, and what it holds
+    packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
+    if packed:
+        kept = _renamed(kept, f"{kept}{packed}")
     # a file without a suffix is read as `--as` says
-    suffix = _suffix(named, item) if read_as is None else ""
-    name = f"{KEPT}{number}-{digest.hexdigest()}{suffix}{packed}"
-    path = os.path.join(work, name)
-    if os.path.exists(path):
-        os.unlink(named)  # the former one has its time, which units of an earlier run know
-    else:
-        os.replace(named, path)
-    return path
+    suffix = _suffix(kept, item) if read_as is None else ""
+    return _renamed(kept, f"{kept.removesuffix(packed)}{suffix}{packed}")
+
+
+def _renamed(path: str, name: str) -> str:
+    os.replace(path, name)
+    return name
 
 
 def _opened(item: str) -> Any:

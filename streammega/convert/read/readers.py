@@ -9,7 +9,6 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.archives import read_tar
 from streammega.convert.read.arrays import read_npy, read_raw
 from streammega.convert.read.columns import read_arrow, read_csv, read_parquet
 from streammega.convert.read.foreign import read_litdata, read_mds
@@ -32,6 +31,7 @@ from streammega.convert.read.slices import (
     unreadable,
 )
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
+from streammega.convert.read.tar import read_tar
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
 from streammega.storage.object_file import expect_end

@@ -162,6 +162,11 @@ def fault(
     skipped.add(kind, message, count)
 
 
+def escapes_folder(name: str) -> bool:
+    """Whether a name of an archive or index leads out of the folder that it belongs to."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
 def too_large(where: str, options: ConvertOptions) -> str:
     """The message for a record that is larger than records may be."""
     return (
