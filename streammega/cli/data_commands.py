@@ -82,7 +82,7 @@ def gc(
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
     is no part of a dataset yet.
     """
-    from streammega.convert.work_folder import held_by_another
+    from streammega.convert.work_dir import is_locked
     from streammega.convert.write.gc import find_leftovers, remove_leftovers
 
     settings = storage_config(storage, storage_file, looks_only=True)
@@ -94,7 +94,7 @@ def gc(
         how_to_remove = "; --remove removes them" if leftovers else ""
         typer.echo(f"{pluralize(len(leftovers), 'file')}, {pluralize(size, 'byte')}{how_to_remove}")
         return
-    if held_by_another(prefix):
+    if is_locked(prefix):
         raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
     remove_leftovers(prefix, leftovers, settings)
     typer.echo(f"{pluralize(len(leftovers), 'file')} removed, {pluralize(size, 'byte')}")

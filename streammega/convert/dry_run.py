@@ -14,12 +14,11 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.preflight import check_may_write
-from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pipes import is_pipe
 from streammega.convert.read.slices import Skipped
 from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed
+from streammega.convert.setup import check_may_write, plan
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.segments import token_dtype
@@ -123,19 +122,24 @@ def plan_conversion(
     Raises what `convert` would raise before its first document, and for the documents of the
     sample.
     """
-    storage = storage or StorageConfig()
-    input_storage = input_storage or storage
     for name in inputs:
         if is_pipe(name):
             raise ConfigError(
                 f"{name}: can be read only once, so a dry run would take it away; give files"
             )
-    options, runner = sorted_settings(options, runner, settings)
-    conversion, labels, passed_over = prepare(
-        inputs, output, options, runner, storage, input_storage, progress
+    conversion = plan(
+        inputs,
+        output,
+        options=options,
+        runner=runner,
+        overwrite=overwrite,
+        storage=storage,
+        input_storage=input_storage,
+        progress=progress,
+        **settings,
     )
     conversion.publisher.check(conversion.inputs, overwrite=overwrite)
-    check_may_write(conversion.prefix, storage)
+    check_may_write(conversion.prefix, conversion.storage)
     options = conversion.options
     job = conversion.job(all_units=True)
     conversion.progress.begin("reading samples", None)
@@ -158,7 +162,7 @@ def plan_conversion(
         units=len(job.units),
         workers=workers,
         tokenizer=conversion.tokenizer.name if conversion.tokenizer else "",
-        eod_id=labels["eod_id"],
+        eod_id=conversion.metadata["eod_id"],
         dtype=str(dtype),
         sampled_documents=sample.documents,
         sampled_bytes=sample.bytes,
@@ -168,7 +172,7 @@ def plan_conversion(
         output_bytes=output_bytes,
         shards=shards,
         dropped=sample.dropped,
-        notes=_notes(options, conversion.inputs, passed_over.counts),
+        notes=_notes(options, conversion.inputs, conversion.skipped_files.counts),
     )
 
 

@@ -329,8 +329,6 @@ class Runner:
     """
     restart: Annotated[bool, Flag(WORK)] = False
     """Forget what an interrupted run has done."""
-    merges_tasks: bool = False
-    """Read nothing of the inputs, but make the dataset of what tasks have done: `merge_tasks`."""
 
     def __post_init__(self) -> None:
         check_fields(self)

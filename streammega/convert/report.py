@@ -1,22 +1,27 @@
-"""What a conversion made, as figures, text and JSON."""
+"""What a conversion made, as figures, text and JSON; warnings and errors that count documents."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 import streammega
 from streammega.config import StorageConfig
-from streammega.convert.job import HISTOGRAM_BINS, Job, UnitRecord, length_histogram
-from streammega.convert.told import count_of
-from streammega.convert.write.document_order import DocumentSet, document_tokens
-from streammega.convert.write.packing import PackCounts
-from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.manifest import MANIFEST, Manifest
+from streammega.convert.job import HISTOGRAM_BINS, UnitRecord
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.inputs import Input
+from streammega.convert.read.pairs import dataset_name
+from streammega.dataset.find import find_pairs
+from streammega.dataset.manifest import Shard
+from streammega.dataset.provenance import ENDING, has_provenance
+from streammega.dataset.shards import strip_suffix
+from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
 
@@ -147,67 +152,7 @@ class ConvertReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kinds:
-    """What parts are made of."""
-
-    dtypes: list[Any]
-    multimodal: set[bool]
-    tokens: int
-
-
-def count_parts(parts: Sequence[DocumentSet], job: Job) -> Kinds:
-    """dtypes, modes and tokens of parts, by a look at each index."""
-    dtypes = []
-    multimodal = set()
-    tokens = 0
-    for part in parts:
-        indexed = part.open(job)
-        dtypes.append(indexed.dtype)
-        multimodal.add(indexed.sequence_modes is not None)
-        tokens += int(indexed.sequence_lengths.sum(dtype=np.int64))
-    return Kinds(dtypes=dtypes, multimodal=multimodal, tokens=tokens)
-
-
-def make_report(
-    prefix: str,
-    storage: StorageConfig,
-    manifest: Manifest,
-    records: Sequence[UnitRecord],
-    duplicates: int,
-    source_bytes: int,
-    seconds: float,
-    packing: PackCounts | None = None,
-) -> ConvertReport:
-    """Sums over units; without units (datasets that passed as they are) nothing was dropped."""
-    total = _sum_of(records)
-    histogram = total.histogram
-    if not records:
-        indexed = IndexedDataset(prefix + MANIFEST, storage)
-        histogram = length_histogram(document_tokens(indexed))
-    dropped: dict[str, int] = {"duplicates": duplicates} if duplicates else {}
-    return ConvertReport(
-        prefix=redact_urls(prefix),
-        kind=manifest.kind,
-        shards=len(manifest.shards),
-        documents=manifest.documents,
-        sequences=manifest.sequences,
-        tokens=manifest.tokens,
-        dtype=manifest.dtype,
-        vocab_size=manifest.vocab_size,
-        eod_id=manifest.eod_id,
-        text_bytes=source_bytes,
-        stored_bytes=sum(shard.bytes for shard in manifest.shards),
-        seconds=seconds,
-        dropped=dropped | total.counts,
-        messages=total.messages,
-        members_left_out=total.members,
-        histogram=histogram,
-        packing={} if packing is None else asdict(packing),
-    )
-
-
-def _sum_of(records: Sequence[UnitRecord]) -> UnitRecord:
+def sum_records(records: Sequence[UnitRecord]) -> UnitRecord:
     """What happened in all units: counts, the first messages, and the histogram."""
     total = UnitRecord(digest="")
     histogram = np.zeros(HISTOGRAM_BINS, np.int64)
@@ -221,3 +166,105 @@ def _sum_of(records: Sequence[UnitRecord]) -> UnitRecord:
         histogram += np.array(record.histogram)
     total.histogram = histogram.tolist()
     return total
+
+
+log = logging.getLogger(__name__)
+
+SHOWN_ERRORS = 5
+"""Skipped records that are shown, where there are too many."""
+NOUNS = {
+    "broken record": ("broken record", "broken records"),
+    "duplicates": ("duplicate", "duplicates"),
+    "hostile path": ("hostile path", "hostile paths"),
+    "samples without the member": ("sample without the member", "samples without the member"),
+    "sequences of other modes": ("sequence of another mode", "sequences of other modes"),
+    "tokens cut off": ("token cut off", "tokens cut off"),
+    "unreadable file": ("unreadable file", "unreadable files"),
+    "unreadable row": ("unreadable row", "unreadable rows"),
+}
+"""Reasons that are nouns."""
+TOLD = 20
+"""Units that are named, where some are not done."""
+
+
+def check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None:
+    """Raise ConvertError for units that tasks have not done."""
+    left = [number for number in numbers if number not in done]
+    if left:
+        named = ", ".join(map(str, left[:TOLD])) + (", ..." if len(left) > TOLD else "")
+        raise ConvertError(
+            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
+            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
+            f"i + N, ...), with the same inputs and options as here"
+        )
+
+
+def count_of(reason: str, documents: int) -> str:
+    """How many documents were left out for a reason."""
+    singular, plural = NOUNS.get(reason, (reason, reason))
+    return pluralize(documents, singular, plural)
+
+
+def check_errors(
+    records: Collection[UnitRecord], options: ConvertOptions, *, all_done: bool = False
+) -> None:
+    """Raise ConvertError if more records were skipped than `max_errors` allows.
+
+    A part of all records is known when all units are done, a number at once.
+    """
+    if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
+        return
+    read = sum(record.read for record in records)
+    most = options.most_errors(read)
+    errors = sum(record.errors for record in records)
+    if most is None or errors <= most:
+        return
+    first = list(chain.from_iterable(record.messages for record in records))[:SHOWN_ERRORS]
+    raise ConvertError(
+        f"{pluralize(errors, 'record')} of {read:,} that were read "
+        f"{'was' if errors == 1 else 'were'} skipped, more than max_errors (--max-errors) "
+        f"{options.max_errors}; mend them, or raise the limit: what is done is kept. The first are:"
+        + "".join(f"\n  {message}" for message in first)
+    )
+
+
+def reasons_of(records: Sequence[UnitRecord]) -> str:
+    """Why nothing is left, for a message: counts by reason, and the first faults with their
+    places.
+    """
+    counts: dict[str, int] = {}
+    messages: list[str] = []
+    for record in records:
+        messages += record.messages
+        for reason, count in record.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
+    told = [f"; {count_of(reason, count)}" for reason, count in sorted(counts.items())]
+    told += [f"\n  {message}" for message in messages[:3]]
+    return "".join(told)
+
+
+def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> None:
+    """Say that origins of inputs are left out: who did not ask for them may not know of them."""
+    datasets = [item for item in inputs if item.format == "megatron"]
+    if not datasets:
+        return
+    # Of the first alone: shards of one dataset all have them, or none has.
+    name = dataset_name(datasets[0].path)
+    first_shard = strip_suffix(find_pairs(name, storage)[0])
+    if has_provenance(first_shard, storage):
+        log.warning(
+            "%s: tells where its documents came from (%s), which this conversion leaves out; "
+            "--origins carries it over",
+            redact_urls(name),
+            ENDING,
+        )
+
+
+def warn_missing_ids(id_field: str, shards: Sequence[Shard]) -> None:
+    """Say that no document has the id that was asked for: a record may lack it, not all."""
+    if any(shard.documents for shard in shards):
+        log.warning(
+            "no record has a text or number in %r (--id-field), so no document can be found or "
+            "skipped by its id; is the field mistyped?",
+            id_field,
+        )

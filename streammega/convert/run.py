@@ -1,20 +1,18 @@
-"""A conversion from its inputs to published shards; started again, it goes on where it stopped."""
+"""A conversion from its inputs to a published dataset: plan, run, publish."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.cluster import shared_files
 from streammega.convert.conversion import Conversion, WrittenDataset
+from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.preflight import check_writable, warn_of_little_room
-from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.read.inputs import described
 from streammega.convert.read.pipes import (
     check_output,
@@ -24,16 +22,16 @@ from streammega.convert.read.pipes import (
     named_as_given,
     tell_of_pipes,
 )
-from streammega.convert.report import ConvertReport, make_report
-from streammega.convert.resume import can_resume
-from streammega.convert.work_folder import held_output, work_folder
+from streammega.convert.report import ConvertReport, sum_records
+from streammega.convert.setup import check_output_is_free, check_writable, merge_settings, plan
+from streammega.convert.work_dir import can_resume, output_lock, work_folder
 from streammega.convert.write.destination import Destination
-from streammega.convert.write.manifest_metadata import Labels
+from streammega.convert.write.document_order import document_tokens
 from streammega.convert.write.publish import Publisher
-from streammega.dataset.growing.checks import check_not_grown
-from streammega.dataset.manifest import Manifest
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.manifest import MANIFEST, Manifest
 from streammega.dataset.shards import split_name
-from streammega.storage.open import is_remote
+from streammega.errors.redaction import redact_urls
 from streammega.storage.progress import ProgressObserver
 
 
@@ -69,121 +67,115 @@ def convert(
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
-    storage = storage or StorageConfig()
-    input_storage = input_storage or storage
-    options, runner = sorted_settings(options, runner, settings)
+    options, runner = merge_settings(options, runner, settings)
+    named: dict[str, Any] = {
+        "options": options,
+        "runner": runner,
+        "overwrite": overwrite,
+        "storage": storage or StorageConfig(),
+        "input_storage": input_storage,
+        "progress": progress,
+    }
     check_output(output)
-    if any(is_pipe(name) for name in inputs):
-        return _convert_pipes(
-            inputs, output, options, runner, overwrite, storage, input_storage, progress
-        )
-    return _convert_files(
-        inputs, output, options, runner, overwrite, storage, input_storage, progress
-    )
+    if not any(is_pipe(name) for name in inputs):
+        return convert_files(inputs, output, **named)
+    with _pipes_as_files(inputs, output, options, runner, named["storage"], overwrite) as kept:
+        files = [kept.get(name, name) for name in inputs]
+        report = convert_files(files, output, is_locked=True, **named)
+    messages = [named_as_given(message, kept) for message in report.messages]
+    return replace(report, messages=messages)
 
 
-def _convert_files(
+def convert_files(
     inputs: Sequence[str],
     output: str,
-    options: ConvertOptions,
-    runner: Runner,
-    overwrite: bool,
-    storage: StorageConfig,
-    input_storage: StorageConfig,
-    progress: ProgressObserver | None,
     *,
-    is_held: bool = False,
+    is_locked: bool = False,
+    is_merge: bool = False,
+    **named: Any,
 ) -> ConvertReport:
-    """Convert inputs that can be read again. is_held: the output and the work folder are locked."""
+    """Convert inputs that can be read again. Other arguments are those of `convert`.
+
+    is_locked: the output and the work folder are locked already. is_merge: tasks have done all
+    units.
+    """
     began = time.monotonic()
-    conversion, labels, passed_over = prepare(
-        inputs, output, options, runner, storage, input_storage, progress
-    )
-    lock = nullcontext() if is_held else held_output(conversion.prefix, conversion.work)
-    with lock:
-        written, manifest = _run(conversion, labels, overwrite=overwrite)
-    report = make_report(
-        conversion.prefix,
-        storage,
-        manifest,
-        written.records,
-        written.duplicates,
-        written.source_bytes,
-        time.monotonic() - began,
-        written.packing,
-    )
-    return replace(
-        report,
+    conversion = plan(inputs, output, **named)
+    with ExitStack() as stack:
+        if not is_locked:
+            stack.enter_context(output_lock(conversion.prefix, conversion.work))
+        check_output_is_free(conversion)
+        try:
+            conversion.publisher.reserve(overwrite=conversion.overwrite)
+            written = conversion.run(is_merge=is_merge)
+            manifest = conversion.publish(written)
+        except BaseException:
+            if not is_merge:  # else tasks may be at work in the folder
+                conversion.release()
+            raise
+        conversion.remove_work()
+    return _make_report(conversion, written, manifest, time.monotonic() - began)
+
+
+def _make_report(
+    conversion: Conversion, written: WrittenDataset, manifest: Manifest, seconds: float
+) -> ConvertReport:
+    """Sums over units. Without units, where datasets are copied as they are, nothing was dropped."""
+    total = sum_records(written.records)
+    histogram = total.histogram
+    if not written.records:
+        indexed = IndexedDataset(conversion.prefix + MANIFEST, conversion.storage)
+        histogram = length_histogram(document_tokens(indexed))
+    dropped = {"duplicates": written.duplicates} if written.duplicates else {}
+    return ConvertReport(
+        prefix=redact_urls(conversion.prefix),
+        kind=manifest.kind,
+        shards=len(manifest.shards),
+        documents=manifest.documents,
+        sequences=manifest.sequences,
+        tokens=manifest.tokens,
+        dtype=manifest.dtype,
+        vocab_size=manifest.vocab_size,
+        eod_id=manifest.eod_id,
+        text_bytes=written.source_bytes,
+        stored_bytes=sum(shard.bytes for shard in manifest.shards),
+        seconds=seconds,
+        dropped=dropped | total.counts,
+        messages=total.messages,
+        histogram=histogram,
         inputs=described(conversion.inputs),
-        files_passed_over=passed_over.counts,
-        names_passed_over=passed_over.names,
+        files_passed_over=conversion.skipped_files.counts,
+        names_passed_over=conversion.skipped_files.names,
+        members_left_out=total.members,
+        packing={} if written.packing is None else asdict(written.packing),
     )
 
 
-def _run(
-    conversion: Conversion, labels: Labels, *, overwrite: bool
-) -> tuple[WrittenDataset, Manifest]:
-    """Make all shards and publish them. What is done when it fails is kept for a second run."""
-    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
-    # What is done already takes room, and is not done again.
-    if not (os.path.isdir(conversion.work) and can_resume(conversion.work)):
-        warn_of_little_room(conversion.prefix, conversion.inputs)
-    check_not_grown(conversion.prefix, conversion.storage, overwrite=overwrite)
-    check_writable(conversion.prefix, conversion.storage, replaces=overwrite)
-    if is_remote(conversion.work):
-        check_writable(conversion.work, conversion.storage, is_work=True)
-    try:
-        with ExitStack() as cluster:
-            if conversion.runner.engine == "ray":
-                files = shared_files(conversion.work, conversion.inputs)
-                conversion.files = cluster.enter_context(files)
-            conversion.publisher.reserve(overwrite=overwrite)
-            written = conversion.make()
-        manifest = conversion.publish(written, labels)
-    except BaseException:
-        conversion.leave()
-        raise
-    conversion.remove_work()
-    return written, manifest
-
-
-def _convert_pipes(
+@contextmanager
+def _pipes_as_files(
     inputs: Sequence[str],
     output: str,
     options: ConvertOptions,
     runner: Runner,
-    overwrite: bool,
     storage: StorageConfig,
-    input_storage: StorageConfig,
-    progress: ProgressObserver | None,
-) -> ConvertReport:
-    """Convert inputs some of which can be read once: they are read into the work folder first."""
+    overwrite: bool,
+) -> Iterator[dict[str, str]]:
+    """The file of each input that can be read once: all of it is read into the work folder first.
+
+    The output is locked until the block ends.
+    """
     prefix, _ = split_name(output)
     work = work_folder(prefix, runner.work)
-    # From before the pipes are read to the end: what is kept of them is this conversion's alone.
-    with held_output(prefix, work):
+    with output_lock(prefix, work):
         # Else what is there may be half of this very conversion.
         if not (os.path.isdir(work) and can_resume(work)):
             destination = Destination(prefix, options.kind, storage)
             Publisher(destination, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work, options.read_as)
-        files = [kept.get(name, name) for name in inputs]
         try:
             with tell_of_pipes(kept):
-                report = _convert_files(
-                    files,
-                    output,
-                    options,
-                    runner,
-                    overwrite,
-                    storage,
-                    input_storage,
-                    progress,
-                    is_held=True,
-                )
+                yield kept
         except BaseException:
             forget_pipes(work)
             raise
-    messages = [named_as_given(message, kept) for message in report.messages]
-    return replace(report, messages=messages)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.preflight import check_may_write
-from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.read.pipes import check_output, is_pipe
 from streammega.convert.report import ConvertReport
-from streammega.convert.run import convert
-from streammega.convert.work_folder import look_whether_free
+from streammega.convert.run import convert_files
+from streammega.convert.setup import check_may_write, merge_settings, plan
+from streammega.convert.work_dir import check_unlocked
 from streammega.errors import ConfigError
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
@@ -43,10 +42,6 @@ class Task:
                 f"there is no task {self.number} of {self.of}; tasks are counted from 0, to "
                 f"{self.of - 1}"
             )
-
-    def units(self, count: int) -> range:
-        """The units that it does, of so many."""
-        return range(self.number, count, self.of)
 
 
 def parse_task(text: str) -> Task | None:
@@ -107,26 +102,29 @@ def convert_task(
     `convert`.
     """
     began = time.monotonic()
-    storage = storage or StorageConfig()
-    options, runner = sorted_settings(options, runner, settings)
-    check_output(output)
-    _check_tasks(inputs, runner)
-    conversion, _, _ = prepare(
-        inputs, output, options, runner, storage, input_storage or storage, progress
+    options, runner = merge_settings(options, runner, settings)
+    _check_tasks(inputs, output, runner)
+    conversion = plan(
+        inputs,
+        output,
+        options=options,
+        runner=runner,
+        overwrite=overwrite,
+        storage=storage,
+        input_storage=input_storage,
+        progress=progress,
     )
-    _check_work_folder(conversion.prefix, runner)
-    look_whether_free(conversion.work)
+    check_unlocked(conversion.work)
     conversion.publisher.check(conversion.inputs, overwrite=overwrite)
-    check_may_write(conversion.prefix, storage)
+    check_may_write(conversion.prefix, conversion.storage)
     # All tasks are one conversion: each may take the reservation.
     conversion.publisher.reserve(overwrite=overwrite)
-    done = conversion.do_share(task.units)
-    records = list(done.records.values())
+    records, num_before, num_units = conversion.run_units(task.number, task.of)
     return TaskReport(
         task=task,
         units=len(records),
-        units_before=done.before,
-        units_of_all=done.units_of_all,
+        units_before=num_before,
+        units_of_all=num_units,
         documents=sum(record.documents for record in records),
         tokens=sum(record.tokens for record in records),
         seconds=time.monotonic() - began,
@@ -139,20 +137,34 @@ def merge_tasks(
     *,
     options: ConvertOptions | None = None,
     runner: Runner | None = None,
-    **named: Any,
+    overwrite: bool = False,
+    storage: StorageConfig | None = None,
+    input_storage: StorageConfig | None = None,
+    progress: ProgressObserver | None = None,
+    **settings: Any,
 ) -> ConvertReport:
     """Make the dataset of what tasks did: `convert`, which does none of their work.
 
     Raises ConvertError where some of it is not done.
     """
-    runner = replace(runner or Runner(), merges_tasks=True)
-    _check_tasks(inputs, runner)
-    _check_work_folder(output, runner)
-    return convert(inputs, output, options=options, runner=runner, **named)
+    options, runner = merge_settings(options, runner, settings)
+    _check_tasks(inputs, output, runner)
+    return convert_files(
+        inputs,
+        output,
+        is_merge=True,
+        options=options,
+        runner=runner,
+        overwrite=overwrite,
+        storage=storage,
+        input_storage=input_storage,
+        progress=progress,
+    )
 
 
-def _check_tasks(inputs: Sequence[str], runner: Runner) -> None:
-    """Raise ConfigError for what is no work for several that know nothing of each other."""
+def _check_tasks(inputs: Sequence[str], output: str, runner: Runner) -> None:
+    """Raise ConfigError for what several processes cannot share."""
+    check_output(output)
     if any(is_pipe(name) for name in inputs):
         raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
     if runner.restart:
@@ -164,12 +176,8 @@ def _check_tasks(inputs: Sequence[str], runner: Runner) -> None:
         raise ConfigError(
             "tasks (--task) and the ray engine both share the work out; choose one of them"
         )
-
-
-def _check_work_folder(prefix: str, runner: Runner) -> None:
-    """Raise ConfigError for a work folder that other tasks cannot be thought to see."""
-    if runner.work is None and is_remote(prefix):
+    if runner.work is None and is_remote(output):
         raise ConfigError(
-            f"{prefix}: tasks need a work folder that all of them can write; name one by --work, a "
+            f"{output}: tasks need a work folder that all of them can write; name one by --work, a "
             f"URL beside the output for instance"
         )

@@ -1,4 +1,4 @@
-"""Machines of a Ray cluster that see other disks: told before the first document is read."""
+"""Machines of a Ray cluster that see other disks: found at their first task."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
-from streammega.convert.cluster import SharedFiles
-from streammega.convert.conversion import Conversion
 from streammega.convert.job import Job
+from streammega.convert.ray_workers import SharedFiles
 from streammega.convert.write.encoders import encoder_of
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
@@ -37,10 +36,14 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("text")
     marker = str(tmp_path / "marker")
     path = str(tmp_path / "in.txt")
-    assert SharedFiles(marker=marker, inputs=((path, 4),)).lacking() is None
-    assert "--work" in (SharedFiles(marker=f"{marker}.gone").lacking() or "")
-    assert "has 4 bytes there, not 5" in (SharedFiles(inputs=((path, 5),)).lacking() or "")
-    assert "cannot be read there" in (SharedFiles(inputs=((f"{path}.gone", 5),)).lacking() or "")
+    SharedFiles(marker=marker, inputs=((path, 4),)).check()
+    for files, words in (
+        (SharedFiles(marker=f"{marker}.gone"), "--work"),
+        (SharedFiles(marker=marker, inputs=((path, 5),)), "has 4 bytes there, not 5"),
+        (SharedFiles(marker=marker, inputs=((f"{path}.gone", 5),)), "cannot be read there"),
+    ):
+        with pytest.raises(ConvertError, match=f"cannot take part.*{words}"):
+            files.check()
 
 
 @pytest.mark.guarantee("ray-machine-see")
@@ -105,33 +108,29 @@ def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 @pytest.mark.guarantee("ray-machine-see")
 @pytest.mark.filterwarnings(*WARNINGS)
-def test_a_work_folder_or_an_input_that_one_machine_does_not_see_is_told_before_a_document_is_read(
+def test_a_machine_that_does_not_see_the_work_folder_or_an_input_fails_its_first_task(
     two_machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(Conversion, "make", lambda self: read.append(1))
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)  # so that both machines get units
     shared = two_machines / "shared"
     apart = two_machines / "apart"
     shared.mkdir()
     for folder in (shared, apart):
-        (folder / "in.txt").write_text("text")
+        (folder / "in.jsonl").write_text('{"text": "text"}\n' * 40)
     options: dict[str, Any] = {"tokenizer": "bytes", "engine": "ray"}
-    with pytest.raises(
-        ConvertError,
-        match=r"this machine of the cluster cannot take part: the work folder .*apart.*--work",
+    for source, output, named, words in (
+        (shared, shared, {"work": str(apart / "work")}, "the work folder .*apart.*--work"),
+        (shared, apart, {}, "the work folder .*apart"),
+        (apart, shared, {}, "the input .*in.jsonl cannot be read there"),
     ):
-        convert([str(shared / "in.txt")], str(shared / "web"), work=str(apart / "work"), **options)
-    with pytest.raises(ConvertError, match=r"the work folder .*apart"):
-        convert([str(shared / "in.txt")], str(apart / "web"), **options)
-    with pytest.raises(ConvertError, match=r"the input .*in.txt cannot be read there"):
-        convert([str(apart / "in.txt")], str(shared / "web"), **options)
-    assert read == []
-    assert sorted(path.name for path in shared.iterdir()) == ["in.txt"]
-    monkeypatch.undo()
-    convert([str(shared / "in.txt")], str(shared / "web"), **options)
+        with pytest.raises(
+            ConvertError, match=f"this machine of the cluster cannot take part: .*{words}"
+        ):
+            convert([str(source / "in.jsonl")], str(output / "web"), **named, **options)
+    convert([str(shared / "in.jsonl")], str(shared / "web"), **options)
     assert verify(str(shared / "web")).problems == []
     assert sorted(path.name for path in shared.iterdir()) == [
-        "in.txt",
+        "in.jsonl",
         "web.bin",
         "web.idx",
         "web.manifest.json",

@@ -66,7 +66,7 @@ def killed_before(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(Conversion, "leave", lambda self: None)
+        patch.setattr(Conversion, "release", lambda self: None)
         for owner, name in STEPS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         yield count

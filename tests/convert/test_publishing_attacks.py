@@ -168,17 +168,17 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
 ) -> None:
     name = str(tmp_path / "out" / "web")
     seen: list[str] = []
-    real = Conversion.make
+    real = Conversion.run
 
-    def make(self: Conversion) -> Any:
-        monkeypatch.setattr(Conversion, "make", real)
+    def run(self: Conversion, **named: Any) -> Any:
+        monkeypatch.setattr(Conversion, "run", real)
         with pytest.raises(ConvertError, match="another conversion to this output is running"):
             convert(pairs[1:], name, workers=1, work=str(tmp_path / "two"))
         assert main(["gc", name, "--remove"]) == 1, "there is nothing of that name yet"
         seen.append("refused")
-        return real(self)
+        return real(self, **named)
 
-    monkeypatch.setattr(Conversion, "make", make)
+    monkeypatch.setattr(Conversion, "run", run)
     convert(pairs[:1], name, workers=1, work=str(tmp_path / "one"))
     assert seen == ["refused"]
     assert tokens_of(name) == tokens_of(pairs[0])
@@ -310,7 +310,7 @@ def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
             patch.setattr(
                 FsspecStore, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
             )
-            patch.setattr("streammega.convert.run.check_writable", lambda *_, **__: None)
+            patch.setattr("streammega.convert.setup.check_writable", lambda *_, **__: None)
             with pytest.raises(KeyboardInterrupt):
                 convert(pairs[1:], name, workers=1, overwrite=True)
         assert main(["gc", name, "--remove"]) == 0

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
-from streammega.convert.engines import TaskList, run_tasks
 from streammega.convert.options import Runner
+from streammega.convert.workers import TaskList, run_tasks
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
 from tests.conftest import write_random_pair
@@ -130,7 +130,7 @@ def test_a_shuffle_is_one_permutation_whatever_the_memory(
         convert(
             [str(folder / "in")], str(folder / "a"), shuffle_seed=seed, shard_bytes=size, workers=1
         )
-        patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
+        patch.setattr("streammega.convert.options.Runner.__post_init__", lambda self: None)
         convert(
             [str(folder / "in")], str(folder / "b"), shuffle_seed=seed, workers=1, memory_bytes=100
         )
@@ -173,7 +173,7 @@ def test_the_first_of_equal_documents_stays(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.SEGMENT_BYTES", cut)
-        patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
+        patch.setattr("streammega.convert.options.Runner.__post_init__", lambda self: None)
         report = convert(
             [str(folder / "in")],
             str(folder / "out"),
@@ -418,15 +418,15 @@ def test_only_changed_inputs_are_read_again(
         convert(inputs, target, tokenizer="bytes", workers=1)
     (tmp_path / "b.txt").write_text("mended")
     done = []
-    real = Conversion._units
+    real = Conversion.run
 
-    def counted(self: Any, job: Any) -> Any:
+    def counted(self: Any, **named: Any) -> Any:
         done.append(
             sum((tmp_path / "out" / ".p.convert" / f"unit-{n:06d}.json").exists() for n in range(3))
         )
-        return real(self, job)
+        return real(self, **named)
 
-    monkeypatch.setattr(Conversion, "_units", counted)
+    monkeypatch.setattr(Conversion, "run", counted)
     convert(inputs, target, tokenizer="bytes", workers=1)
     assert done == [1]
     assert len(IndexedDataset(target)) == 3

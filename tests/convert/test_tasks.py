@@ -17,7 +17,7 @@ from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import Runner, Task, convert, convert_task, merge_tasks
 from streammega.convert.tasks import parse_task
-from streammega.convert.work_folder import held_folder, work_folder
+from streammega.convert.work_dir import work_dir_lock, work_folder
 from streammega.convert.write import destination
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
 from streammega.storage import open_store
@@ -142,10 +142,10 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
 def test_a_task_does_not_begin_while_its_folder_is_merged(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.work_folder.FREE_WITHIN", 0.05)
+    monkeypatch.setattr("streammega.convert.work_dir.FREE_WITHIN", 0.05)
     output = str(tmp_path / "web")
     with (
-        held_folder(work_folder(output, None)),
+        work_dir_lock(work_folder(output, None)),
         pytest.raises(ConvertError, match="another conversion to this output is running"),
     ):
         convert_task(inputs, output, Task(number=0, of=2), **OPTIONS)

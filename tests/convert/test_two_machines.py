@@ -172,8 +172,8 @@ def kill_before(
 ) -> None:
     """A conversion that is killed before a method of it is called."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Conversion, "leave", lambda self: None)
-        patch.setattr(Conversion, method, lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(Conversion, "release", lambda self: None)
+        patch.setattr(Conversion, method, lambda *_, **__: (_ for _ in ()).throw(Killed))
         convert(*arguments, tokenizer="bytes", workers=1, **named)
 
 
@@ -182,7 +182,7 @@ def objects(name: str) -> list[str]:
     return sorted(found.rpartition("/")[2] for found in system.find(path))
 
 
-@pytest.mark.parametrize("killed_in", ["make", "publish"])
+@pytest.mark.parametrize("killed_in", ["run", "publish"])
 def test_a_killed_conversion_goes_on_on_any_machine_and_other_options_have_to_free_its_names(
     tmp_path: Path, inputs: list[str], killed_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,9 @@ from botocore.config import Config
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job, plan_units
-from streammega.convert.prepare import prepare
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import find_inputs
+from streammega.convert.setup import plan
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.servers import KEY, S3, SECRET, http_server
@@ -291,12 +291,12 @@ def test_what_is_kept_of_a_pipe_is_its_conversions_alone(
     """Another conversion to the output that comes in between would remove it as a former one's."""
     lock = tmp_path / ".out.convert" / "lock"
 
-    def looked_at(*arguments: Any) -> Any:
+    def looked_at(*arguments: Any, **named: Any) -> Any:
         with pytest.raises(filelock.Timeout):
             filelock.FileLock(lock).acquire(timeout=0)
-        return prepare(*arguments)
+        return plan(*arguments, **named)
 
-    monkeypatch.setattr("streammega.convert.run.prepare", looked_at)
+    monkeypatch.setattr("streammega.convert.run.plan", looked_at)
     with open(piped(LINES), encoding="utf-8") as stream:
         monkeypatch.setattr("sys.stdin", stream)
         convert(["-"], str(tmp_path / "out"), tokenizer="bytes", workers=1)

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import streammega.convert.engines as engines
 import streammega.convert.job as job
 import streammega.convert.job as plan
+import streammega.convert.workers as workers
 from streammega import StorageConfig
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
@@ -49,8 +49,8 @@ def convert_and_tell(
     os.environ["XDG_CACHE_HOME"] = cache
     plan.UNIT_BYTES = plan.LEAST_UNIT_BYTES = 20_000
     job.SEGMENT_BYTES = 8_000
-    telling(Conversion, "_units", "read", pipe.send)
-    telling(Conversion, "_layout", "lay", pipe.send)
+    telling(Conversion, "_do_units", "read", pipe.send)
+    telling(Publisher, "choose_names", "lay", pipe.send)
     telling(Publisher, "publish", "publish", pipe.send)
     telling(Conversion, "remove_work", "clean", pipe.send)
     try:
@@ -71,10 +71,10 @@ def waiting(owner: Any, name: str, word: str, pipe: Connection) -> None:
     """Make a method tell a word before it begins, and wait for one."""
     real = getattr(owner, name)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         pipe.send(word)
         pipe.recv()
-        return real(*arguments)
+        return real(*arguments, **named)
 
     setattr(owner, name, call)
 
@@ -91,7 +91,7 @@ def convert_as_told(
     publishes.
     """
     os.environ["XDG_CACHE_HOME"] = cache
-    waiting(Conversion, "make", "begun", pipe)
+    waiting(Conversion, "run", "begun", pipe)
     waiting(Publisher, "publish", "written", pipe)
     try:
         convert(inputs, output, storage=storage, tokenizer="bytes", workers=1, **named)
@@ -115,7 +115,7 @@ def task_killed_while_it_counts(shared: Path, number: int, progress: Any) -> int
     """Once, is killed with the lock of what all workers count."""
     if number == 3 and not (shared / "killed").exists():
         (shared / "killed").touch()
-        count = engines._count
+        count = workers._count
         assert count is not None
         count._lock.acquire()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from streammega.convert.documents import bounds_of
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pairs import dataset_name
-from streammega.convert.report import count_parts
 from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import DocumentSet, Integers, OrderedDocuments
@@ -119,16 +118,9 @@ def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> li
     return first_sequences
 
 
-def layout_digest(job: Job, layout: ShardLayout, sources: Sequence[str]) -> str:
-    """Changes with everything that a shard depends on; `sources`: digests of what the parts were
-    made of.
-    """
-    return digest_of_json([job.options.digest(), asdict(layout), list(sources)])
-
-
 BUCKETS_IN_MEMORY = 8
 """A bucket is an eighth of the memory, so that the shards which are written at once fit it twice
-over (`SHUFFLED_AT_ONCE`).
+over (`MAX_SHUFFLED_SHARDS`).
 """
 
 
@@ -159,48 +151,57 @@ def parts_of_units(job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]
     return parts
 
 
-def lay_out(
-    job: Job, parts: list[DocumentSet], destination: Destination, memory_bytes: int
+def plan_shards(
+    job: Job,
+    parts: list[DocumentSet],
+    sources: Sequence[str],
+    destination: Destination,
+    memory_bytes: int,
 ) -> ShardLayout:
-    """What goes into which shard, under plain names and without a digest.
+    """What goes into which shard, under plain names.
 
-    parts: with a document each. Raises ConvertError where modes are there and not there.
+    parts: with a document each. sources: digests of what they were made of. Raises ConvertError
+    where some parts have modes and others have none.
     """
     options = job.options
-    kinds = count_parts(parts, job)
-    if len(kinds.multimodal) > 1:
+    dtypes = []
+    has_modes = set()
+    tokens = 0
+    for part in parts:
+        indexed = part.open(job)
+        dtypes.append(indexed.dtype)
+        has_modes.add(indexed.sequence_modes is not None)
+        tokens += int(indexed.sequence_lengths.sum(dtype=np.int64))
+    if len(has_modes) > 1:
         raise ConvertError("some inputs have modes and others have none; convert them apart")
-    dtype = np.dtype(options.dtype or np.result_type(*kinds.dtypes))
+    dtype = np.dtype(options.dtype or np.result_type(*dtypes))
     buckets = 0
     if options.shuffle_seed is not None:
-        buckets = _num_buckets(kinds.tokens * dtype.itemsize, memory_bytes)
+        buckets = max(1, -(-tokens * dtype.itemsize * BUCKETS_IN_MEMORY // memory_bytes))
     documents = OrderedDocuments(job, parts, buckets)
     bounds = plan_bounds(documents, dtype.itemsize, options.shard_bytes)
     num_shards = len(bounds) - 1
     names = [destination.stem]
     if options.shard_bytes is not None:
         names = [shard_name(destination.stem, number, num_shards) for number in range(num_shards)]
-    # Where files can be renamed, nothing is written beside the output before all is done.
+    # Where files can be renamed, they are written to the work folder first.
     folder = parent_url(destination.prefix) if destination.is_remote else join_url(job.work, "out")
     first_sequences = [0] * num_shards
     if options.kind == "tar":
         first_sequences = number_sequences(documents, bounds)
-    return ShardLayout(
+    layout = ShardLayout(
         parts=parts,
         dtype=str(dtype),
-        tokens=kinds.tokens,
-        multimodal=kinds.multimodal == {True},
+        tokens=tokens,
+        multimodal=has_modes == {True},
         buckets=buckets,
         bounds=bounds,
         names=names,
         targets=[join_url(folder, name) for name in names],
         first_sequences=first_sequences,
     )
-
-
-def _num_buckets(token_bytes: int, memory_bytes: int) -> int:
-    """Ranges of shuffle keys, each of which fits the memory."""
-    return max(1, -(-token_bytes * BUCKETS_IN_MEMORY // memory_bytes))
+    digest = digest_of_json([options.digest(), asdict(layout), list(sources)])
+    return replace(layout, digest=digest)
 
 
 def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
@@ -211,7 +212,7 @@ def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
     return Shard(**stored["shard"])
 
 
-def origins_written(
+def read_provenance_checksums(
     work: str, layout: ShardLayout, storage: StorageConfig
 ) -> tuple[list[str], int]:
     """The checksums of the origins beside all shards, which are written, and how many of them have
@@ -226,7 +227,7 @@ def origins_written(
                 f"{_record_url(work, number)}: is gone; run the same command again with --restart"
             )
         checksums.append(str(record["origins"]))
-        num_ids += int(record.get("ids", 1))  # not known of a shard that an earlier release wrote
+        num_ids += int(record["ids"])
     return checksums, num_ids
 
 

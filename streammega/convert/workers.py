@@ -1,7 +1,4 @@
-"""Who does the work: processes of this machine, or a Ray cluster.
-
-The tasks are the same, and so is what they make.
-"""
+"""Tasks done by threads and processes of this machine, or by a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -25,23 +20,19 @@ from concurrent.futures import (
     wait,
 )  # fmt: skip
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.context import SpawnContext
 from typing import Any
 
-from streammega.convert.cluster import SharedFiles, check_answer, connected
 from streammega.convert.options import Runner
-from streammega.errors import ConvertError, StreammegaError
+from streammega.convert.ray_workers import DEATHS, SharedFiles, Task, run_on_ray
+from streammega.errors import ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.progress import Progress
 
 log = logging.getLogger(__name__)
 
-Task = Callable[[Any, int, Progress], Any]
-"""(what all tasks share, number of the task, progress(bytes, tokens)) -> its result."""
-DEATHS = 5
-"""Times that workers may be killed under a run before it gives up."""
 POLL = 0.2
 """Seconds between two looks at what processes have done: often enough for a progress bar."""
 PR_SET_PDEATHSIG = 1
@@ -58,30 +49,31 @@ class TaskList:
 
     threads: as many of them do well as threads of one process, since they spend their time outside
     of the GIL. Threads share what they load, a tokenizer's cache for instance, and those of this
-    process start at once. files: what each machine of a cluster must see; those that join it later
-    are asked too.
+    process start at once. files: what each machine of a cluster must see.
     """
 
     function: Task
     shared: Any
     numbers: Sequence[int]
     threads: int = 1
-    files: SharedFiles = field(default_factory=SharedFiles)
+    files: SharedFiles | None = None
 
 
 def run_tasks(
-    work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None = None
+    work: TaskList, runner: Runner, progress: Progress, max_at_once: int | None = None
 ) -> Iterator[tuple[int, Any]]:
     """(number, result) as tasks are done. Raises what a task raised; the others are given up."""
     if not work.numbers:
         return
     if runner.engine == "ray":
-        yield from _on_ray(work, runner, progress, most_at_once)
+        yield from run_on_ray(
+            work.function, work.shared, work.numbers, work.files, progress, max_at_once
+        )
         return
     wanted = runner.workers or num_threads()
     workers = min(wanted, len(work.numbers))
-    if most_at_once is not None:
-        workers = min(workers, most_at_once)
+    if max_at_once is not None:
+        workers = min(workers, max_at_once)
     as_threads = workers <= work.threads
     # Threads of one process share the threads of the tokenizer's library, as many as there are
     # workers: so these are busy while one worker writes, and when only one is left. Processes
@@ -274,71 +266,3 @@ def _end(pool: ProcessPoolExecutor) -> None:
     for process in list(processes.values()):
         process.terminate()
     pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _on_ray(
-    work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None
-) -> Iterator[tuple[int, Any]]:
-    with connected() as ray:
-        strategy = "DEFAULT"
-        if most_at_once is not None:
-            # Each holds memory of its own: of every machine as many as of one, and spread over
-            # them.
-            machines = sum(bool(node["Alive"]) for node in ray.nodes())
-            most_at_once *= max(1, machines)
-            strategy = "SPREAD"
-        remote = ray.remote(max_retries=DEATHS, scheduling_strategy=strategy)(_ray_task)
-        shared = ray.put((work.function, work.shared, work.files))
-        left = deque(work.numbers)
-        running: dict[Any, int] = {}
-        try:
-            while left or running:
-                while left and (most_at_once is None or len(running) < most_at_once):
-                    number = left.popleft()
-                    running[remote.remote(shared, number)] = number
-                done, _ = ray.wait(list(running), num_returns=1)
-                (reference,) = done
-                number = running.pop(reference)
-                result, size, tokens = _ray_result(ray, reference)
-                progress(size, tokens)
-                yield number, result
-        finally:
-            # On a cluster of somebody else's they would go on.
-            for reference in running:
-                ray.cancel(reference, force=True)
-
-
-def _ray_result(ray: Any, reference: Any) -> Any:
-    """What a task returned.
-
-    Raises what it raised, ConvertError if its workers were killed too often.
-    """
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, StreammegaError):
-            raise error.cause from None
-        raise ConvertError(str(error.cause)) from None
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
-        raise ConvertError(
-            f"workers of the cluster were killed again and again ({type(error).__name__}); see "
-            f"Ray's own logs, use less --memory"
-        ) from None
-
-
-def _ray_task(shared: tuple[Task, Any, SharedFiles], number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a task, on a machine of the cluster."""
-    function, shared_by_tasks, files = shared
-    check_answer(socket.gethostname(), files.lacking_marker())
-    bytes_done = 0
-    tokens_done = 0
-
-    def count(size: int, tokens: int) -> None:
-        """Add to what this task has done."""
-        nonlocal bytes_done, tokens_done
-        bytes_done += size
-        tokens_done += tokens
-
-    _prepare(1)
-    result = function(shared_by_tasks, number, count)
-    return result, bytes_done, tokens_done

@@ -1,0 +1,222 @@
+"""The work folder of a conversion: its place, its lock, and what a restart finds there.
+
+Units and shards that are done have a record there and are not done again. A record is valid if its
+digest is that of what would be made now (`Job.unit_digest`, `ShardLayout.digest`). After a change of
+inputs or options only what depends on them is done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import filelock
+
+from streammega.config import StorageConfig
+from streammega.convert.job import Job, UnitRecord, read_record
+from streammega.convert.read.pipes import KEPT as KEPT_PIPE
+from streammega.convert.write.publish import RECORD
+from streammega.convert.write.shards import ShardLayout, read_shard
+from streammega.dataset.manifest import MANIFEST, Shard
+from streammega.dataset.node_cache import default_cache_dir
+from streammega.dataset.shards import split_name
+from streammega.errors import ConvertError
+from streammega.storage import join_url, open_store
+from streammega.storage.open import is_remote
+
+LOCK = "lock"
+"""The name of the lock in a work folder of this machine."""
+FREE_WITHIN = 10.0
+"""Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
+
+
+def work_folder(prefix: str, given: str | None) -> str:
+    """A folder of this conversion alone, removed in the end: within the one given, beside a local
+    output, or in the cache.
+    """
+    stem = prefix.rpartition("/")[2]
+    # Of the whole prefix: outputs of one name may share a folder given, and share the cache.
+    digest = hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
+    if given:
+        return join_url(given, f"{stem}.convert-{digest}")
+    if not is_remote(prefix):
+        _, path = open_store(prefix, StorageConfig())
+        folder, name = os.path.split(path)
+        return os.path.join(folder, f".{name}.convert")
+    return str(default_cache_dir() / "convert" / f"{stem}-{digest}")
+
+
+@contextmanager
+def output_lock(prefix: str, work: str) -> Iterator[None]:
+    """One conversion at a time to an output of this machine, and in a work folder.
+
+    The folder of conversions that name none is locked too, so that two to one output do not meet
+    whatever their folders are. Raises ConvertError where another is running.
+    """
+    unnamed = work_folder(prefix, None)
+    if work == unnamed:
+        with work_dir_lock(work):
+            yield
+        return
+    with work_dir_lock(unnamed, is_needed=False), work_dir_lock(work):
+        yield
+
+
+@contextmanager
+def work_dir_lock(work: str, *, is_needed: bool = True) -> Iterator[None]:
+    """One conversion at a time in a work folder of this machine; one in a bucket has no lock.
+
+    Raises ConvertError if it cannot be made and `is_needed`, or if another is running.
+    """
+    if is_remote(work):
+        yield
+        return
+    try:
+        _make(work)
+    except ConvertError:
+        if is_needed:
+            raise
+        yield
+        return
+    lock = filelock.FileLock(os.path.join(work, LOCK))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConvertError(
+            f"{work}: another conversion to this output is running; wait for it, or choose another "
+            f"output"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if os.path.isdir(work) and set(os.listdir(work)) <= {LOCK}:
+            shutil.rmtree(work, ignore_errors=True)
+        # Of a run that was killed at its very end.
+        shutil.rmtree(_removed(work), ignore_errors=True)
+
+
+def check_unlocked(work: str) -> None:
+    """Raise ConvertError if a conversion holds a work folder: it may be removed by the next moment.
+
+    Tasks do not hold it, for they share it.
+    """
+    if is_remote(work):
+        return
+    _make(work)
+    try:
+        with filelock.FileLock(os.path.join(work, LOCK), timeout=FREE_WITHIN):
+            return
+    except filelock.Timeout:
+        raise ConvertError(
+            f"{work}: another conversion to this output is running, perhaps the one that merges "
+            f"what tasks did; wait for it"
+        ) from None
+
+
+def is_locked(output: str) -> bool:
+    """Whether a conversion to this output is running on this machine, in a work folder that was not
+    named.
+    """
+    prefix, _ = split_name(output.removesuffix(MANIFEST))
+    lock = os.path.join(work_folder(prefix, None), LOCK)
+    if not os.path.exists(lock):
+        return False
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            return False
+    except filelock.Timeout:
+        return True
+
+
+def _make(work: str) -> None:
+    """Raise ConvertError if the work folder cannot be made."""
+    try:
+        os.makedirs(work, exist_ok=True)
+    except OSError as error:
+        raise ConvertError(
+            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work, a "
+            f"folder or a URL"
+        ) from None
+
+
+def remove_folder(work: str) -> None:
+    """Remove a work folder of this machine at once, so that a kill leaves all of it or nothing."""
+    removed = _removed(work)
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(work, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _removed(work: str) -> str:
+    """What a folder is called while it is being removed."""
+    return f"{work}.removed"
+
+
+KEPT = (LOCK, RECORD)
+"""What a restart leaves in the work folder: its lock, and what it publishes."""
+
+
+def finished_units(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
+    """Those of some units that need not be done again, by their numbers."""
+    found = {number: read_record(job, number) for number in numbers}
+    return {number: record for number, record in found.items() if record is not None}
+
+
+def finished_shards(job: Job, layout: ShardLayout) -> dict[int, Shard]:
+    """The shards that need not be written again, by their numbers."""
+    found = {number: read_shard(job, layout, number) for number in range(layout.num_shards)}
+    return {number: shard for number, shard in found.items() if shard is not None}
+
+
+def can_resume(work: str) -> bool:
+    """Whether a work folder of this machine holds what a second run can use."""
+    records = [name for name in os.listdir(work) if name.endswith(".json")]
+    return any(name.startswith(("unit-", "shard-")) for name in records)
+
+
+def clear_work_dir(work: str, storage: StorageConfig) -> None:
+    """Remove what an interrupted run has done; the lock is held, and what is noted of the
+    output's names stays true.
+    """
+    keys = _keys_below(work, storage)
+    store, folder = open_store(f"{work}/" if is_remote(work) else work, storage)
+    folder = folder.rstrip("/")
+    kept = {f"{folder}/{name}" for name in KEPT}
+    # Records go before what they speak of.
+    for key in sorted(keys, key=_is_no_record):
+        name = os.path.basename(key)
+        if key not in kept and not name.startswith(KEPT_PIPE):
+            store.delete(key)
+
+
+def remove_work_dir(work: str, storage: StorageConfig) -> None:
+    """Remove the work folder of a conversion of which nothing is left to be done."""
+    if not is_remote(work):
+        if os.path.isdir(work):
+            remove_folder(work)
+        return
+    store, _ = open_store(f"{work}/", storage)
+    # What is noted of the output goes last: as long as anything is here, it says whose the output
+    # is.
+    for key in sorted(_keys_below(work, storage), key=lambda key: key.endswith(KEPT)):
+        store.delete(key)
+
+
+def _is_no_record(key: str) -> bool:
+    return not key.endswith(".json")
+
+
+def _keys_below(work: str, storage: StorageConfig) -> list[str]:
+    """Every file of a work folder, by its store's key."""
+    if is_remote(work):
+        store, folder = open_store(f"{work}/", storage)
+        return [info.key for info in store.list(folder)]
+    _, folder = open_store(work, storage)
+    keys = []
+    for root, _, names in os.walk(folder):
+        keys += [os.path.join(root, name) for name in names]
+    return keys
