@@ -118,15 +118,15 @@ def test_a_machine_that_does_not_see_the_work_folder_or_an_input_fails_its_first
     for folder in (shared, apart):
         (folder / "in.jsonl").write_text('{"text": "text"}\n' * 40)
     options: dict[str, Any] = {"tokenizer": "bytes", "engine": "ray"}
-    for source, output, named, words in (
-        (shared, shared, {"work": str(apart / "work")}, "the work folder .*apart.*--work"),
-        (shared, apart, {}, "the work folder .*apart"),
-        (apart, shared, {}, "the input .*in.jsonl cannot be read there"),
+    for source, output, work, words in (
+        (shared, shared, str(apart / "work"), "the work folder .*apart.*--work"),
+        (shared, apart, None, "the work folder .*apart"),
+        (apart, shared, None, "the input .*in.jsonl cannot be read there"),
     ):
         with pytest.raises(
             ConvertError, match=f"this machine of the cluster cannot take part: .*{words}"
         ):
-            convert([str(source / "in.jsonl")], str(output / "web"), **named, **options)
+            convert([str(source / "in.jsonl")], str(output / "web"), work=work, **options)
     convert([str(shared / "in.jsonl")], str(shared / "web"), **options)
     assert verify(str(shared / "web")).problems == []
     assert sorted(path.name for path in shared.iterdir()) == [
