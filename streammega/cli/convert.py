@@ -268,9 +268,9 @@ def _convert_all(
 def _check_append(grows: str, output: str, options: ConvertOptions, storage: StorageConfig) -> None:
     """Raise ConfigError before anything is converted that could not be appended then."""
     from streammega.convert.tokenize.tokenizers import load_tokenizer
-    from streammega.dataset.growing.append import check_can_append
+    from streammega.dataset.append import check_can_append
     from streammega.dataset.idx import token_dtype_named
-    from streammega.dataset.shards import split_name
+    from streammega.dataset.shard import split_name
 
     prefix, kind_named = split_name(output)
     named_by_suffix = prefix != output and not output.endswith(".idx")
@@ -289,7 +289,7 @@ def _check_append(grows: str, output: str, options: ConvertOptions, storage: Sto
 
 def _append(grows: str, added: str, storage: StorageConfig) -> None:
     from streammega.cli.progress import ProgressDisplay
-    from streammega.dataset.growing.append import append
+    from streammega.dataset.append import append
 
     with ProgressDisplay("appending"):
         version = append(grows, [added], storage)

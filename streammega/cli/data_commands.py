@@ -122,7 +122,7 @@ def append(
     killed may be repeated. Runs go on with the version that they name (PREFIX@NUMBER).
     """
     from streammega.cli.progress import ProgressDisplay
-    from streammega.dataset.growing.append import append as run
+    from streammega.dataset.append import append as run
 
     with ProgressDisplay("appending"):
         version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
@@ -139,8 +139,8 @@ def versions(
 
     Exits with 1 where the manifest of one cannot be read.
     """
-    from streammega.dataset.growing.versions import DamagedVersion, orphans
-    from streammega.dataset.growing.versions import versions as run
+    from streammega.dataset.versions import DamagedVersion, unreferenced_shards
+    from streammega.dataset.versions import versions as run
 
     settings = storage_config(storage, storage_file, looks_only=True)
     found = run(prefix, settings, most=MOST_SHOWN)
@@ -149,7 +149,7 @@ def versions(
         typer.echo(f"{name}@{version.number}  {version}")
     if any(isinstance(version, DamagedVersion) for version in found):
         raise typer.Exit(1)
-    for orphan in orphans(prefix, settings):
+    for orphan in unreferenced_shards(prefix, settings):
         typer.echo(
             f"in no version: {in_one_line(redact_urls(orphan))}; streammega append {name} takes it in"
         )

@@ -18,7 +18,7 @@ from streammega.convert.read.slices import Item, Skipped, Slice
 from streammega.convert.read.suffixes import without_queries
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.dataset import IndexedDataset
-from streammega.dataset.shards import split_name
+from streammega.dataset.shard import split_name
 from streammega.errors import FormatError
 from streammega.errors.redaction import redact_urls
 

@@ -59,7 +59,7 @@ from streammega.convert.write.shards import (
     write_shard,
 )
 from streammega.convert.write.units import run_unit
-from streammega.dataset.manifest import Manifest, Shard
+from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.errors import ConfigError, ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.open import is_remote
@@ -88,7 +88,7 @@ class WrittenDataset:
     """
 
     layout: ShardLayout
-    shards: list[Shard]
+    shards: list[ShardEntry]
     records: list[UnitRecord]
     duplicates: int
     source_bytes: int
@@ -309,7 +309,7 @@ class Conversion:
 
     def _write_shards(
         self, job: Job, layout: ShardLayout, files: SharedFiles | None
-    ) -> list[Shard]:
+    ) -> list[ShardEntry]:
         """Write the shards that are not written yet. Returns all of them."""
         done = finished_shards(job, layout)
         for number in self.publisher.missing_shards(layout, done):
@@ -339,6 +339,8 @@ class Conversion:
         return [done[number] for number in range(layout.num_shards)]
 
 
-def _write_shard(shared: tuple[Job, ShardLayout, int], number: int, progress: Progress) -> Shard:
+def _write_shard(
+    shared: tuple[Job, ShardLayout, int], number: int, progress: Progress
+) -> ShardEntry:
     job, layout, threads = shared
     return write_shard(job, layout, number, progress, threads)

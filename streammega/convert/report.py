@@ -17,10 +17,10 @@ from streammega.convert.job import HISTOGRAM_BINS, UnitRecord
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.pairs import dataset_name
-from streammega.dataset.find import find_pairs
-from streammega.dataset.manifest import Shard
+from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.provenance import ENDING, has_provenance
-from streammega.dataset.shards import strip_suffix
+from streammega.dataset.resolve import find_pairs
+from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
@@ -260,7 +260,7 @@ def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> 
         )
 
 
-def warn_missing_ids(id_field: str, shards: Sequence[Shard]) -> None:
+def warn_missing_ids(id_field: str, shards: Sequence[ShardEntry]) -> None:
     """Say that no document has the id that was asked for: a record may lack it, not all."""
     if any(shard.documents for shard in shards):
         log.warning(

@@ -30,7 +30,7 @@ from streammega.convert.write.document_order import document_tokens
 from streammega.convert.write.publish import Publisher
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest
-from streammega.dataset.shards import split_name
+from streammega.dataset.shard import split_name
 from streammega.errors.redaction import redact_urls
 from streammega.storage.progress import ProgressObserver
 

@@ -24,8 +24,8 @@ from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer
 from streammega.convert.work_dir import can_resume, work_folder
 from streammega.convert.write.encoders import share_tokenizer
 from streammega.convert.write.manifest_metadata import labels_of
-from streammega.dataset.growing.checks import check_not_grown
-from streammega.dataset.shards import split_name
+from streammega.dataset.shard import split_name
+from streammega.dataset.versions import check_not_grown
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,

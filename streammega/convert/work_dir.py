@@ -20,9 +20,9 @@ from streammega.convert.job import Job, UnitRecord, read_record
 from streammega.convert.read.pipes import KEPT as KEPT_PIPE
 from streammega.convert.write.publish import RECORD
 from streammega.convert.write.shards import ShardLayout, read_shard
-from streammega.dataset.manifest import MANIFEST, Shard
-from streammega.dataset.node_cache import default_cache_dir
-from streammega.dataset.shards import split_name
+from streammega.dataset.local_cache import default_cache_dir
+from streammega.dataset.manifest import MANIFEST, ShardEntry
+from streammega.dataset.shard import split_name
 from streammega.errors import ConvertError
 from streammega.storage import join_url, open_store
 from streammega.storage.open import is_remote
@@ -166,7 +166,7 @@ def finished_units(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
     return {number: record for number, record in found.items() if record is not None}
 
 
-def finished_shards(job: Job, layout: ShardLayout) -> dict[int, Shard]:
+def finished_shards(job: Job, layout: ShardLayout) -> dict[int, ShardEntry]:
     """The shards that need not be written again, by their numbers."""
     found = {number: read_shard(job, layout, number) for number in range(layout.num_shards)}
     return {number: shard for number, shard in found.items() if shard is not None}

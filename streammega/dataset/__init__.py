@@ -2,7 +2,7 @@
 
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.node_cache import cached_arrays, default_cache_dir
+from streammega.dataset.local_cache import cached_arrays, default_cache_dir
 from streammega.dataset.writer import IndexedDatasetWriter
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from streammega.config import StorageConfig
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.shard import Shard
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.pread import PreadStore
@@ -29,7 +29,7 @@ AT_ONCE = 4
 """Requests at once for one dataset: two ends of two shards."""
 _DIGITS = 16
 
-OpenShard = tuple[ShardFiles, Store, ObjectInfo]
+OpenShard = tuple[Shard, Store, ObjectInfo]
 """A shard, the store that shows its tokens, and how many bytes of them there are."""
 
 
@@ -63,7 +63,7 @@ def end_parts(info: ObjectInfo) -> list[Part]:
     return [(info, 0, END_BYTES), (info, size - END_BYTES, size)]
 
 
-def set_ends(shards: Iterable[tuple[ShardFiles, ObjectInfo]], bodies: Iterable[Buffer]) -> None:
+def set_ends(shards: Iterable[tuple[Shard, ObjectInfo]], bodies: Iterable[Buffer]) -> None:
     """Set `ends` of shards. bodies: the `end_parts` of all of them, end to end."""
     unused = iter(bodies)
     for files, info in shards:

@@ -1,11 +1,14 @@
-"""What the stream order needs of a shard, without reading its index: sizes, counts, and the
-pointers at a split's bounds.
+"""What the stream order needs of shards, without reading their indices: sizes, counts, and the
+pointers at a split's bounds. Headers of many small `.idx` are read together, and kept on local disk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +24,35 @@ from streammega.dataset.content import (
     read_ends,
     set_ends,
 )
-from streammega.dataset.find import open_shards, pair_told
-from streammega.dataset.idx import IndexHeader, check_end, index_bytes
-from streammega.dataset.index_file import READ_WHOLE
-from streammega.dataset.kept_headers import adopt_kept, are_kept, rows_of_headers
-from streammega.dataset.listing import NOTHING, Told
-from streammega.dataset.shards import KnownShard, split_name
-from streammega.dataset.small_indices import (
-    MOST_KEPT_BYTES,
-    READ_TOGETHER,
-    SMALL_READERS,
-    are_small,
-    read_bodies,
-    rows_of,
+from streammega.dataset.idx import (
+    CODE_OF_DTYPE,
+    DOCUMENT_BOUND,
+    DTYPE_OF_CODE,
+    HEADER,
+    HEADER_BYTES,
+    LENGTH,
+    MAGIC,
+    MODE,
+    OFFSET,
+    VERSION,
+    IndexHeader,
+    check_end,
+    dtype_code,
+    index_bytes,
 )
-from streammega.dataset.token_file import ShardFiles, files_of
-from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError
-from streammega.storage import ObjectInfo, Store
+from streammega.dataset.local_cache import (
+    ArrayKind,
+    cached_arrays,
+    damaged_array,
+    note_use,
+    remove_former,
+    remove_unused,
+)
+from streammega.dataset.resolve import EMPTY_LISTING, Listing, listed_pair, open_shards
+from streammega.dataset.shard import READ_WHOLE, Shard, ShardInfo, files_of, split_name
+from streammega.errors import CacheError, FormatError, ObjectChangedError, ObjectNotFoundError
+from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage.store import Part, reads_parts
 from streammega.storage.thread_pool import parallel_map
 
 OPENERS = 32
@@ -50,13 +65,13 @@ READERS = 128
 
 # Of thousands, each would take two to three times as long if it were frozen.
 @dataclass(kw_only=True, slots=True)
-class PairBounds:
+class ShardBounds:
     """A shard of which its sizes and counts are known; `token_at` reads a pointer.
 
     `bin_info`: of its tokens, decompressed.
     """
 
-    files: ShardFiles
+    files: Shard
     store: Store
     bin_info: ObjectInfo
     dtype: np.dtype[Any]
@@ -65,8 +80,8 @@ class PairBounds:
 
     @property
     def multimodal(self) -> bool:
-        """Whether its sequences have modes: told by sizes alone, where a manifest
-        tells the counts.
+        """Whether its sequences have modes: by sizes alone, where a manifest
+        has the counts.
         """
         index = self.files.index
         entry = self.files.shard.entry
@@ -108,8 +123,8 @@ class PairBounds:
 
 
 def read_bounds(
-    shard: KnownShard | str, storage: StorageConfig, cache_dir: str | Path | None = None
-) -> PairBounds:
+    shard: ShardInfo | str, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> ShardBounds:
     """Open a shard by what a manifest says, or by its header.
 
     What the manifest says, the sizes of both objects must bear out. Without one, the last sequence
@@ -117,11 +132,11 @@ def read_bounds(
     StorageError.
     """
     if isinstance(shard, str):
-        shard = KnownShard(name=shard)
-    return _bounds(ShardFiles(shard, storage, cache_dir))
+        shard = ShardInfo(name=shard)
+    return _bounds(Shard(shard, storage, cache_dir))
 
 
-def _bounds(files: ShardFiles) -> PairBounds:
+def _bounds(files: Shard) -> ShardBounds:
     """The bounds of a shard, by its manifest or its header."""
     store, bin_info = files.tokens()
     index = files.index
@@ -139,7 +154,7 @@ def _bounds(files: ShardFiles) -> PairBounds:
         dtype = header.dtype
         num_sequences = header.sequence_count
         num_documents = header.document_count - 1
-    return PairBounds(
+    return ShardBounds(
         files=files,
         store=store,
         bin_info=bin_info,
@@ -155,7 +170,7 @@ def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype.newbyteorder("<")
 
 
-def _checked_header(files: ShardFiles, token_bytes: int) -> IndexHeader:
+def _checked_header(files: Shard, token_bytes: int) -> IndexHeader:
     """The header of an `.idx`, which ends where its tokens do."""
     index = files.index
     if not index.is_checked:
@@ -165,9 +180,12 @@ def _checked_header(files: ShardFiles, token_bytes: int) -> IndexHeader:
 
 
 def known_pairs(
-    names: Sequence[str], told: Told, storage: StorageConfig, cache_dir: str | Path | None = None
-) -> dict[str, ShardFiles]:
-    """The files of those datasets of a blend of which listings told all and that are plain pairs,
+    names: Sequence[str],
+    listing: Listing,
+    storage: StorageConfig,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Shard]:
+    """The files of those datasets of a blend that a listing has all of and that are plain pairs,
     with their headers, read together or kept; of few, or where one of them is not as it should be:
     none, for who opens it says what is wrong.
 
@@ -175,7 +193,7 @@ def known_pairs(
     """
     shards = {}
     for name in names:
-        shard = pair_told(name, told)
+        shard = listed_pair(name, listing)
         if shard is not None and split_name(shard.name)[1] == "bin":
             shards[name] = shard
     files = files_of(list(shards.values()), storage, cache_dir)
@@ -196,18 +214,18 @@ def read_dataset(
     name: str,
     storage: StorageConfig,
     cache_dir: str | Path | None = None,
-    told: Told = NOTHING,
+    listing: Listing = EMPTY_LISTING,
     beside: int = 1,
-    known: ShardFiles | None = None,
-) -> list[PairBounds]:
-    """Open all shards of a dataset by their sizes and headers, and by what listings told of it. What
+    known: Shard | None = None,
+) -> list[ShardBounds]:
+    """Open all shards of a dataset by their sizes and headers, and by a listing of it. What
     `content_of` needs of its tokens is read too.
 
     `beside`: how many datasets are opened at the same time. known: its files, of `known_pairs`.
     Raises as read_bounds does.
     """
 
-    def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
+    def open_all(shards: Sequence[ShardInfo]) -> list[ShardBounds]:
         """The bounds of shards, of kept headers where their sums are known, otherwise by requests."""
         # Looked up again, it may be another pair.
         if known is not None and list(shards) == [known.shard]:
@@ -222,10 +240,10 @@ def read_dataset(
         read_ends([(pair.files, pair.store, pair.bin_info) for pair in _at_ends(pairs)])
         return pairs
 
-    return open_shards(name, storage, open_all, told=told)
+    return open_shards(name, storage, open_all, listing=listing)
 
 
-def content_of(pairs: Sequence[PairBounds]) -> str:
+def content_of(pairs: Sequence[ShardBounds]) -> str:
     """A digest of what a dataset holds, of its pairs as `read_dataset` opened them."""
     return content_digest(
         dtypes=[pair.dtype for pair in pairs],
@@ -236,15 +254,15 @@ def content_of(pairs: Sequence[PairBounds]) -> str:
     )
 
 
-def _at_ends(pairs: Sequence[PairBounds]) -> list[PairBounds]:
+def _at_ends(pairs: Sequence[ShardBounds]) -> list[ShardBounds]:
     """The first and the last pair that hold tokens."""
     return [pairs[number] for number in end_shards([pair.bin_info.size for pair in pairs])]
 
 
-def _open_pairs(files: Sequence[ShardFiles], storage: StorageConfig) -> list[PairBounds]:
+def _open_pairs(files: Sequence[Shard], storage: StorageConfig) -> list[ShardBounds]:
     """The bounds of shards. The tokens at the ends of remote `.bin` shards are read meanwhile."""
     # Where nothing is asked, threads would only take turns.
-    if all(_is_told(shard) for shard in files):
+    if all(_is_known(shard) for shard in files):
         return [_bounds(shard) for shard in files]
     ends = [files[number] for number in sorted({0, len(files) - 1})]
     jobs: list[Callable[[], Any]] = [functools.partial(_bounds, shard) for shard in files]
@@ -254,7 +272,7 @@ def _open_pairs(files: Sequence[ShardFiles], storage: StorageConfig) -> list[Pai
     return opened[: len(files)]
 
 
-def _read_ends_of(files: Sequence[ShardFiles]) -> None:
+def _read_ends_of(files: Sequence[Shard]) -> None:
     read_ends([(shard, *shard.tokens()) for shard in files])
 
 
@@ -264,7 +282,7 @@ def _readers(most: int, beside: int, storage: StorageConfig) -> int:
 
 
 def _read(
-    files: Sequence[ShardFiles],
+    files: Sequence[Shard],
     ends_of: Sequence[int],
     storage: StorageConfig,
     beside: int = 1,
@@ -280,7 +298,7 @@ def _read(
 
 
 def _read_headers(
-    files: Sequence[ShardFiles],
+    files: Sequence[Shard],
     ends_of: Sequence[int],
     storage: StorageConfig,
     beside: int,
@@ -295,7 +313,7 @@ def _read_headers(
         keep and sum(min(shard.index.info.size, READ_WHOLE) for shard in files) <= MOST_KEPT_BYTES
     )
 
-    def read_one(shard: ShardFiles) -> IndexHeader:
+    def read_one(shard: Shard) -> IndexHeader:
         _, bin_info = shard.tokens()
         header = _checked_header(shard, bin_info.size)
         if not keep:
@@ -317,10 +335,10 @@ def _read_headers(
 
 
 def _read_small(
-    files: Sequence[ShardFiles],
-    at_ends: Sequence[ShardFiles],
+    files: Sequence[Shard],
+    at_ends: Sequence[Shard],
     readers: int,
-    read_one: Callable[[ShardFiles], IndexHeader],
+    read_one: Callable[[Shard], IndexHeader],
     *,
     keep: bool,
 ) -> NDArray[np.int64]:
@@ -339,8 +357,231 @@ def _read_small(
     return rows
 
 
-def _is_told(files: ShardFiles) -> bool:
+def _is_known(files: Shard) -> bool:
     """Whether all that is needed of a shard is known without a request."""
     shard = files.shard
     is_listed = shard.stored is not None and shard.index is not None
     return is_listed and (shard.entry is not None or files.index.is_checked)
+
+
+log = logging.getLogger(__name__)
+
+KEEP_SHARDS = 64
+"""So many shards are read at once: of fewer, a file costs more than it saves."""
+FIELDS = 4
+"""Of a header: the code of its dtype, its sequences, its document bounds, and whether there are
+modes.
+"""
+_PREFIX = "headers-"
+"""What names of kept files begin with."""
+UNUSED_DAYS = 60
+"""After so many without use what is kept is removed: of a blend that changed, for instance."""
+_KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS + 1))}
+"""The last column is the digest of a shard's first and last tokens: 0 where it is not needed."""
+
+
+def are_kept(files: Sequence[Shard]) -> bool:
+    """Whether headers of shards are kept: those of many `.bin`, of which no manifest tells what
+    they hold, and a listing has the versions. Without, nothing would distinguish them from former shards.
+    """
+    if len(files) < KEEP_SHARDS or files[0].shard.entry is not None:
+        return False
+    return all(
+        shard.kind == "bin" and shard.shard.index is not None and shard.shard.stored is not None
+        for shard in files
+    )
+
+
+def adopt_kept(
+    folder: Path,
+    names: Iterable[str],
+    files: Sequence[Shard],
+    ends_of: Sequence[int],
+    read: Callable[[], NDArray[np.int64]],
+) -> None:
+    """Give each shard the header of its `.idx`, and those numbered `ends_of` the digest of their
+    tokens: as `read` found them when the shards were the same, by their ETags and sizes, or as
+    `read` finds them now.
+
+    names: of the datasets of which they are all. What was kept of the same ones before is removed,
+    and of others what nobody used for long. Where headers cannot be kept, they are read every time.
+    Raises what `read` does, and CacheError for a damaged file.
+    """
+    found: list[NDArray[np.int64]] = []
+
+    def build() -> dict[str, NDArray[Any]]:
+        found.append(read())
+        return {"headers": found[0]}
+
+    key_of_datasets = f"{_PREFIX}{_digest(names)}-"
+    key = key_of_datasets + _digest(_versions(files))
+    try:
+        arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
+    except CacheError as error:
+        if (folder / f"{key}-headers.npy").exists():
+            raise  # what is there is damaged: to be named, not passed over
+        log.info("%s; until then the headers of %d shards are read each time", error, len(files))
+        arrays = {"headers": found[0] if found else read()}
+    if found:
+        remove_former(folder, key_of_datasets, key)
+        remove_unused(folder, _PREFIX, UNUSED_DAYS)
+    else:
+        note_use(folder / f"{key}-headers.npy")
+    rows = np.asarray(arrays["headers"])
+    headers = _from_array(rows[:, :FIELDS], files, folder / f"{key}-headers.npy")
+    for shard, header in zip(files, headers, strict=True):
+        shard.index.adopt(header)
+    for number in ends_of:
+        files[number].ends = int(rows[number, FIELDS])
+
+
+def _versions(files: Iterable[Shard]) -> Iterable[str]:
+    """The shards, and what tells the two objects of each from all others of their names."""
+    for shard in files:
+        yield shard.prefix
+        for info in (shard.shard.stored, shard.shard.index):
+            assert info is not None
+            yield f"{info.size} {info.etag}"
+
+
+def rows_of_headers(headers: Sequence[IndexHeader]) -> NDArray[np.int64]:
+    """What is kept of headers, int64 [headers, FIELDS]."""
+    rows = []
+    for header in headers:
+        code = dtype_code(header.dtype)
+        rows.append((code, header.sequence_count, header.document_count, int(header.multimodal)))
+    return np.array(rows, np.int64).reshape(-1, FIELDS)
+
+
+def _from_array(rows: NDArray[np.int64], files: Sequence[Shard], path: Path) -> list[IndexHeader]:
+    """Raises CacheError for rows that cannot be those of the shards."""
+    if len(rows) != len(files):
+        raise damaged_array(f"{path}: holds {len(rows)} headers, of {len(files)} shards")
+    headers = []
+    for (code, sequences, documents, modes), shard in zip(rows.tolist(), files, strict=True):
+        expected_bytes = index_bytes(sequences, documents, multimodal=bool(modes))
+        assert shard.shard.index is not None
+        if code not in DTYPE_OF_CODE or sequences < 0 or expected_bytes != shard.shard.index.size:
+            raise damaged_array(f"{path}: does not hold the header of {shard.index.url}")
+        header = IndexHeader(
+            dtype=DTYPE_OF_CODE[code],
+            sequence_count=sequences,
+            document_count=documents,
+            multimodal=bool(modes),
+        )
+        headers.append(header)
+    return headers
+
+
+def _digest(texts: Iterable[str]) -> str:
+    # A zero byte is in no URL and no ETag.
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=12).hexdigest()
+
+
+Integers = NDArray[np.int64]
+NEAR = 0.004
+"""Seconds. Where an answer takes less, more than a few threads only take turns."""
+NEAR_READERS = 32
+SMALL_READERS = 256
+"""Requests at once, of all datasets together: of 10,000 with 20 ms each, all are answered within a
+second.
+"""
+READ_TOGETHER = 1 << 12
+"""Shards of which what is read is in memory at once: 96 MiB at most, and a third of that twice while
+it is checked.
+"""
+MOST_KEPT_BYTES = 64 << 20
+"""Of all bodies together, if pointers are to be read of them: what is opened at once holds them."""
+_STORED = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("counts", "<u8", 2)])
+"""A header as it is stored."""
+assert _STORED.itemsize == HEADER_BYTES == HEADER.size
+
+
+def are_small(files: Sequence[Shard]) -> bool:
+    """Whether all `.idx` are small ones of one store that reads many of them at once."""
+    store = files[0].index.store
+    if not reads_parts(store):
+        return False
+    roots = {id(file.index.store) for file in files}
+    return len(roots) == 1 and all(file.index.info.size <= READ_WHOLE for file in files)
+
+
+def read_bodies(
+    files: Sequence[Shard], most_readers: int, more: Sequence[Part] = ()
+) -> list[Buffer]:
+    """Each `.idx`, whole, and behind them more parts of objects of the same store. Raises
+    StorageError.
+    """
+    store: Store = files[0].index.store
+    assert reads_parts(store)
+    infos = [file.index.info for file in files]
+    parts = [*((info, 0, info.size) for info in infos), *more]
+    began = time.monotonic()
+    first = store.read_parts(parts[:1], 1)
+    is_near = time.monotonic() - began < NEAR
+    readers = min(NEAR_READERS, most_readers) if is_near else most_readers
+    return first + store.read_parts(parts[1:], readers)
+
+
+def rows_of(
+    bodies: Sequence[Buffer], token_bytes: Sequence[int]
+) -> tuple[Integers, NDArray[np.bool_]]:
+    """What `kept_headers` keeps of each `.idx`, [files, FIELDS], and which of them are sound: of the
+    format, of the size that their counts tell, and ending where their tokens do.
+
+    One that is not sound is for `parse_header` and `check_end`, which say what is wrong.
+    """
+    sizes = np.array([len(body) for body in bodies], np.int64)
+    # Room behind the last one, so that no place that is read lies outside, wrong as it may be.
+    stored = np.frombuffer(b"".join([*bodies, bytes(READ_WHOLE)]), np.uint8)
+    first_byte = np.cumsum(sizes) - sizes
+    heads = _read_at(stored, first_byte, HEADER_BYTES).view(_STORED)[:, 0]
+    known = heads["magic"] == MAGIC
+    known &= heads["version"] == VERSION
+    itemsize = _ITEMSIZE_OF_CODE[heads["code"]]
+    known &= itemsize > 0
+    # More than there are bytes would not fit into what is computed of them.
+    known &= (heads["counts"] <= sizes[:, None].astype(np.uint64)).all(axis=1)
+    counts = np.where(known[:, None], heads["counts"], 0).astype(np.int64)
+    sequences, documents = counts.T
+    pairs = LENGTH.itemsize + OFFSET.itemsize
+    plain = HEADER_BYTES + pairs * sequences + DOCUMENT_BOUND.itemsize * documents
+    with_modes = plain + MODE.itemsize * sequences
+    has_modes = sizes != plain
+    known &= (sizes == plain) | (sizes == with_modes)
+    known &= _ends(stored, first_byte, np.where(known, sequences, 0), itemsize) == token_bytes
+    rows = np.stack([heads["code"], sequences, documents, has_modes], axis=1)
+    assert rows.shape[1] == FIELDS
+    return rows.astype(np.int64), known
+
+
+def _ends(
+    stored: NDArray[np.uint8], first_byte: Integers, sequences: Integers, itemsize: Integers
+) -> Integers:
+    """Where the last sequence of each ends, in bytes; -1 where that is nowhere."""
+    last = np.maximum(sequences - 1, 0)
+    lengths_at = first_byte + HEADER_BYTES
+    offsets_at = lengths_at + LENGTH.itemsize * sequences
+    lengths = _read_at(stored, lengths_at + LENGTH.itemsize * last, LENGTH.itemsize).view(LENGTH)
+    offsets = _read_at(stored, offsets_at + OFFSET.itemsize * last, OFFSET.itemsize).view(OFFSET)
+    ends = offsets[:, 0] + lengths[:, 0].astype(np.int64) * itemsize
+    ends[(lengths[:, 0] < 0) | (offsets[:, 0] < 0)] = -1
+    ends[sequences == 0] = 0
+    return ends
+
+
+def _read_at(stored: NDArray[np.uint8], places: Integers, size: int) -> NDArray[np.uint8]:
+    """So many bytes at each place, [places, size], in memory of their own."""
+    read: NDArray[np.uint8] = stored[places[:, None] + np.arange(size)]
+    return read
+
+
+def _itemsizes() -> Integers:
+    """Bytes of a token of each dtype code; 0: no such code."""
+    itemsizes = np.zeros(256, np.int64)
+    for dtype, code in CODE_OF_DTYPE.items():
+        itemsizes[code] = dtype.itemsize
+    return itemsizes
+
+
+_ITEMSIZE_OF_CODE = _itemsizes()

@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig, local_folder
+from streammega.dataset.concat_index import KEEP_BYTES, Version, join_indices, kept_indices
 from streammega.dataset.content import content_digest, end_shards, read_ends
-from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
-from streammega.dataset.joined import KEEP_BYTES, Version, join_indices, kept_indices
-from streammega.dataset.labels import TokenizerLabel, loss_modes_of, tokenizers_of
-from streammega.dataset.megatron_names import IndexView, opening_of, pair_exists
-from streammega.dataset.node_cache import default_cache_dir
-from streammega.dataset.shards import KnownShard, strip_suffix
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.local_cache import default_cache_dir
+from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
+from streammega.dataset.megatron_compat import IndexView, opening_of, pair_exists
+from streammega.dataset.resolve import open_shards
+from streammega.dataset.shard import Shard, ShardInfo, strip_suffix
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
@@ -101,10 +100,10 @@ class IndexedDataset(Sequence["Item"]):
                 "multimodal=True"
             )
 
-    def _open(self, shards: list[KnownShard]) -> list[str]:
+    def _open(self, shards: list[ShardInfo]) -> list[str]:
         """Look up the tokens of all shards; returns the shards' names."""
-        self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
-        opened = parallel_map(ShardFiles.tokens, self._files, OPENERS)
+        self._files = [Shard(shard, self.storage, self._cache_dir) for shard in shards]
+        opened = parallel_map(Shard.tokens, self._files, OPENERS)
         self._opened = opened
         self._sizes = [info.size for _, info in opened]
         self.store: Store

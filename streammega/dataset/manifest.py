@@ -1,12 +1,13 @@
 """The manifest of a dataset: its shards, in order, and what they must be.
 
-JSON, written last, the same for the same data. That of a version (`dataset/growing/`) may name an
+JSON, written last, the same for the same data. That of a version (`dataset/versions.py`) may name an
 earlier one as its parent: its shards are then those of the parent, and its own.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -17,17 +18,15 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from streammega.config import StorageConfig
-from streammega.dataset.growing.numbers import line_of, number_of, version_url
 from streammega.dataset.idx import CODE_OF_DTYPE
-from streammega.dataset.shards import (
+from streammega.dataset.shard import (
     MANIFEST as MANIFEST,
 )
-from streammega.dataset.shards import (
+from streammega.dataset.shard import (
     SUFFIXES,
     Kind,
-    KnownShard,
     ManifestEntry,
-    may_belong,
+    ShardInfo,
     named,
     strip_suffix,
 )
@@ -41,13 +40,15 @@ WITH_PARENT = 2
 """The version of the format of a manifest that has a parent; all others are as they always were."""
 LINKS_AT_ONCE = 32
 """Manifests of a line that are read at once: a version of four thousand million has no more."""
+VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
+"""The end of the name of a version's manifest."""
 MOST_BYTES = 1 << 30
 """Of a manifest, which is read whole: a name in its place may be that of anything."""
 
 
 # Of thousands, each would take two to three times as long if it were frozen.
 @dataclass(kw_only=True, slots=True)
-class Shard:
+class ShardEntry:
     """One shard.
 
     `name`: its prefix beside the manifest; `checksums`: xxh3-128 of each 64 MiB, as stored.
@@ -107,7 +108,7 @@ class Manifest:
     documents: int
     sequences: int
     tokens: int
-    shards: list[Shard]
+    shards: list[ShardEntry]
     loss_modes: list[int] | None = None
     origins: list[str] | None = None
     pack: dict[str, int] | None = None
@@ -150,11 +151,11 @@ def manifest_url(name: str) -> str:
 
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
-    manifest, _ = read_line(url, storage)
+    manifest, _ = read_ancestors(url, storage)
     return manifest
 
 
-def read_line(
+def read_ancestors(
     url: str, storage: StorageConfig, known: dict[str, StoredManifest] | None = None
 ) -> tuple[Manifest, list[Parent]]:
     """A manifest with the shards of its parents, and what it and they would be as parents of
@@ -172,7 +173,7 @@ def read_line(
     if of_version is None:
         raise FormatError(f"{url}: names a parent, and is no version by its name; was it renamed?")
     prefix, number = of_version
-    _read_ahead([version_url(prefix, parent) for parent in line_of(number)], storage, known)
+    _read_ahead([version_url(prefix, parent) for parent in ancestors(number)], storage, known)
     line = [(url, newest)]
     child_url = url
     child = newest
@@ -181,7 +182,7 @@ def read_line(
         child = _read_parent(url_of_parent, child_url, child, storage, known)
         child_url = url_of_parent
         line.append((child_url, child))
-    return _joined_line(line)
+    return _merge_ancestors(line)
 
 
 def stored_tokens(url: str, storage: StorageConfig) -> int:
@@ -189,26 +190,36 @@ def stored_tokens(url: str, storage: StorageConfig) -> int:
     return _read_stored(url, storage).manifest.tokens
 
 
-def is_version(
-    prefix: str,
-    number: int,
-    storage: StorageConfig,
-    known: dict[str, StoredManifest] | None = None,
-) -> bool:
-    """Whether what lies where a version would is one: `append` wrote it, which tells it to build on
-    another, or to list shards of other names. A dataset that was converted to such a name lists its
-    own. What cannot be read counts as a version: it may be one, and its reader says what is wrong.
+def version_url(prefix: str, number: int) -> str:
+    """Where the manifest of a version is."""
+    prefix = strip_suffix(prefix)
+    return f"{prefix}.v{number:08d}{MANIFEST}" if number else f"{prefix}{MANIFEST}"
 
-    known: as of `read_line`. Raises ObjectNotFoundError, StorageError.
+
+def number_of(url: str) -> tuple[str, int] | None:
+    """(prefix, number) of a version's manifest; None for any other name."""
+    match = VERSION_NAME.search(url)
+    return None if match is None else (url[: match.start()], int(match["number"]))
+
+
+def parent_of(number: int) -> int:
+    """The version that another one builds on; 0: it lists everything.
+
+    A version that is a power of two lists all of its shards. Any other one lists what came after the
+    version that remains when its lowest bit is cleared: 22 after 20, 20 after 16, and 16 lists all.
+    So version n is read from as many manifests as n has bits set, 13 at most of 10,000, whose names
+    follow from n. A shard is written again once for each bit, not in every version that follows.
     """
-    url = version_url(prefix, number)
-    try:
-        stored = _read_once(url, storage, {} if known is None else known)
-    except FormatError:
-        return True
-    _, _, own_name = url.removesuffix(MANIFEST).rpartition("/")
-    has_own = any(may_belong(shard.name, own_name) for shard in stored.manifest.shards)
-    return stored.parent is not None or not has_own
+    return number & (number - 1)
+
+
+def ancestors(number: int) -> list[int]:
+    """A version and those that it builds on, the newest first."""
+    numbers = []
+    while number:
+        numbers.append(number)
+        number = parent_of(number)
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +276,9 @@ def _read_parent(
     return stored
 
 
-def _joined_line(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manifest, list[Parent]]:
+def _merge_ancestors(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manifest, list[Parent]]:
     """The newest manifest of a line with the shards of all, and each as a parent."""
-    shards: list[Shard] = []
+    shards: list[ShardEntry] = []
     origins: list[str] | None = []
     parents: list[Parent] = []
     for url, stored in reversed(line):
@@ -362,7 +373,7 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     return replace(manifest, shards=shards), parent
 
 
-def _plain_shards(stored: Any) -> list[Shard] | None:
+def _plain_shards(stored: Any) -> list[ShardEntry] | None:
     """The shards of what is stored, if it is plainly a list of them; None: it is for dacite, which
     takes a second for 10,000.
     """
@@ -372,7 +383,7 @@ def _plain_shards(stored: Any) -> list[Shard] | None:
     for shard in stored:
         if not _is_plain(shard):
             return None
-        shards.append(Shard(**shard))
+        shards.append(ShardEntry(**shard))
     return shards
 
 
@@ -387,7 +398,7 @@ def _is_plain(stored: Any) -> bool:
     return all(type(checksum) is str for checksum in checksums)
 
 
-def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
+def manifest_shards(url: str, storage: StorageConfig) -> list[ShardInfo]:
     """All shards of a manifest, beside it, in order, with what it says of them.
 
     Raises as `read_manifest` does.
@@ -410,7 +421,7 @@ def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
             bin_tokens=manifest.bin_tokens,
         )
         _check_entry(entry, shard, manifest, url)
-        shards.append(KnownShard(name=name, entry=entry))
+        shards.append(ShardInfo(name=name, entry=entry))
     return shards
 
 
@@ -421,7 +432,7 @@ def shard_names(manifest: Manifest, url: str) -> list[str]:
     return [join_url(folder, named(shard.name, kind)) for shard in manifest.shards]
 
 
-def _check_entry(entry: ManifestEntry, shard: Shard, manifest: Manifest, url: str) -> None:
+def _check_entry(entry: ManifestEntry, shard: ShardEntry, manifest: Manifest, url: str) -> None:
     """Raise FormatError for what no shard can hold."""
     least = min(entry.documents, entry.sequences, entry.tokens)
     contradicts = manifest.kind == "bin" and entry.token_bytes != entry.bytes

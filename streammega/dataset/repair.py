@@ -14,30 +14,35 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import ChecksummedWriter
-from streammega.dataset.growing.names import GrowingName, is_called, named_version
-from streammega.dataset.growing.numbers import number_of
 from streammega.dataset.idx import (
     MAGIC,
     MOST_TOKENS,
-    check_end,
-    check_index,
     dtype_of_broken,
     encode_index,
     token_dtype_named,
     unchecked_header,
 )
-from streammega.dataset.index_file import IndexFile
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard, manifest_url, read_manifest
-from streammega.dataset.shards import SUFFIXES, KnownShard, set_name, split_name, strip_suffix
-from streammega.dataset.token_file import open_tokens
-from streammega.dataset.verify import read_index, shards_of
-from streammega.dataset.verify_bytes import REMOTE_BYTES
-from streammega.dataset.verify_report import VerifyReport
+from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry, manifest_url, read_manifest
+from streammega.dataset.shard import (
+    ShardIndex,
+    ShardInfo,
+    open_tokens,
+    set_name,
+    split_name,
+    strip_suffix,
+)
+from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, shards_of
+from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.check import find_ids
-from streammega.storage import ObjectInfo, Store, open_store, save_bytes
+from streammega.storage import ObjectInfo, Store, save_bytes
 from streammega.storage.object_ops import exists, move
+
+MANIFEST_STAYS = (
+    "its manifest stays as it is; what the tokens tell is not what it says. Copy the .idx again from "
+    "where it is whole, or convert again to another name and append that to {prefix}"
+)
 
 
 def repair_index(
@@ -65,25 +70,29 @@ def repair_index(
         # No `.idx` and no manifest by that name: the tokens alone may be there.
         names = [strip_suffix(name)]
         manifest = None
-    expected: list[Shard | None] = [None] * len(names)
+    expected: list[ShardEntry | None] = [None] * len(names)
     if manifest is None:
         _check_not_packed(names, storage)
     else:
         expected = list(manifest.shards)
         eod_id = manifest.eod_id if eod_id is None else eod_id
         dtype = dtype or manifest.dtype
-    asked = _Asked(storage=storage, manifest=manifest, eod_id=eod_id, dtype=dtype, force=force)
+    options = RepairOptions(
+        storage=storage, manifest=manifest, eod_id=eod_id, dtype=dtype, force=force
+    )
     # All are made before the first is written: what is refused leaves everything as it was.
     rebuilt: dict[int, _Rebuilt] = {}
     for number, shard_name in enumerate(names):
         is_packed = manifest is not None and manifest.pack is not None
-        if not _is_sound(shard_name, expected[number], storage, packed=is_packed):
+        report = VerifyReport(name=shard_name)
+        check = ShardCheck(shard_name, expected[number], manifest, storage, report)
+        if check.open_index(has_checksum=True) is None or report.problems:
             if is_packed:
                 raise _packed(shard_name)
-            rebuilt[number] = _rebuild(shard_name, expected[number], asked)
+            rebuilt[number] = _rebuild(shard_name, expected[number], options)
     differ = any(index.shard != expected[number] for number, index in rebuilt.items())
     if differ:
-        _check_no_version(name, storage)
+        check_no_version(name, MANIFEST_STAYS)
     done = []
     for number, index in rebuilt.items():
         done.append(_put_index(names[number], expected[number], index, storage))
@@ -104,20 +113,6 @@ def _check_not_packed(names: Sequence[str], storage: StorageConfig) -> None:
                 raise _packed(name)
 
 
-def _check_no_version(name: str, storage: StorageConfig) -> None:
-    """Raise ConfigError for a version of a dataset that grows: its manifest stays as it is, for later
-    versions and runs say that they build on it.
-    """
-    growing = GrowingName.parse(name)
-    is_part = growing is not None and growing.after is not None and not is_called(name, storage)
-    if is_part or number_of(manifest_url(named_version(name, storage))) is not None:
-        raise ConfigError(
-            f"{redact_urls(name)}: is a version, whose manifest stays as it is, and what the tokens "
-            "tell is not what it says; copy the .idx again from where it is whole, or convert again "
-            "to another name and append that"
-        )
-
-
 def _packed(name: str) -> ConfigError:
     return ConfigError(
         f"{redact_urls(name)}: is packed into bins, and tokens do not tell where documents end and "
@@ -126,8 +121,8 @@ def _packed(name: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What is known of all shards of a dataset, and what is asked."""
+class RepairOptions:
+    """What is known of all shards of a dataset, and what may be done."""
 
     storage: StorageConfig
     manifest: Manifest | None
@@ -144,50 +139,29 @@ class _Rebuilt:
 
     data: bytes
     documents: int
-    shard: Shard | None
+    shard: ShardEntry | None
 
 
-def _is_sound(name: str, expected: Shard | None, storage: StorageConfig, *, packed: bool) -> bool:
-    """Whether the `.idx` of a shard is there, is what the manifest speaks of, and
-    fits the tokens.
-    """
-    index = IndexFile(KnownShard(name=name), storage)
-    seen = VerifyReport(name=name)
-    try:
-        arrays = read_index(index, expected, seen)
-        view, key = open_tokens(name, storage)
-        token_bytes = view.info(key).size
-        end = check_index(arrays, token_bytes, index.url, name)
-        if not packed:  # padding, and the token behind the last bin, belong to no sequence
-            check_end(end, token_bytes, index.url, name)
-    except (FormatError, ObjectNotFoundError):
-        prefix, kind = split_name(name)
-        store, key = open_store(prefix + SUFFIXES[kind], storage)
-        store.info(key)  # without tokens there is nothing to rebuild it from
-        return False
-    return not seen.problems
-
-
-def _rebuild(name: str, expected: Shard | None, asked: _Asked) -> _Rebuilt:
+def _rebuild(name: str, expected: ShardEntry | None, options: RepairOptions) -> _Rebuilt:
     """The `.idx` of a shard, made of its tokens. Raises ConfigError where that is refused."""
     prefix, kind = split_name(name)
-    old_index = IndexFile(KnownShard(name=name), asked.storage)
+    old_index = ShardIndex(ShardInfo(name=name), options.storage)
     if kind == "tar":
         raise ConfigError(
             f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again"
         )
-    if asked.eod_id is None:
+    if options.eod_id is None:
         raise ConfigError(
             f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id"
         )
-    if not asked.force and _has_sequences(old_index, expected, asked.manifest):
+    if not options.force and _has_sequences(old_index, expected, options.manifest):
         raise ConfigError(
             f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the "
             "tokens do not tell: convert again, or copy the .idx from where it is whole (--force "
             "makes one sequence of each document, without modes)"
         )
-    dtype = token_dtype_named(asked.dtype) if asked.dtype else _dtype_left(old_index)
-    lengths = _document_lengths(name, dtype, asked.eod_id, asked.storage)
+    dtype = token_dtype_named(options.dtype) if options.dtype else _dtype_left(old_index)
+    lengths = _document_lengths(name, dtype, options.eod_id, options.storage)
     bounds = np.arange(len(lengths) + 1)
     data = b"".join(encode_index(dtype, lengths, bounds, None))
     written = ChecksummedWriter(None)
@@ -197,7 +171,7 @@ def _rebuild(name: str, expected: Shard | None, asked: _Asked) -> _Rebuilt:
     )
     if expected is None or is_former:
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
-    if not asked.force:
+    if not options.force:
         raise ConfigError(
             f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not "
             f"what the manifest says ({expected.documents:,}); are the tokens whole? copy the "
@@ -214,7 +188,9 @@ def _rebuild(name: str, expected: Shard | None, asked: _Asked) -> _Rebuilt:
     return _Rebuilt(data=data, documents=len(lengths), shard=shard)
 
 
-def _has_sequences(old_index: IndexFile, expected: Shard | None, manifest: Manifest | None) -> bool:
+def _has_sequences(
+    old_index: ShardIndex, expected: ShardEntry | None, manifest: Manifest | None
+) -> bool:
     """Whether documents have several sequences, or modes, by the manifest or by what is left of the
     `.idx`.
     """
@@ -230,7 +206,7 @@ def _has_sequences(old_index: IndexFile, expected: Shard | None, manifest: Manif
     return header.sequence_count != header.document_count - 1
 
 
-def _dtype_left(old_index: IndexFile) -> np.dtype[Any]:
+def _dtype_left(old_index: ShardIndex) -> np.dtype[Any]:
     """The dtype of tokens, from what is left of the `.idx`."""
     try:
         dtype = dtype_of_broken(old_index.head())
@@ -281,7 +257,9 @@ def _document_ends(
         yield first_token + places[:count] + 1
 
 
-def _put_index(name: str, expected: Shard | None, index: _Rebuilt, storage: StorageConfig) -> str:
+def _put_index(
+    name: str, expected: ShardEntry | None, index: _Rebuilt, storage: StorageConfig
+) -> str:
     """Write a rebuilt `.idx`; returns what is said of it."""
     url = f"{strip_suffix(name)}.idx"
     _keep_former(url, storage)

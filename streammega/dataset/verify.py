@@ -1,42 +1,311 @@
-"""Is a dataset what it should be?
-
-Structure, sizes, checksums, the range of ids, and an end at every document.
+"""Is a dataset what it should be? Structure, sizes, checksums, the range of ids, and an end at every
+document. Every byte is read once, by all cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from io import FileIO
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import ChecksummedWriter
-from streammega.dataset.find import find_pairs
-from streammega.dataset.growing.names import GrowingName, appended_shards, named_version
+from streammega.dataset.checksums import CHECK_BYTES, ChecksummedWriter
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
-from streammega.dataset.index_file import IndexFile
 from streammega.dataset.manifest import (
     Manifest,
-    Shard,
+    ShardEntry,
     manifest_url,
     read_manifest,
     shard_names,
 )
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
-from streammega.dataset.token_file import open_tokens
-from streammega.dataset.verify_bytes import TokenChecks, check_shown, check_stored
-from streammega.dataset.verify_report import VerifyReport
+from streammega.dataset.resolve import find_pairs
+from streammega.dataset.shard import (
+    SUFFIXES,
+    ShardIndex,
+    ShardInfo,
+    open_tokens,
+    split_name,
+    strip_suffix,
+)
+from streammega.dataset.versions import VersionName, resolve_version, shards_between_versions
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize
-from streammega.storage import Store, open_store
+from streammega.errors.words import pluralize, without_controls
+from streammega.kernels.check import id_range, wrong_ends
+from streammega.kernels.parallel import num_threads
+from streammega.storage import ObjectInfo, Store, open_store
+from streammega.storage.backends.local import LocalStore, local_error
 from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
+
+MB = 1e6
+
+
+@dataclass(kw_only=True)
+class VerifyReport:
+    """What was looked at, and every problem found, each with its place."""
+
+    name: str
+    shards: int = 0
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    checked_bytes: int = 0
+    seconds: float = 0.0
+    checksums: bool = False
+    lowest_id: int | None = None
+    highest_id: int | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add_ids(self, lowest: int, highest: int) -> None:
+        """Widen the range of ids that were seen. Not for several threads at once."""
+        if self.lowest_id is None or lowest < self.lowest_id:
+            self.lowest_id = lowest
+        if self.highest_id is None or highest > self.highest_id:
+            self.highest_id = highest
+
+    def as_text(self) -> str:
+        """For a terminal: a line for each problem and note, then one for the whole."""
+        lines = [f"  {problem}" for problem in self.problems]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines.append(self._summary())
+        return without_controls("\n".join(lines))
+
+    def _summary(self) -> str:
+        state = pluralize(len(self.problems), "problem") if self.problems else "sound"
+        ids = ""
+        if self.highest_id is not None:
+            ids = f", ids {self.lowest_id} to {self.highest_id}"
+        checksums = "with checksums" if self.checksums else "no checksums known"
+        megabytes = self.checked_bytes / MB
+        # A dataset of nothing may take no time that the clock can tell.
+        speed = megabytes / max(self.seconds, 1e-9)
+        return (
+            f"{self.name}: {state}; {pluralize(self.shards, 'shard')}, "
+            f"{pluralize(self.documents, 'document')}, {pluralize(self.tokens, 'token')}{ids}, "
+            f"{checksums}; {megabytes:,.1f} MB at {speed:,.0f} MB/s"
+        )
+
+
+READ_BYTES = 1 << 20
+"""Looked at together: it stays in the processor's cache between its reading, its checksum and its
+tokens.
+"""
+REMOTE_BYTES = 8 << 20
+"""Of one request, or one stretch of decompressed tokens. Each core holds one of them."""
+Progress = Callable[[int], None]
+
+
+class TokenChecks:
+    """Looks at the tokens of a shard, a stretch at a time and by any thread, and notes what is
+    wrong in the report.
+
+    Args:
+        index: of the shard; every sequence lies within its tokens.
+        url: of the tokens, for messages.
+        vocab_size: ids must be below it; None: any are taken.
+        eod_id: every document must end with it; None: ends are not looked at.
+        bin_tokens: documents that fill a bin may be pieces of longer ones, which need not; None:
+            there are no bins.
+    """
+
+    def __init__(
+        self,
+        index: IndexArrays,
+        url: str,
+        report: VerifyReport,
+        *,
+        vocab_size: int | None,
+        eod_id: int | None,
+        bin_tokens: int | None = None,
+    ) -> None:
+        self._report = report
+        self._url = url
+        self._vocab_size = vocab_size
+        self._eod_id = eod_id
+        self._lock = threading.Lock()
+        self.dtype = index.dtype.newbyteorder("<")
+        self._last_tokens, self._documents = _last_tokens(index, bin_tokens)
+
+    def look(self, data: NDArray[np.uint8], start: int) -> None:
+        """At whole tokens, of which the first is at byte `start`."""
+        ids = data.view(self.dtype)
+        if len(ids) == 0 or not np.issubdtype(self.dtype, np.integer):
+            return
+        first_token = start // self.dtype.itemsize
+        place = f"bytes [{start}, {start + data.nbytes})"
+        lowest, highest = id_range(ids)
+        with self._lock:  # both ends of the range are compared and replaced
+            self._report.add_ids(int(lowest), int(highest))
+        too_high = self._vocab_size is not None and highest >= self._vocab_size
+        if lowest < 0 or too_high:
+            self._note_ids_outside(ids, first_token, place)
+        if self._eod_id is not None:
+            self._check_ends(ids, first_token, self._eod_id, place)
+
+    def _note_ids_outside(self, ids: NDArray[np.integer], first_token: int, place: str) -> None:
+        if self._vocab_size is None:
+            outside = ids < 0
+            what = "below zero"
+        else:
+            # int64: a vocabulary may be larger than the stored dtype can say.
+            outside = (ids < 0) | (ids.astype(np.int64) >= self._vocab_size)
+            what = f"outside of the {self._vocab_size} ids"
+        rows = np.flatnonzero(outside)
+        first_row = int(rows[0])
+        self._report.problems.append(
+            f"{self._url}: token {first_token + first_row} is {int(ids[first_row])}, {what} "
+            f"({len(rows)} such in {place}); was it made by another tokenizer, or damaged? copy it "
+            "again, or convert again"
+        )
+
+    def _check_ends(
+        self, ids: NDArray[np.integer], first_token: int, eod_id: int, place: str
+    ) -> None:
+        bounds = np.searchsorted(self._last_tokens, [first_token, first_token + len(ids)])
+        ends_here = slice(*bounds)
+        wrong, first_wrong = wrong_ends(ids, first_token, self._last_tokens[ends_here], eod_id)
+        if not wrong:
+            return
+        document = int(self._documents[ends_here][first_wrong])
+        self._report.problems.append(
+            f"{self._url}: document {document} does not end with {eod_id} ({wrong} such in "
+            f"{place}); was it cut, or is the .idx another's? copy both again, name another id by "
+            "--eod-id, or let --repair rebuild the .idx"
+        )
+
+
+def check_stored(
+    store: Store,
+    stored: ObjectInfo,
+    report: VerifyReport,
+    *,
+    checksums: Sequence[str] | None,
+    tokens: TokenChecks | None,
+    progress: Progress,
+) -> None:
+    """Compare stored bytes with their checksums, and look at them as tokens, where they are.
+
+    Stretches of CHECK_BYTES, by all cores. `progress` is called with the bytes just looked at, by
+    any thread.
+    """
+
+    def check_stretch(start: int) -> str | None:
+        """What is wrong with the bytes from `start` on, if their checksum is."""
+        hasher = xxhash.xxh3_128()
+        stop = min(start + CHECK_BYTES, stored.size)
+        for place, data in _pieces(store, stored, start, stop):
+            if checksums is not None:
+                hasher.update(data.data)
+            if tokens is not None:
+                whole = data.nbytes - data.nbytes % tokens.dtype.itemsize
+                tokens.look(data[:whole], place)
+            progress(data.nbytes)
+        if checksums is None or hasher.hexdigest() == checksums[start // CHECK_BYTES]:
+            return None
+        return (
+            f"{store.url(stored.key)}: bytes [{start}, {stop}) are damaged: their checksum is not "
+            "the manifest's; copy them again"
+        )
+
+    starts = range(0, stored.size, CHECK_BYTES)
+    with ThreadPoolExecutor(num_threads()) as pool:
+        for problem in pool.map(check_stretch, starts):
+            if problem is not None:
+                report.problems.append(problem)
+
+
+def check_shown(store: Store, key: str, token_bytes: int, tokens: TokenChecks) -> None:
+    """Look at tokens that are stored in another form, as a store shows them; by all cores."""
+
+    def look_at(start: int) -> None:
+        stop = min(start + REMOTE_BYTES, token_bytes)
+        data = store.read_ranges(key, [start], [stop])[0]
+        tokens.look(np.frombuffer(data, np.uint8), start)
+
+    starts = range(0, token_bytes, REMOTE_BYTES)
+    with ThreadPoolExecutor(num_threads()) as pool:
+        for _ in pool.map(look_at, starts):
+            pass  # errors of the threads are raised here
+
+
+def _last_tokens(
+    index: IndexArrays, bin_tokens: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(the last token of each document that ends with one, in tokens of the `.bin` and rising; the
+    documents' numbers).
+    """
+    bounds = index.document_indices
+    documents = np.flatnonzero(bounds[1:] > bounds[:-1])
+    last_sequences = bounds[1:][documents] - 1
+    lengths = index.sequence_lengths[last_sequences]
+    starts = index.sequence_offsets[last_sequences] // index.dtype.itemsize
+    ends_with_token = lengths > 0
+    if bin_tokens is not None:
+        first_tokens = index.sequence_offsets[bounds[documents]] // index.dtype.itemsize
+        ends_with_token &= starts + lengths - first_tokens < bin_tokens
+    documents = documents[ends_with_token]
+    last_tokens = (starts + lengths - 1)[ends_with_token]
+    # They are searched, so they must rise; an .idx made by hand may name sequences in any order.
+    # Sorting takes as much memory again, and what writers make needs none.
+    if (np.diff(last_tokens) < 0).any():
+        by_place = np.argsort(last_tokens, kind="stable")
+        last_tokens = last_tokens[by_place]
+        documents = documents[by_place]
+    return last_tokens.astype(np.int64), documents
+
+
+def _pieces(
+    store: Store, stored: ObjectInfo, start: int, stop: int
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(byte, data) of a stretch, in order; data is good until the next one is asked for."""
+    if isinstance(store, LocalStore):
+        yield from _local_pieces(stored.key, start, stop)
+        return
+    for piece_start in range(start, stop, REMOTE_BYTES):
+        piece_stop = min(piece_start + REMOTE_BYTES, stop)
+        body = store.read_ranges(stored.key, [piece_start], [piece_stop], stored.etag)[0]
+        yield piece_start, np.frombuffer(body, np.uint8)
+
+
+def _local_pieces(path: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Of a file, read into one buffer again and again. Raises FormatError, StorageError."""
+    buffer = np.empty(READ_BYTES, np.uint8)
+    try:
+        # Not by its map: what a disk cannot read would end the process there (SIGBUS).
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                size = min(READ_BYTES, stop - start)
+                _fill(file, buffer.data[:size], path)
+                yield start, buffer[:size]
+                start += size
+    except OSError as error:
+        raise local_error(path, error) from None
+
+
+def _fill(file: FileIO, room: memoryview, path: str) -> None:
+    """Read until there is no room left: a read may give less than was asked for."""
+    filled = 0
+    while filled < len(room):
+        count = file.readinto(room[filled:])
+        if not count:
+            raise FormatError(
+                f"{path}: became shorter while it was read; verify it when nothing writes there "
+                "any more"
+            )
+        filled += count
 
 
 def verify(
@@ -71,18 +340,12 @@ def verify(
         report.notes.append(
             "the ends of documents are not checked: name the id that ends them by --eod-id"
         )
-    asked = _Asked(
-        storage=storage,
-        manifest=manifest,
-        vocab_size=vocab_size,
-        eod_id=eod_id,
-        progress=progress,
-    )
     progress.begin("verifying", _stored_bytes(names, manifest, storage))
     for number, shard_name in enumerate(names):
         expected = manifest.shards[number] if manifest is not None else None
         try:
-            _check_shard(shard_name, expected, asked, report)
+            check = ShardCheck(shard_name, expected, manifest, storage, report)
+            check.check_all(vocab_size, eod_id, progress)
             if manifest is not None and manifest.origins is not None:
                 _check_origins(shard_name, manifest.origins[number], storage)
         except ObjectNotFoundError as error:
@@ -124,10 +387,10 @@ def shards_of(
 
     Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
-    appended = appended_shards(name, storage)
+    appended = shards_between_versions(name, storage)
     if appended is not None:
         return [shard.name for shard in appended], _appended_part(name, len(appended), storage)
-    name = named_version(name, storage)
+    name = resolve_version(name, storage)
     url = manifest_url(name)
     try:
         manifest = read_manifest(url, storage)
@@ -150,11 +413,11 @@ def _appended_part(name: str, shards: int, storage: StorageConfig) -> Manifest:
     """What the manifest of `web@2..5` would be: that of version 5 without what version 2 has.
     shards: how many are left.
     """
-    growing = GrowingName.parse(name)
+    growing = VersionName.parse(name)
     assert growing is not None
     assert growing.after is not None
-    whole = read_manifest(named_version(f"{growing.prefix}@{growing.number}", storage), storage)
-    before = read_manifest(named_version(f"{growing.prefix}@{growing.after}", storage), storage)
+    whole = read_manifest(resolve_version(f"{growing.prefix}@{growing.number}", storage), storage)
+    before = read_manifest(resolve_version(f"{growing.prefix}@{growing.after}", storage), storage)
     first = len(whole.shards) - shards
     return replace(
         whole,
@@ -164,24 +427,6 @@ def _appended_part(name: str, shards: int, storage: StorageConfig) -> Manifest:
         sequences=whole.sequences - before.sequences,
         tokens=whole.tokens - before.tokens,
     )
-
-
-def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -> IndexArrays:
-    """The arrays of an `.idx`, not checked; that it is not the manifest's is noted.
-
-    Raises FormatError, ObjectNotFoundError.
-    """
-    # Before its header: of a damaged one, both faults are to be told.
-    data = index.data()
-    if expected is not None:
-        stored = ChecksummedWriter(None)
-        stored.write(data)
-        found = (stored.size, stored.checksums)
-        if found != (expected.index_bytes, expected.index_checksums):
-            report.problems.append(
-                f"{index.url}: is not the .idx that the manifest speaks of; --repair rebuilds it"
-            )
-    return parse_index(data, index.url)
 
 
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
@@ -196,23 +441,7 @@ def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What all shards of a dataset are compared with."""
-
-    storage: StorageConfig
-    manifest: Manifest | None
-    vocab_size: int | None
-    eod_id: int | None
-    progress: ProgressObserver
-
-    @property
-    def bin_tokens(self) -> int | None:
-        """Tokens of the bins that documents are packed into, if they are."""
-        return None if self.manifest is None else self.manifest.bin_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SoundIndex:
+class SoundIndex:
     """An `.idx` that fits its tokens, and the store that shows them as one array."""
 
     arrays: IndexArrays
@@ -221,87 +450,113 @@ class _SoundIndex:
     token_bytes: int
 
 
-def _check_shard(name: str, expected: Shard | None, asked: _Asked, report: VerifyReport) -> None:
-    """Note all that is wrong with a shard. `expected`: what the manifest says of it.
+class ShardCheck:
+    """Compares one shard with its `.idx` and its manifest, and notes all problems in a report.
 
-    Raises ObjectNotFoundError without its tokens, FormatError.
+    expected: what the manifest says of the shard; None: there is no manifest.
     """
-    prefix, kind = split_name(name)
-    store, key = open_store(prefix + SUFFIXES[kind], asked.storage)
-    stored = store.info(key)
-    url = store.url(key)
-    # Of bytes that are too few or too many, no checksum could be right: that is said once.
-    same_size = expected
-    if expected is not None and stored.size != expected.bytes:
-        report.problems.append(
-            f"{url}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; copy it again"
+
+    def __init__(
+        self,
+        name: str,
+        expected: ShardEntry | None,
+        manifest: Manifest | None,
+        storage: StorageConfig,
+        report: VerifyReport,
+    ) -> None:
+        self._name = name
+        self._expected = expected
+        self._manifest = manifest
+        self._storage = storage
+        self._report = report
+        self._bin_tokens = None if manifest is None else manifest.bin_tokens
+        prefix, self._kind = split_name(name)
+        self._store, self._key = open_store(prefix + SUFFIXES[self._kind], storage)
+        self._url = self._store.url(self._key)
+
+    def check_all(
+        self, vocab_size: int | None, eod_id: int | None, progress: ProgressObserver
+    ) -> None:
+        """Look at every byte. Raises ObjectNotFoundError without tokens, FormatError."""
+        stored = self._store.info(self._key)
+        expected = self._expected
+        # Of bytes that are too few or too many, no checksum could be right: that is said once.
+        if expected is not None and stored.size != expected.bytes:
+            self._report.problems.append(
+                f"{self._url}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; "
+                "copy it again"
+            )
+            expected = None
+        index = self.open_index(has_checksum=expected is not None)
+        tokens = None
+        if index is not None:
+            tokens = TokenChecks(
+                index.arrays,
+                self._url,
+                self._report,
+                vocab_size=vocab_size,
+                eod_id=eod_id,
+                bin_tokens=self._bin_tokens,
+            )
+        check_stored(
+            self._store,
+            stored,
+            self._report,
+            checksums=None if expected is None else expected.checksums,
+            # The stored bytes of all other kinds are no tokens.
+            tokens=tokens if self._kind == "bin" else None,
+            progress=progress.advance,
         )
-        same_size = None
-    index = _open_index(name, expected, same_size, asked, report, url)
-    tokens = None
-    if index is not None:
-        tokens = TokenChecks(
-            index.arrays,
-            url,
-            report,
-            vocab_size=asked.vocab_size,
-            eod_id=asked.eod_id,
-            bin_tokens=asked.bin_tokens,
-        )
-    check_stored(
-        store,
-        stored,
-        report,
-        checksums=same_size.checksums if same_size is not None else None,
-        # The stored bytes of all other kinds are no tokens.
-        tokens=tokens if kind == "bin" else None,
-        progress=asked.progress.advance,
-    )
-    report.checked_bytes += stored.size
-    if index is None or tokens is None:
-        return
-    if kind != "bin":
-        check_shown(index.view, index.view_key, index.token_bytes, tokens)
-    _add_counts(index, url, report, packed=asked.bin_tokens is not None)
+        self._report.checked_bytes += stored.size
+        if index is None or tokens is None:
+            return
+        if self._kind != "bin":
+            check_shown(index.view, index.view_key, index.token_bytes, tokens)
+        _add_counts(index, self._url, self._report, packed=self._bin_tokens is not None)
+
+    def open_index(self, *, has_checksum: bool) -> SoundIndex | None:
+        """The `.idx`; None where it is lost or leads outside of the tokens, which is noted.
+
+        has_checksum: compare it with the manifest's. Raises ObjectNotFoundError without tokens.
+        """
+        index = ShardIndex(ShardInfo(name=self._name), self._storage)
+        index_url = f"{index.prefix}.idx"
+        try:
+            # Before its header: of a damaged one, both faults are noted.
+            data = index.data()
+            if self._expected is not None and has_checksum:
+                stored = ChecksummedWriter(None)
+                stored.write(data)
+                found = (stored.size, stored.checksums)
+                if found != (self._expected.index_bytes, self._expected.index_checksums):
+                    self._report.problems.append(
+                        f"{index.url}: is not the .idx that the manifest speaks of; --repair "
+                        "rebuilds it"
+                    )
+            arrays = parse_index(data, index.url)
+            # Also of tokens of another size: the .idx alone may be the wrong one.
+            if self._manifest is not None and self._expected is not None:
+                for problem in _differences(arrays, self._expected, self._manifest):
+                    self._report.problems.append(f"{redact_urls(index_url)}: {problem}")
+            view, view_key = open_tokens(self._name, self._storage)
+            token_bytes = view.info(view_key).size
+            end = check_index(arrays, token_bytes, index_url, self._url)
+            if self._bin_tokens is not None:
+                check_bins(arrays, self._bin_tokens, index_url)
+        except (FormatError, ObjectNotFoundError) as error:
+            self._store.info(self._key)  # without tokens, nothing else matters
+            self._report.problems.append(str(error))
+            return None
+        try:
+            # Padding, and the token after the last bin, belong to no sequence.
+            if self._bin_tokens is None:
+                check_end(end, token_bytes, index_url, self._url)
+        except FormatError as error:
+            self._report.problems.append(str(error))  # what the .idx speaks of is still looked at
+        return SoundIndex(arrays=arrays, view=view, view_key=view_key, token_bytes=token_bytes)
 
 
-def _open_index(
-    name: str,
-    expected: Shard | None,
-    same_size: Shard | None,
-    asked: _Asked,
-    report: VerifyReport,
-    url: str,
-) -> _SoundIndex | None:
-    """The `.idx` of a shard; None where it is lost or leads outside of the tokens, which is noted.
-
-    `same_size`: `expected`, if the tokens are as many as the manifest says.
-    """
-    index = IndexFile(KnownShard(name=name), asked.storage)
-    index_url = f"{index.prefix}.idx"
-    try:
-        arrays = read_index(index, same_size, report)
-        # Also of tokens of another size: the .idx alone may be the wrong one.
-        if asked.manifest is not None and expected is not None:
-            for problem in _differences(arrays, expected, asked.manifest):
-                report.problems.append(f"{redact_urls(index_url)}: {problem}")
-        view, view_key = open_tokens(name, asked.storage)
-        token_bytes = view.info(view_key).size
-        end = check_index(arrays, token_bytes, index_url, url)
-        if asked.bin_tokens is not None:
-            check_bins(arrays, asked.bin_tokens, index_url)
-    except (FormatError, ObjectNotFoundError) as error:
-        report.problems.append(str(error))
-        return None
-    try:
-        if asked.bin_tokens is None:
-            check_end(end, token_bytes, index_url, url)
-    except FormatError as error:
-        report.problems.append(str(error))  # what the .idx speaks of is still looked at
-    return _SoundIndex(arrays=arrays, view=view, view_key=view_key, token_bytes=token_bytes)
-
-
-def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> Iterator[str]:
+def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) -> Iterator[str]:
     """What an `.idx` holds and the manifest says otherwise."""
     modes = {True: "modes", False: "no modes"}
     has_modes = arrays.sequence_modes is not None
@@ -318,7 +573,7 @@ def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> It
             yield f"has {found}, the manifest says {said}; copy both again, or convert again"
 
 
-def _add_counts(index: _SoundIndex, url: str, report: VerifyReport, *, packed: bool) -> None:
+def _add_counts(index: SoundIndex, url: str, report: VerifyReport, *, packed: bool) -> None:
     arrays = index.arrays
     report.documents += arrays.num_documents
     report.sequences += arrays.num_sequences

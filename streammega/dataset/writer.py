@@ -18,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.idx import MOST_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.shards import SUFFIXES, Kind, split_name, strip_suffix
+from streammega.dataset.shard import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
 from streammega.kernels.parallel import num_threads

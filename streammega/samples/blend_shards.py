@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.provenance import DocumentOrigin, OriginNames
-from streammega.dataset.shard_documents import ShardDocuments, open_documents
-from streammega.dataset.shards import strip_suffix
+from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.samples.skipped_names import NamedShards

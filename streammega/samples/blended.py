@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streammega.config import MOST_DATASETS, DataConfig
 from streammega.dataset import cached_arrays
-from streammega.dataset.node_cache import ArrayKind, damaged_array
+from streammega.dataset.local_cache import ArrayKind, damaged_array
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized

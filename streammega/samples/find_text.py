@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.shard_documents import ShardDocuments
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.samples.provenance import Provenance
 from streammega.samples.traced import DocumentName
 

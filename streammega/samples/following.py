@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig, parse_blend
-from streammega.dataset.growing.names import GrowingName, growing_name, newest_version
+from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
 from streammega.order.phase_starts import check_in_samples
@@ -96,7 +96,7 @@ def look(
         return found  # which says what holds from here on
     joined_before = with_joined(config, before)
     blend = _blend_at(joined_before, sample)
-    for name, number in _held(blend, config.storage).items():
+    for name, number in _held(blend).items():
         newest = newest_version(name, config.storage)
         for after, until in _pieces(joined_before, name, number, newest):
             try:
@@ -118,7 +118,7 @@ def check_follows_something(config: DataConfig) -> None:
     for phase in config.phases:
         if phase.blend is not None:
             blends.append(_named(phase.blend))
-    if not any(_held(blend, config.storage) for blend in blends):
+    if not any(_held(blend) for blend in blends):
         raise ConfigError(
             "follow takes in what is appended to datasets that the blend names by a version, such "
             "as web@7, and there is none: `streammega versions` lists those of a dataset"
@@ -150,11 +150,11 @@ def _blend_at(config: DataConfig, sample: int) -> _NamedBlend:
     return blend
 
 
-def _held(blend: _NamedBlend, storage: StorageConfig) -> dict[str, int]:
+def _held(blend: _NamedBlend) -> dict[str, int]:
     """{dataset: the newest version that a blend has of it}."""
     held: dict[str, int] = {}
     for name in blend.names:
-        growing = growing_name(name, storage)
+        growing = VersionName.parse(name)
         if growing is not None:
             held[growing.prefix] = max(growing.number, held.get(growing.prefix, 0))
     return held
@@ -171,7 +171,7 @@ def _pieces(config: DataConfig, prefix: str, held: int, newest: int) -> list[tup
         if phase.blend is not None:
             names += _named(phase.blend).names
     for name in names:
-        growing = GrowingName.parse(name)
+        growing = VersionName.parse(name)
         if growing is not None and growing.prefix == prefix:
             cuts |= {growing.after or 0, growing.number}
     bounds = sorted(cut for cut in cuts if held <= cut <= newest)
@@ -184,7 +184,7 @@ def _joined_blend(blend: _NamedBlend, phase: JoiningPhase) -> _NamedBlend:
     for joined in phase.joined:
         growing = None
         if 0 <= joined.dataset < len(names):
-            growing = GrowingName.parse(names[joined.dataset])
+            growing = VersionName.parse(names[joined.dataset])
         if growing is None or growing.number != joined.after:
             raise ConfigError(
                 f"at sample {phase.first_sample} versions up to {joined.until} joined dataset "
@@ -238,7 +238,7 @@ def _keeps_weights(blend: _NamedBlend, joined: _NamedBlend) -> bool:
 
 def _prefix_of(name: str) -> str:
     """The dataset of a version's name; any other name as it is."""
-    growing = GrowingName.parse(name)
+    growing = VersionName.parse(name)
     return name if growing is None else growing.prefix
 
 
@@ -265,7 +265,7 @@ def _join(
     joined = Joined(dataset=place, name=redact_urls(prefix), after=after, until=until)
     weights = phase.weights
     if weights is not None:
-        news = GrowingName(prefix=prefix, number=until, after=after)
+        news = VersionName(prefix=prefix, number=until, after=after)
         new_tokens = news.tokens(storage)
         tokens = sum(growing.tokens(storage) for _, growing in places)
         weights = _shared(weights, [place for place, _ in places], new_tokens, tokens)
@@ -273,11 +273,11 @@ def _join(
     return replace(found, phases=phases)
 
 
-def _places(blend: _NamedBlend, prefix: str) -> list[tuple[int, GrowingName]]:
+def _places(blend: _NamedBlend, prefix: str) -> list[tuple[int, VersionName]]:
     """(place, name) of each dataset of a blend that is of the one that grows."""
     found = []
     for place, name in enumerate(blend.names):
-        growing = GrowingName.parse(name)
+        growing = VersionName.parse(name)
         if growing is not None and growing.prefix == prefix:
             found.append((place, growing))
     return found

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.dataset.growing.names import GrowingName
+from streammega.dataset.versions import VersionName
 from streammega.samples.follow_record import Looked, same_phases
 from streammega.samples.following import (
     check_follows_something,
@@ -124,12 +124,12 @@ class FollowingSource(PhasedSource):
         own = numbers_of(self._asked, self.split)
         first_of_growing: dict[str, int] = {}
         for (prefix, _), number in own.items():
-            growing = GrowingName.parse(prefix)
+            growing = VersionName.parse(prefix)
             if growing is not None:
                 first_of_growing.setdefault(_spelled(growing.prefix), number)
         ids = []
         for name in self._number_of:
-            growing = GrowingName.parse(name[0])
+            growing = VersionName.parse(name[0])
             if name in own or growing is None:
                 ids.append(own[name])
             else:

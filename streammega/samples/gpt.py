@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
-from streammega.dataset.node_cache import SharedFolder, damaged_array
+from streammega.dataset.local_cache import SharedFolder, damaged_array
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents

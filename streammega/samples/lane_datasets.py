@@ -1,6 +1,6 @@
 """Datasets of lanes, opened: their files, and the parts of these that belong to a split.
 
-Of many at once, by what listings told of them; headers and the pointers at a split's bounds are
+Of many at once, by listings; headers and the pointers at a split's bounds are
 all that is read.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streammega.config import DataConfig
-from streammega.dataset.find import told_of_prefixes
-from streammega.dataset.headers import PairBounds, content_of, known_pairs, read_dataset
-from streammega.dataset.labels import tokenizers_of
-from streammega.dataset.listing import Told
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.headers import ShardBounds, content_of, known_pairs, read_dataset
+from streammega.dataset.manifest_metadata import tokenizers_of
+from streammega.dataset.resolve import Listing, list_datasets
+from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order.lane_geometry import FilePart, StreamDataset, samples_of
@@ -30,8 +29,8 @@ from streammega.storage.thread_pool import parallel_map
 
 log = logging.getLogger(__name__)
 
-TOLD_AT_ONCE = 128
-"""Pairs of a blend that are opened at once where listings told of them: each waits for an answer or
+LISTED_AT_ONCE = 128
+"""Pairs of a blend that are opened at once where a listing has them: each waits for an answer or
 two from far away, and holds next to nothing meanwhile.
 """
 MANY_SEQUENCES = 1 << 40
@@ -47,7 +46,7 @@ class OpenDataset:
     name: str
     files: list[TokenFile]
     parts: StreamDataset
-    pairs: list[PairBounds]
+    pairs: list[ShardBounds]
     bin_tokens: int | None
 
 
@@ -67,15 +66,15 @@ def open_datasets(
     missing = [name for name in prefixes if name not in opened_of_name]
     # Held until all is open, so that what is listed first does not end with its client.
     _stores = [open_store(name, config.storage) for name in missing]
-    told = told_of_prefixes(missing, config.storage)
-    files_of_pair = known_pairs(missing, told, config.storage, config.index_cache_dir)
-    openers = _openers(missing, told, files_of_pair, shares, split)
+    listing = list_datasets(missing, config.storage)
+    files_of_pair = known_pairs(missing, listing, config.storage, config.index_cache_dir)
+    openers = _openers(missing, listing, files_of_pair, shares, split)
     at_once = min(openers, config.storage.max_requests)
     beside = min(at_once, max(1, len(missing)))
 
     def open_one(name: str) -> OpenDataset:
         pairs = read_dataset(
-            name, config.storage, config.index_cache_dir, told, beside, files_of_pair.get(name)
+            name, config.storage, config.index_cache_dir, listing, beside, files_of_pair.get(name)
         )
         return _open_dataset(name, pairs, shares, split, config)
 
@@ -88,8 +87,8 @@ def open_datasets(
 
 def _openers(
     prefixes: Sequence[str],
-    told: Told,
-    files_of_pair: Mapping[str, ShardFiles],
+    listing: Listing,
+    files_of_pair: Mapping[str, Shard],
     shares: str,
     split: str,
 ) -> int:
@@ -97,12 +96,12 @@ def _openers(
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
     if is_whole and len(files_of_pair) == len(set(prefixes)):
         return 1  # nothing is asked: threads would only take turns
-    all_told = len(told.prefixes) == len(set(prefixes))
-    return TOLD_AT_ONCE if all_told else OPENERS
+    has_all = len(listing.prefixes) == len(set(prefixes))
+    return LISTED_AT_ONCE if has_all else OPENERS
 
 
 def _open_dataset(
-    name: str, pairs: list[PairBounds], share: str, split: str, config: DataConfig
+    name: str, pairs: list[ShardBounds], share: str, split: str, config: DataConfig
 ) -> OpenDataset:
     """A dataset whose pairs, all end to end, are cut as a whole by `share`: by sequences, or by the
     bins of one that is packed.
@@ -141,7 +140,7 @@ def _open_dataset(
     return OpenDataset(name=name, files=files, parts=dataset, pairs=pairs, bin_tokens=bin_tokens)
 
 
-def _bin_tokens(name: str, pairs: Sequence[PairBounds]) -> int | None:
+def _bin_tokens(name: str, pairs: Sequence[ShardBounds]) -> int | None:
     """Tokens of the bins of a dataset; None where documents lie end to end."""
     lengths = {pair.bin_tokens for pair in pairs}
     if len(lengths) > 1:
@@ -149,17 +148,17 @@ def _bin_tokens(name: str, pairs: Sequence[PairBounds]) -> int | None:
     return lengths.pop()
 
 
-def _num_units(pair: PairBounds, bin_tokens: int | None) -> int:
+def _num_units(pair: ShardBounds, bin_tokens: int | None) -> int:
     """Of what splits are cut by: bins, or sequences."""
     return pair.num_sequences if bin_tokens is None else pair.num_tokens // bin_tokens
 
 
-def _token_at(pair: PairBounds, unit: int, bin_tokens: int | None) -> int:
+def _token_at(pair: ShardBounds, unit: int, bin_tokens: int | None) -> int:
     """Where one of them begins, or the last ends."""
     return pair.token_at(unit) if bin_tokens is None else unit * bin_tokens
 
 
-def _documents_of(pair: PairBounds, config: DataConfig) -> DocumentBounds | None:
+def _documents_of(pair: ShardBounds, config: DataConfig) -> DocumentBounds | None:
     """Where the documents of a file lie, if anything depends on it."""
     if pair.bin_tokens is None and not config.balance_batches:
         return None
@@ -167,7 +166,7 @@ def _documents_of(pair: PairBounds, config: DataConfig) -> DocumentBounds | None
 
 
 def _parts_of(
-    pairs: Sequence[PairBounds],
+    pairs: Sequence[ShardBounds],
     units_of_pair: Sequence[int],
     bin_tokens: int | None,
     begin: int,

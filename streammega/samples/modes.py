@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
-from streammega.dataset.headers import PairBounds
-from streammega.dataset.index_file import IndexFile
-from streammega.dataset.labels import loss_modes_of
+from streammega.dataset.headers import ShardBounds
+from streammega.dataset.manifest_metadata import loss_modes_of
+from streammega.dataset.shard import ShardIndex
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.batch import LEAST_MODE
@@ -34,7 +34,7 @@ class TokenModes:
     files.
     """
 
-    index: IndexedDataset | IndexFile
+    index: IndexedDataset | ShardIndex
     learned: NDArray[np.bool_]
 
     @cached_property
@@ -72,7 +72,7 @@ def modes_of_dataset(indexed: IndexedDataset, config: DataConfig) -> TokenModes 
 
 
 def modes_of_pairs(
-    name: str, pairs: Sequence[PairBounds], config: DataConfig
+    name: str, pairs: Sequence[ShardBounds], config: DataConfig
 ) -> list[TokenModes | None]:
     """The same for each shard of a dataset of which no index was read."""
     if config.loss_from_modes is False:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig, parse_blend
-from streammega.dataset.folders import is_local_folder
-from streammega.dataset.shards import strip_suffix
+from streammega.dataset.resolve import is_local_folder
+from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.provenance import DocumentOrigin
-from streammega.dataset.shard_documents import DocumentRun, ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents

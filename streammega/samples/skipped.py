@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.dataset.shard_documents import ShardDocuments, open_documents
+from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.kernels.skipping import FILE_STRIDE, fill_columns, find_skipped
 from streammega.samples.skipped_checks import check_ids, check_room
 from streammega.samples.skipped_names import NamedShards, ShardPlace, documents_of_list

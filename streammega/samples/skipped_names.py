@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig, SkippedList, SkippedNames, StorageConfig
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.provenance import OriginNames, is_number
-from streammega.dataset.shard_documents import ShardDocuments
-from streammega.dataset.shards import strip_suffix
+from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.storage.object_ops import read_whole

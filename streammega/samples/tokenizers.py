@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from streammega.config import DataConfig
-from streammega.dataset.labels import TokenizerLabel
+from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 

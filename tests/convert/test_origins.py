@@ -24,6 +24,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert import job as job
 from streammega.dataset import provenance as stored_provenance
+from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import (
     BYTE,
@@ -38,7 +39,6 @@ from streammega.dataset.provenance import (
     collect_origins,
     concat_origins,
 )
-from streammega.dataset.shard_documents import open_documents
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, ConvertError, FormatError
 from streammega.storage import open_store

@@ -34,7 +34,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
 from streammega.convert.write.copy import HeldDocuments, gather, read_all
 from streammega.convert.write.packing import pack
-from streammega.dataset.growing.append import append
+from streammega.dataset.append import append
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.provenance import open_provenance
 from streammega.dataset.repair import repair_index

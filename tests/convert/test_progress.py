@@ -211,7 +211,7 @@ def test_a_pipe_that_is_waited_for_is_told_of(
         ("convert IN OUT --tokenizer bytes --task merge", "streammega.convert.merge_tasks"),
         ("verify IN", "streammega.dataset.verify.verify"),
         ("verify IN --repair", "streammega.dataset.repair.repair_index"),
-        ("append IN OUT", "streammega.dataset.growing.append.append"),
+        ("append IN OUT", "streammega.dataset.append.append"),
     ],
 )
 def test_commands_tell_that_they_wait(

@@ -24,14 +24,17 @@ from typer.testing import CliRunner
 from streammega import DataConfig, IndexedDataset, PhaseConfig, StorageConfig, StreamLoader
 from streammega.cli.main import app
 from streammega.convert import convert
-from streammega.dataset.growing.append import append
-from streammega.dataset.growing.checks import check_not_grown
-from streammega.dataset.growing.names import newest_version
-from streammega.dataset.growing.numbers import version_url
-from streammega.dataset.growing.versions import DamagedVersion, DatasetVersion, orphans, versions
-from streammega.dataset.manifest import MANIFEST, read_line, read_manifest
+from streammega.dataset.append import append
+from streammega.dataset.manifest import MANIFEST, read_ancestors, read_manifest, version_url
 from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
+from streammega.dataset.versions import (
+    DamagedVersion,
+    DatasetVersion,
+    newest_version,
+    unreferenced_shards,
+    versions,
+)
 from streammega.errors import (
     ConfigError,
     FormatError,
@@ -123,12 +126,12 @@ def test_versions_where_a_driver_begins_listed_names_with_a_slash(
     web, first, second = (put(made, f"{root}/{name}") for name in ("web", "web-a", "web-b"))
     store, key = open_store(web, StorageConfig())
     assert {info.key[: len(key)] for info in store.list(key)} == {key}
-    assert orphans(web) == [first, second]
+    assert unreferenced_shards(web) == [first, second]
     assert append(web, [first], alone=True).number == 1
     assert append(web, [first, second], alone=True).number == 2
     assert newest_version(web, StorageConfig()) == 2
     check_versions(web, StorageConfig(), [web, first, second])
-    assert orphans(web) == []
+    assert unreferenced_shards(web) == []
 
 
 def tokens(name: str) -> int:
@@ -141,7 +144,7 @@ def test_a_version_is_read_from_few_manifests_whatever_came_before(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_until: int
 ) -> None:
     """Also after versions of earlier releases, each of which lists everything."""
-    from streammega.dataset.growing import append as growing
+    from streammega.dataset import append as growing
 
     web = put(made, f"{tmp_path}/web")
     parent_of = growing._parent
@@ -164,7 +167,7 @@ def test_a_version_is_read_from_few_manifests_whatever_came_before(
         ]
         assert (whole.documents, whole.tokens) == (20 * (number + 1), tokens(web) * (number + 1))
         known: dict[str, Any] = {}
-        _, parents = read_line(url, StorageConfig(), known)
+        _, parents = read_ancestors(url, StorageConfig(), known)
         if number > 2 * whole_until:
             assert len(known) == len(parents) == number.bit_count()
     own = json.loads(stored[23])
@@ -242,22 +245,24 @@ def test_nothing_is_converted_to_a_name_that_has_versions_alone(made: Path, tmp_
     assert sorted(os.listdir(tmp_path)) == there
 
 
+@pytest.mark.guarantee("part-dataset-refused")
 def test_nothing_is_converted_to_the_name_of_a_version(made: Path, tmp_path: Path) -> None:
     prefix = put(made, f"{tmp_path}/web")
     append(prefix, [put(made, f"{tmp_path}/web-a")])
     named: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
     (tmp_path / "in.txt").write_text("text")
-    for name, message in (
-        ("web.v00000002", "would be taken for version 2 of"),
-        ("other.v00000001", "would be taken for version 1 of"),
-        ("web@1", "is the name of a version of"),
-        ("web@0..1", "is the name of a version of"),
+    for name in (
+        "web.v00000002",
+        "other.v00000001",
+        "web@1",
+        "web@2",
+        "other@0",
+        "web@0..1",
+        "web@1.bin.zst",
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=r"is the name of a version.*with another end"):
             convert([f"{tmp_path}/in.txt"], f"{tmp_path}/{name}", **named)
-    convert([f"{tmp_path}/in.txt"], f"{tmp_path}/web@2", **named)
-    with pytest.raises(ConfigError, match="would be the name of the next version"):
-        append(prefix, [f"{tmp_path}/web@2"])
+    assert not list(tmp_path.glob("*@*"))
 
 
 @pytest.mark.guarantee("versions-hold-before")
@@ -267,7 +272,9 @@ def test_a_version_of_what_has_none_says_so(made: Path, tmp_path: Path) -> None:
         IndexedDataset(f"{prefix}@3")
     (tmp_path / "web@3").mkdir()
     in_folder = put(made, str(tmp_path / "web@3/part"))
-    assert IndexedDataset(str(tmp_path / "web@3")).shards == [in_folder]
+    assert IndexedDataset(f"{tmp_path}/web@3/").shards == [in_folder]
+    with pytest.raises(ObjectNotFoundError, match=r"no dataset .*a folder with a slash: .*none@3/"):
+        IndexedDataset(f"{tmp_path}/none@3")
 
 
 def test_a_dataset_of_the_current_folder_grows(
@@ -286,48 +293,6 @@ def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) ->
     assert append(f"{tmp_path}/web", [first]).number == 1
     assert IndexedDataset(f"{tmp_path}/web@1").shards == [first]
     assert [version.number for version in versions(f"{tmp_path}/web")] == [1]
-
-
-@pytest.mark.guarantee("versions-hold-before")
-def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
-    made: Path, tmp_path: Path
-) -> None:
-    name = put(made, f"{tmp_path}/web@2")
-    assert IndexedDataset(name).shards == [name]
-    append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-a")])
-    assert IndexedDataset(name).shards == [name]
-    with pytest.raises(ConfigError, match="web@2: is a dataset of its own"):
-        append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-b")])
-    assert IndexedDataset(name).shards == [name], "it never comes to mean the version"
-
-
-@pytest.mark.guarantee("part-dataset-refused")
-def test_a_dataset_that_is_called_like_a_version_is_none(made: Path, tmp_path: Path) -> None:
-    storage = StorageConfig()
-    names = ("web", "web.v20240101", "web.v20240102", "web-a")
-    web, own, another, more = (put(made, f"{tmp_path}/{name}") for name in names)
-    assert newest_version(web, storage) == 0
-    assert append(web, [more]).number == 1
-    assert newest_version(web, storage) == 1
-    check_versions(web, storage, [web, more])
-    assert orphans(web) == [own, another]
-    with pytest.raises(ConfigError, match="is listed by versions"):
-        check_not_grown(more, storage, overwrite=True)
-    assert append(web, [own]).number == 2
-    check_versions(web, storage, [web, more, own])
-    assert orphans(web) == [another]
-    # a number of this dataset's newest version says nothing of another name's
-    elsewhere = put(made, f"{tmp_path}/web-b.v00000001")
-    assert orphans(web) == [elsewhere, another]
-
-
-@pytest.mark.guarantee("part-dataset-refused")
-def test_a_dataset_in_the_place_of_the_next_version_is_told(made: Path, tmp_path: Path) -> None:
-    web, _, more = (put(made, f"{tmp_path}/{name}") for name in ("web", "web.v00000001", "web-a"))
-    before = Path(f"{web}.v00000001{MANIFEST}").read_bytes()
-    with pytest.raises(ConfigError, match=r"web\.v00000001.*a dataset of its own"):
-        append(web, [more])
-    assert Path(f"{web}.v00000001{MANIFEST}").read_bytes() == before
 
 
 @pytest.mark.guarantee("versions-hold-before")
@@ -357,7 +322,7 @@ def test_nothing_is_appended_to_a_version(made: Path, tmp_path: Path) -> None:
     append(web, [first])
     there = sorted(os.listdir(tmp_path))
     for name in (f"{web}@0", f"{web}@1", f"{web}@7", f"{web}@0..1"):
-        with pytest.raises(ConfigError, match="is a version, and stays as it is"):
+        with pytest.raises(ConfigError, match="is the name of a version, and stays as it is"):
             append(name, [second])
     assert sorted(os.listdir(tmp_path)) == there
 
@@ -384,7 +349,9 @@ def test_repair_leaves_the_manifest_of_a_version_as_it_is(
     index.unlink()
     before = versions(web)
     there = sorted(os.listdir(tmp_path))
-    with pytest.raises(ConfigError, match="is a version, whose manifest stays as it is"):
+    with pytest.raises(
+        ConfigError, match="is the name of a version, and its manifest stays as it is"
+    ):
         repair_index(f"{tmp_path}/{name}", force=True)
     assert versions(web) == before
     assert sorted(os.listdir(tmp_path)) == there
@@ -396,13 +363,13 @@ def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> N
     put(made, f"{tmp_path}/website")
     damaged = Path(f"{tmp_path}/web-c{MANIFEST}")
     damaged.write_text("{")
-    assert orphans(web) == [first, second, f"{tmp_path}/web-c"]
+    assert unreferenced_shards(web) == [first, second, f"{tmp_path}/web-c"]
     damaged.unlink()
-    assert orphans(web) == [first, second]
+    assert unreferenced_shards(web) == [first, second]
     append(web, [second])
-    assert orphans(web) == [first]
+    assert unreferenced_shards(web) == [first]
     append(web, [first])
-    assert orphans(web) == []
+    assert unreferenced_shards(web) == []
 
 
 @pytest.mark.guarantee("part-dataset-refused")
@@ -641,15 +608,15 @@ def test_any_interleaving_of_two_producers_loses_nothing(
     web = put(made, f"{root}/web")
     shares = [[put(made, f"{root}/web-{who}{n}") for n in range(2)] for who in "ab"]
     turns = data.draw(st.lists(st.integers(0, 1), max_size=12))
-    from streammega.dataset.growing import append as growing
+    from streammega.dataset import append as growing
 
     lock = threading.Condition()
     waiting: set[int] = set()
     done: set[int] = set()
     order = list(turns)
-    real = growing._put
+    real = growing._create
 
-    def stepwise(url: str, *arguments: Any) -> bool:
+    def stepwise(*arguments: Any) -> bool:
         """The write waits for its turn; other producers go on meanwhile."""
         who = int(threading.current_thread().name)
         with lock:
@@ -660,7 +627,7 @@ def test_any_interleaving_of_two_producers_loses_nothing(
                 lock.wait_for(lambda: not order or order[0] == who or len(done) > 0, WITHIN)
             if order:
                 order.pop(0)
-            written = real(url, *arguments)
+            written = real(*arguments)
             waiting.discard(who)
             lock.notify_all()
             return written
@@ -675,7 +642,7 @@ def test_any_interleaving_of_two_producers_loses_nothing(
                 lock.notify_all()
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(growing, "_put", stepwise)
+    patch.setattr(growing, "_create", stepwise)
     try:
         threads = [threading.Thread(target=work, args=(who,), name=str(who)) for who in (0, 1)]
         for thread in threads:
@@ -703,7 +670,7 @@ def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
         assert producer.exitcode in (0, -signal.SIGKILL)
         number = newest_version(web, storage)
         check_versions(web, storage, [web, first, second] if number else [web])
-        assert orphans(web) == ([] if number else [first, second])
+        assert unreferenced_shards(web) == ([] if number else [first, second])
         append(web, [first, second])
         check_versions(web, storage, [web, first, second])
         assert newest_version(web, storage) == 1
@@ -719,7 +686,7 @@ def check_after_a_death(web: str, storage: StorageConfig, names: list[str]) -> N
     after its sender died: where that made a version meanwhile, both are looked at again.
     """
     before = newest_version(web, storage)
-    left = orphans(web, storage)
+    left = unreferenced_shards(web, storage)
     try:
         check_versions(web, storage, [web, *(name for name in names if name not in left)])
         assert len(left) < 2 or before == 0 or left == names[-len(left) :]
@@ -756,7 +723,7 @@ def producers_that_die(
         check_after_a_death(web, storage, names)
     append(web, names, storage)
     check_versions(web, storage, [web, *names])
-    assert orphans(web, storage) == []
+    assert unreferenced_shards(web, storage) == []
     return died
 
 
@@ -791,8 +758,6 @@ def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
     assert IndexedDataset(f"{web}@1", storage).shards == [web, first]
     with pytest.raises(ObjectNotFoundError, match=r"the newest is .*web@1"):
         IndexedDataset(f"{web}@2", storage)
-    name = put(made, f"{root}/web@5", storage)
-    assert IndexedDataset(name, storage).shards == [name]
 
 
 @pytest.mark.guarantee("part-dataset-refused")
@@ -822,16 +787,16 @@ def test_a_server_that_does_not_keep_conditions_is_told(
 def test_a_lost_answer_appends_once(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streammega.dataset.growing import append as growing
+    from streammega.dataset import append as growing
 
     web, first = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a"))
-    real = growing._put
+    real = growing._create
 
     def lost(*arguments: Any) -> bool:
         real(*arguments)
         return False  # as of a request that was sent again, and met its own object
 
-    monkeypatch.setattr(growing, "_put", lost)
+    monkeypatch.setattr(growing, "_create", lost)
     assert append(web, [first]).number == 1
     check_versions(web, StorageConfig(), [web, first])
 
@@ -890,7 +855,7 @@ def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> Non
         ("web", ["--format", "zst"], "has kind 'zst'"),
         ("web", ["--pack", "64"], "has bin_tokens 64"),
         ("web", ["--dtype", "int32"], "has dtype 'int32'"),
-        ("web@1", [], "is a version"),
+        ("web@1", [], "is the name of a version"),
         ("pair", [], "is a pair without a manifest"),
     ],
 )

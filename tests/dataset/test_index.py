@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
-from streammega.dataset.shards import Kind
+from streammega.dataset.shard import Kind
 from streammega.errors import (
     CacheError,
     FormatError,
@@ -536,7 +536,7 @@ def test_a_killed_download_is_not_believed(pair: str, tmp_path: Path) -> None:
                 sys.executable,
                 "-c",
                 f"""
-import streammega.dataset.node_cache as c, time
+import streammega.dataset.local_cache as c, time
 real = c.write_atomically
 def slow(path, chunks, size):
     def stuck():

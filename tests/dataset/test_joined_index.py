@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from streammega import IndexedDataset, IndexedDatasetWriter
-from streammega.dataset import joined
+from streammega.dataset import concat_index
 from streammega.dataset.idx import encode_index
 from streammega.errors import CacheError
 from tests.conftest import write_random_pair
@@ -162,7 +162,7 @@ def test_joining_takes_little_memory(tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / "data")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(dataset) == SHARDS * count > 10 * joined.ROWS
+    assert len(dataset) == SHARDS * count > 10 * concat_index.ROWS
     assert int(dataset.sequence_offsets[-1]) == SHARDS * count - 1
     assert int(dataset.document_indices[-1]) == SHARDS * count
     held = 20 * SHARDS * count

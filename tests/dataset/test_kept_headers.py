@@ -17,11 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig
-from streammega.dataset.headers import read_dataset
+from streammega.dataset.headers import (
+    SMALL_READERS,
+    read_bodies,
+    read_dataset,
+    rows_of,
+    rows_of_headers,
+)
 from streammega.dataset.idx import encode_index, parse_header, parse_index
-from streammega.dataset.kept_headers import rows_of_headers
-from streammega.dataset.small_indices import SMALL_READERS, read_bodies, rows_of
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.shard import Shard
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError
 from streammega.order.lane_geometry import FilePart
 from streammega.samples.lane_datasets import open_datasets
@@ -37,7 +41,7 @@ BLEND = [f"s3://b/web/p{number:02d}" for number in range(PAIRS)]
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, Path]]:
     """A folder of a few pairs, which are enough here."""
-    monkeypatch.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS)
+    monkeypatch.setattr("streammega.dataset.headers.KEEP_SHARDS", PAIRS)
     folder = tmp_path / "objects" / "b" / "web"
     for number in range(PAIRS):
         write(str(folder / f"p{number:02d}.bin"), [10 + number, 20])
@@ -72,7 +76,7 @@ def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
     served: tuple[Running, Path], tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, folder = served
-    monkeypatch.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS - 1)
+    monkeypatch.setattr("streammega.dataset.headers.KEEP_SHARDS", PAIRS - 1)
     before, _ = opened(server, tmp_path / "cache")
     if change == "one less":
         for suffix in (".bin", ".idx"):
@@ -98,7 +102,7 @@ def test_headers_that_nobody_used_for_long_are_removed(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, folder = served
-    monkeypatch.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS - 1)
+    monkeypatch.setattr("streammega.dataset.headers.KEEP_SHARDS", PAIRS - 1)
     idx = tmp_path / "cache" / "idx"
     for names in (BLEND, BLEND[1:]):
         opened_blend(server, tmp_path / "cache", "1,0,0", names)
@@ -149,7 +153,7 @@ def test_of_very_many_indices_only_some_are_in_memory_at_once(
     expected_parts, _ = opened_blend(server, tmp_path / "cache", "60,40,0")
     read_together = []
 
-    def read(files: Sequence[ShardFiles], readers: int, more: Any) -> list[Buffer]:
+    def read(files: Sequence[Shard], readers: int, more: Any) -> list[Buffer]:
         read_together.append(len(files))
         return read_bodies(files, readers, more)
 
@@ -172,7 +176,7 @@ def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
         shutil.copytree(folder, folder.parent / f"other{number}")
     most_readers = []
 
-    def read(files: Sequence[ShardFiles], readers: int, more: Any) -> list[Buffer]:
+    def read(files: Sequence[Shard], readers: int, more: Any) -> list[Buffer]:
         most_readers.append(readers)
         return read_bodies(files, readers, more)
 
@@ -260,7 +264,7 @@ def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
     assert requests == pointers + 1
     assert first == again
     with monkeypatch.context() as unkept:
-        unkept.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS + 1)
+        unkept.setattr("streammega.dataset.headers.KEEP_SHARDS", PAIRS + 1)
         assert opened_blend(server, tmp_path / "cache", split)[0] == first
     write(str(folder / "p05.bin"), [70, 8, 9], np.int32)
     after, _ = opened_blend(server, tmp_path / "cache", split)

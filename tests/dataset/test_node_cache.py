@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import StorageConfig
-from streammega.dataset.node_cache import (
+from streammega.dataset.local_cache import (
     ArrayKind,
     SharedFolder,
     cache_error,
@@ -121,13 +121,13 @@ def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataO
 def test_a_copy_that_takes_long_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("streammega.dataset.node_cache.DOWNLOAD_BYTES", 1 << 20)
+    monkeypatch.setattr("streammega.dataset.local_cache.DOWNLOAD_BYTES", 1 << 20)
     stored = tmp_path / "a.idx"
     stored.write_bytes(bytes(3 << 20))
     store = LocalStore()
     info = store.info(str(stored))
     for name, line_every in (("quick", 30.0), ("slow", 0.0)):
-        monkeypatch.setattr("streammega.dataset.node_cache.LINE_EVERY", line_every)
+        monkeypatch.setattr("streammega.dataset.local_cache.LINE_EVERY", line_every)
         local_view(store, info, tmp_path / name, 1 << 20)
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (2 if name == "slow" else 0)
@@ -208,7 +208,7 @@ def test_a_cache_of_another_user_says_so() -> None:
 WRITE_FOR_EVER = """
 import sys, time
 from pathlib import Path
-from streammega.dataset.node_cache import write_atomically
+from streammega.dataset.local_cache import write_atomically
 def chunks():
     yield b"half"
     print("begun", flush=True)
@@ -233,7 +233,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_writte
     sweep = [
         sys.executable,
         "-c",
-        f"from streammega.dataset.node_cache import *; write_atomically(Path({str(tmp_path)!r}) / 'x', [], 0)",
+        f"from streammega.dataset.local_cache import *; write_atomically(Path({str(tmp_path)!r}) / 'x', [], 0)",
     ]
     subprocess.run(sweep, check=True)
     assert orphan.exists(), "perhaps somebody on another node writes it"

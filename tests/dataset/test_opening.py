@@ -16,8 +16,8 @@ from streammega.config import parse_blend
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write.dedup import remove_duplicates
 from streammega.convert.write.document_order import DocumentSet
-from streammega.dataset.find import find_pairs
-from streammega.dataset.shards import SUFFIXES
+from streammega.dataset.resolve import find_pairs
+from streammega.dataset.shard import SUFFIXES
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, MissingShardsError
 from streammega.order.lane_draws import tree_fractions

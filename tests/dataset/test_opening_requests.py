@@ -18,12 +18,11 @@ import pytest
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
-from streammega.dataset.find import find_pairs, find_shards
 from streammega.dataset.headers import read_dataset
-from streammega.dataset.listing import Told
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
 from streammega.dataset.mock import MockStore
-from streammega.dataset.shards import SUFFIXES, shard_name
+from streammega.dataset.resolve import Listing, find_pairs, find_shards
+from streammega.dataset.shard import SUFFIXES, shard_name
 from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
 from streammega.storage.backends.s3 import ObstoreStore
@@ -43,7 +42,7 @@ def write_set(folder: Path, stem: str, kind: Any, count: int = SHARDS) -> None:
         name = shard_name(stem, number, count)
         (folder / f"{name}{SUFFIXES[kind]}").write_bytes(tokens)
         (folder / f"{name}.idx").write_bytes(index)
-        shard = Shard(
+        shard = ShardEntry(
             name=name, documents=3, sequences=3, tokens=100, bytes=len(tokens), checksums=[], index_bytes=len(index),
             index_checksums=[],
         )  # fmt: skip
@@ -173,7 +172,7 @@ def test_where_too_much_lies_between_datasets_they_are_looked_up(
     blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _, names = blend
-    monkeypatch.setattr("streammega.dataset.listing.MOST_OBJECTS", 10)
+    monkeypatch.setattr("streammega.dataset.resolve.MOST_OBJECTS", 10)
     requests, listed = asked(server, blend_of(server, names, tmp_path))
     assert requests >= 4 * len(names)
     assert listed <= 1000, "more than one answer was asked for in vain"
@@ -187,8 +186,8 @@ def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
         storage = StorageConfig(storage_options=server.storage_options)
         stale = ObjectInfo(key="web.bin", size=60, etag='"of before"')
         objects = {"s3://b/web.bin": stale, "s3://b/web.idx": replace(stale, key="web.idx")}
-        told = Told(prefixes=frozenset(["s3://b/web"]), objects=objects)
-        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache", told)
+        listing = Listing(prefixes=frozenset(["s3://b/web"]), objects=objects)
+        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache", listing)
         assert pair.num_tokens == 30
 
 
@@ -412,7 +411,7 @@ def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the
     write(str(tmp_path / "a"), [20, 30, 50], np.int32)
     write(str(tmp_path / "web"), [40, 60, 100], np.uint16)
     index = (tmp_path / "web.idx").read_bytes()
-    entry = Shard(
+    entry = ShardEntry(
         name="web",
         documents=3,
         sequences=3,

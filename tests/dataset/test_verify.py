@@ -17,7 +17,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.dataset.idx import encode_index
 from streammega.dataset.repair import repair_index
-from streammega.dataset.shards import SUFFIXES
+from streammega.dataset.shard import SUFFIXES
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage.progress import ProgressObserver
@@ -135,7 +135,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("streammega.dataset.verify_bytes.open", broken, raising=False)
+    monkeypatch.setattr("streammega.dataset.verify.open", broken, raising=False)
     with pytest.raises(StorageError, match=r"p\.bin: Input/output error"):
         verify(str(tmp_path / "p"))
 

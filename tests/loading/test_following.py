@@ -22,8 +22,8 @@ from streammega import (
     StreamingDataset,
     StreamLoader,
 )
-from streammega.dataset.growing.append import append
-from streammega.dataset.growing.numbers import version_url
+from streammega.dataset.append import append
+from streammega.dataset.manifest import version_url
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.samples.following import recorded
 from streammega.storage import save_bytes

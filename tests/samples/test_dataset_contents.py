@@ -21,8 +21,8 @@ from streammega import (
     StreamLoader,
 )
 from streammega.dataset.headers import content_of, read_dataset
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard
-from streammega.dataset.shards import SUFFIXES
+from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
+from streammega.dataset.shard import SUFFIXES
 from streammega.errors import StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
@@ -52,7 +52,7 @@ def put_manifest(folder: Path, stem: str, kind: Any, names: list[str]) -> None:
     for name in names:
         stored = (folder / f"{name}{SUFFIXES[kind]}").stat().st_size
         opened = IndexedDataset(str(folder / name) + ("" if kind == "bin" else SUFFIXES[kind]))
-        shard = Shard(
+        shard = ShardEntry(
             name=name,
             documents=len(opened.document_indices) - 1,
             sequences=len(opened),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
-from streammega.dataset.shard_documents import open_documents
-from streammega.dataset.shards import shard_name
+from streammega.dataset.document_lookup import open_documents
+from streammega.dataset.shard import shard_name
 from streammega.errors import ConfigError
 from streammega.order.batch_size import batch_schedule
 from streammega.order.rank_samples import rank_samples

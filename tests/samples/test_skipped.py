@@ -32,7 +32,7 @@ from streammega.dataset.provenance import (
     ProvenanceWriter,
     collect_origins,
 )
-from streammega.dataset.shards import shard_name
+from streammega.dataset.shard import shard_name
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.skipping import FILE_STRIDE
 from streammega.parallel.derive import rank_fields

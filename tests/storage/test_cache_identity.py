@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
-from streammega.dataset.manifest import Manifest, Shard
-from streammega.dataset.shards import shard_name
+from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.shard import shard_name
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.store import ObjectInfo
@@ -30,7 +30,7 @@ def write_shards(root: Path, ids: list[int]) -> None:
                 writer.add_item(np.full(500, one, np.uint16))
                 writer.end_document()
         shards.append(
-            Shard(
+            ShardEntry(
                 name=shard_name("web", number, len(ids)), documents=40, sequences=40, tokens=20_000,
                 bytes=40_000, checksums=[], index_bytes=writer.index.size, index_checksums=[],
             )

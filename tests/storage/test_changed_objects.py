@@ -24,7 +24,7 @@ from streammega import (
     build_datasets,
 )
 from streammega.dataset.headers import read_bounds
-from streammega.dataset.node_cache import SharedFolder, cached_arrays, local_view
+from streammega.dataset.local_cache import SharedFolder, cached_arrays, local_view
 from streammega.errors import ObjectChangedError
 from streammega.storage import ObjectInfo, Store, open_store
 from tests.support.kept_files import save_kept

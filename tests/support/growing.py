@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from streammega import IndexedDatasetWriter
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
 
 TOKENS = 50
 """Of a document."""
@@ -23,7 +23,7 @@ def put_dataset(prefix: str, *, seed: int, documents: int = 40) -> str:
             writer.end_document()
     tokens = Path(f"{prefix}.bin").read_bytes()
     index = Path(f"{prefix}.idx").read_bytes()
-    shard = Shard(
+    shard = ShardEntry(
         name=prefix.rpartition("/")[2],
         documents=documents,
         sequences=documents,

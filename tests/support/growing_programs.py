@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.dataset.growing.append import append
+from streammega.dataset.append import append
 from streammega.storage.backends.s3 import ObstoreStore
 
 WITHIN = 120

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from streammega.cli.main import app
-from streammega.dataset.growing.append import append
+from streammega.dataset.append import append
 from streammega.samples.following import recorded
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer

@@ -52,8 +52,8 @@ SETTLE = 1.0
 
 def prepare(root: Path) -> None:
     """A corpus, and many small pairs under names of all three kinds; once."""
-    from streammega.dataset.manifest import MANIFEST, Manifest, Shard
-    from streammega.dataset.shards import shard_name
+    from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
+    from streammega.dataset.shard import shard_name
 
     if (root / "done").exists():
         return
@@ -72,7 +72,7 @@ def prepare(root: Path) -> None:
         write_pair(bucket / "folder" / f"p{number:05d}", tokens, index)
         name = shard_name("web", number, SHARDS)
         write_pair(bucket / "manifest" / name, tokens, index)
-        shard = Shard(
+        shard = ShardEntry(
             name=name,
             documents=SEQUENCES,
             sequences=SEQUENCES,

@@ -33,7 +33,7 @@ from streammega.convert.read.walk import (
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.manifest import MANIFEST
 from streammega.dataset.provenance import ENDING as ORIGINS
-from streammega.dataset.shards import SUFFIXES, may_belong, strip_suffix
+from streammega.dataset.shard import SUFFIXES, may_belong, strip_suffix
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,

@@ -12,6 +12,7 @@ import numpy as np
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import MISSING, value_at
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.provenance import (
     BYTE,
     DOCUMENT,
@@ -23,7 +24,6 @@ from streammega.dataset.provenance import (
     collect_origins,
     concat_origins,
 )
-from streammega.dataset.shard_documents import ShardDocuments
 from streammega.errors.redaction import redact_urls
 
 ID_FIELDS = ("id", "url")

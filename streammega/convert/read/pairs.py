@@ -14,8 +14,8 @@ from streammega.convert.documents import Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.origins import of_shards
 from streammega.convert.read.slices import Item, Skipped, Slice
+from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.shard_documents import open_documents
 from streammega.storage.open import is_remote
 
 _Bytes: TypeAlias = "NDArray[np.int64]"

@@ -18,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.convert.read.json_values import BYTE_ORDER_MARK
 from streammega.convert.read.slices import open_stream
 from streammega.dataset.manifest import MANIFEST
-from streammega.dataset.shards import strip_suffix
+from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.errors.redaction import redact_urls
 from streammega.storage.open import is_remote

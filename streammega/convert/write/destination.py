@@ -17,7 +17,7 @@ from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.shards import SUFFIXES, Kind, marked
+from streammega.dataset.shard import SUFFIXES, Kind, marked
 from streammega.errors import (
     AccessDeniedError,
     ConvertError,

@@ -13,7 +13,7 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.tokenize.template_loader import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
-from streammega.dataset.shards import set_name, split_name
+from streammega.dataset.shard import set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 
 Labels = dict[str, Any]

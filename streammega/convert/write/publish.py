@@ -23,9 +23,9 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
 from streammega.convert.write.records import load_json, save_json
 from streammega.convert.write.shards import ShardLayout
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.shards import split_name
+from streammega.dataset.shard import split_name
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
@@ -133,7 +133,7 @@ class Publisher:
         # The mark is part of the digest: shards under other names would have to be written again.
         return replace(layout, targets=targets, digest=layout.digest + self._mark)
 
-    def missing_shards(self, layout: ShardLayout, shards: dict[int, Shard]) -> list[int]:
+    def missing_shards(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
         """Of written shards, those whose tokens are gone or have another size: a `gc` may have
         removed them.
         """

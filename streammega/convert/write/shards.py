@@ -29,8 +29,8 @@ from streammega.convert.write.packing import PackCounts, copy_packed
 from streammega.convert.write.records import load_json, save_json
 from streammega.convert.write.side_files import row_names, side_name
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.manifest import Shard
-from streammega.dataset.shards import shard_name
+from streammega.dataset.manifest import ShardEntry
+from streammega.dataset.shard import shard_name
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url, parent_url
@@ -204,12 +204,12 @@ def plan_shards(
     return replace(layout, digest=digest)
 
 
-def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
+def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardEntry | None:
     """What was written of a shard, if it is done and belongs to this layout."""
     stored = load_json(_record_url(job.work, number), job.storage)
     if stored is None or stored.get("digest") != layout.digest:
         return None
-    return Shard(**stored["shard"])
+    return ShardEntry(**stored["shard"])
 
 
 def read_provenance_checksums(
@@ -240,7 +240,7 @@ def read_pack_counts(job: Job, number: int) -> PackCounts:
 
 def write_shard(
     job: Job, layout: ShardLayout, number: int, progress: Progress, threads: int = 1
-) -> Shard:
+) -> ShardEntry:
     """Write one shard's tokens to its target and its `.idx` to the work folder, then its record.
 
     threads: that may copy into it at once.
@@ -255,7 +255,7 @@ def write_shard(
         with closing(copied):
             for written in copied:
                 progress(written, written // itemsize)
-    shard = Shard(
+    shard = ShardEntry(
         name=layout.names[number],
         documents=writer.num_documents,
         sequences=writer.num_sequences,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streammega.config import MiB, StorageConfig
 from streammega.dataset.idx import IndexArrays
-from streammega.dataset.shards import SUFFIXES, split_name
+from streammega.dataset.shard import SUFFIXES, split_name
 from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.storage import open_store
 

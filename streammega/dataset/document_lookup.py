@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.provenance import ProvenanceReader, open_provenance
-from streammega.dataset.shards import KnownShard
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.resolve import open_shards
+from streammega.dataset.shard import Shard, ShardInfo
 from streammega.errors import FormatError
 
 Integers = NDArray[np.int64]
@@ -46,7 +45,7 @@ class ShardDocuments:
     itself, and StorageError, where it is looked at.
     """
 
-    def __init__(self, files: ShardFiles) -> None:
+    def __init__(self, files: Shard) -> None:
         self.files = files
 
     @property
@@ -230,8 +229,8 @@ def open_documents(
     StorageError.
     """
 
-    def open_all(shards: list[KnownShard]) -> list[ShardDocuments]:
-        opened = [ShardDocuments(ShardFiles(shard, storage, cache_dir)) for shard in shards]
+    def open_all(shards: list[ShardInfo]) -> list[ShardDocuments]:
+        opened = [ShardDocuments(Shard(shard, storage, cache_dir)) for shard in shards]
         # That a name stands for a manifest shows when its own pair is looked up, and is not there.
         _ = opened[0].files.index.info
         return opened

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
-from streammega.dataset.shards import set_name, strip_suffix
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.shard import Shard, set_name, strip_suffix
 from streammega.errors import FormatError, StorageError
 
 LossModes = tuple[int, ...] | None
@@ -30,7 +29,7 @@ class TokenizerLabel:
         return f"{self.name} ({self.digest[:12]})"
 
 
-def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
+def loss_modes_of(files: Sequence[Shard], name: str) -> LossModes:
     """The modes whose sequences are to be learned; None where no manifest names any.
 
     Raises FormatError where shards differ, StorageError.
@@ -56,7 +55,7 @@ def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
     return next(iter(prefix_of_modes), None)
 
 
-def tokenizers_of(files: Sequence[ShardFiles], name: str) -> set[TokenizerLabel]:
+def tokenizers_of(files: Sequence[Shard], name: str) -> set[TokenizerLabel]:
     """The tokenizers of a dataset's shards, as far as manifests tell them. Raises StorageError."""
     manifests: dict[str, Manifest | None] = {}
     labels = set()
@@ -77,7 +76,7 @@ def tokenizers_of(files: Sequence[ShardFiles], name: str) -> set[TokenizerLabel]
     return labels
 
 
-def _beside(files: ShardFiles, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
+def _beside(files: Shard, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
     """The manifest beside a shard that was opened without one; None where there is none."""
     if strip_suffix(name) == files.prefix:
         return None  # it was looked for already

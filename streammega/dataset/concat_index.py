@@ -25,7 +25,7 @@ from streammega.dataset.idx import (
     IndexArrays,
     dtype_code,
 )
-from streammega.dataset.node_cache import (
+from streammega.dataset.local_cache import (
     ArrayKind,
     ArrayParts,
     cached_arrays,

@@ -1,0 +1,367 @@
+"""Versions of a dataset that grows while runs train on it, each with a manifest of its own.
+
+    web.manifest.json             what convert wrote: version 0, where there is one
+    web.v00000001.manifest.json   its shards, and those of what was appended first
+    web.v00000002.manifest.json   those of version 1, and more
+
+A version is written whole, on the condition that there is none of its number, and never changed. So
+producers need no coordinator: of two at the same moment one is refused, looks again, and appends to
+the version of the other. Shards of a version come first in the next one, in the same order. A killed
+producer leaves a dataset that no version lists: it may be appended later.
+
+A run names the version that it reads, `web@2`, and continues with it whatever is appended. `web@2..5`
+is what was appended between the two: a phase that draws from it and from `web@2` reads nothing twice.
+
+Names that end in `@N`, `@N..M` or `.vNNNNNNNN` are versions, whatever else is there: a folder so
+called is written with a slash, `./web@7/`. `append.py` makes versions, `manifest.py` reads and
+writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from streammega.config import StorageConfig
+from streammega.dataset.manifest import (
+    MANIFEST,
+    VERSION_NAME,
+    Manifest,
+    Parent,
+    StoredManifest,
+    manifest_shards,
+    number_of,
+    read_ancestors,
+    read_manifest,
+    stored_tokens,
+    version_url,
+)
+from streammega.dataset.shard import ShardInfo, set_name, strip_suffix
+from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
+from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
+from streammega.storage import open_store
+from streammega.storage.object_ops import exists
+
+_VERSION = re.compile(r"^(?P<prefix>.+)@(?P<number>[1-9]\d{0,8}|0)$")
+_BETWEEN = re.compile(r"^(?P<prefix>.+)@(?P<after>\d{1,9})\.\.(?P<number>\d{1,9})$")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionName:
+    """What a name like `web@7` means; `after`: of `web@2..7`, what was appended since."""
+
+    prefix: str
+    number: int
+    after: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> VersionName | None:
+        """Of a name as users write it; None for others."""
+        match = _VERSION.match(name)
+        if match is not None:
+            return cls(prefix=match["prefix"], number=int(match["number"]))
+        match = _BETWEEN.match(name)
+        if match is None:
+            return None
+        return cls(prefix=match["prefix"], number=int(match["number"]), after=int(match["after"]))
+
+    @property
+    def url(self) -> str:
+        """Of its manifest."""
+        return version_url(self.prefix, self.number)
+
+    def tokens(self, storage: StorageConfig) -> int:
+        """How many it has, by the manifests. Raises as `read_manifest` does."""
+        tokens = stored_tokens(self.url, storage)
+        if self.after is not None:
+            tokens -= stored_tokens(version_url(self.prefix, self.after), storage)
+        return tokens
+
+
+def check_no_version(name: str, advice: str) -> None:
+    """Raise ConfigError for the name of a version, as users or this library write it. advice: what
+    to do instead, where {prefix} is the dataset that grows.
+    """
+    version = VersionName.parse(name)
+    stored = number_of(strip_suffix(name).removesuffix(MANIFEST) + MANIFEST)
+    if version is not None:
+        prefix = version.prefix
+    elif stored is not None:
+        prefix, _ = stored
+    else:
+        return
+    advice = advice.format(prefix=redact_urls(prefix))
+    raise ConfigError(f"{redact_urls(name)}: is the name of a version, and {advice}")
+
+
+def resolve_version(name: str, storage: StorageConfig) -> str:
+    """The manifest that `web@2` means; any other name as it is.
+
+    Raises ObjectNotFoundError for a version that is not there.
+    """
+    version = VersionName.parse(name)
+    if version is None or version.after is not None or exists(version.url, storage):
+        return name if version is None or version.after is not None else version.url
+    newest = newest_version(version.prefix, storage)
+    if newest or exists(version_url(version.prefix, 0), storage):
+        found = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
+    else:
+        found = (
+            f"and no dataset {redact_urls(version.prefix)}; check the path, and write the name of a "
+            f"folder with a slash: {redact_urls(name)}/"
+        )
+    raise ObjectNotFoundError(f"{redact_urls(name)}: there is no such version, {found}")
+
+
+def shards_between_versions(name: str, storage: StorageConfig) -> list[ShardInfo] | None:
+    """The shards of `web@2..5`: those of version 5 that version 2 has not, in order; None for any
+    other name.
+
+    Raises ConfigError for what can have none, ObjectNotFoundError, FormatError.
+    """
+    version = VersionName.parse(name)
+    if version is None or version.after is None:
+        return None
+    if version.after >= version.number:
+        raise ConfigError(
+            f"{redact_urls(name)}: nothing was appended from {version.after} to {version.number}"
+        )
+    first_url, last_url = [
+        resolve_version(f"{version.prefix}@{number}", storage)
+        for number in (version.after, version.number)
+    ]
+    before = manifest_shards(first_url, storage)
+    shards = manifest_shards(last_url, storage)
+    if [shard.name for shard in shards[: len(before)]] != [shard.name for shard in before]:
+        raise FormatError(
+            f"{redact_urls(name)}: version {version.number} does not begin with version "
+            f"{version.after}; were manifests written by hand?"
+        )
+    return shards[len(before) :]
+
+
+# --- history --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetVersion:
+    """A version of a dataset that grows. added: whether `append` made it, and had to.
+
+    number: 0 is what convert wrote under the plain name. parents: what the next version may build
+    on.
+    """
+
+    number: int
+    url: str
+    manifest: Manifest
+    parents: list[Parent] = field(default_factory=list, repr=False, compare=False)
+    added: bool = False
+
+    def __str__(self) -> str:
+        manifest = self.manifest
+        return (
+            f"{pluralize(len(manifest.shards), 'shard')}, "
+            f"{pluralize(manifest.documents, 'document')}, {pluralize(manifest.tokens, 'token')}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedVersion:
+    """A version whose manifest cannot be read, and why. Others may be sound."""
+
+    number: int
+    url: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"cannot be read: {self.why}"
+
+
+def newest_version(prefix: str, storage: StorageConfig) -> int:
+    """The highest number of a version; 0 where nothing was appended yet. One listing."""
+    newest = 0
+    store, key = open_store(f"{strip_suffix(prefix)}.v", storage)
+    for info in store.list(key, recursive=False):
+        match = VERSION_NAME.match(info.key, len(key) - len(".v"))
+        if match is not None:
+            newest = max(newest, int(match["number"]))
+    return newest
+
+
+def versions(
+    prefix: str, storage: StorageConfig | None = None, *, most: int | None = None
+) -> list[DatasetVersion | DamagedVersion]:
+    """The versions of a dataset, or the last `most` of them, the oldest first.
+
+    Raises ObjectNotFoundError where there is none.
+    """
+    storage = storage or StorageConfig()
+    prefix = strip_suffix(prefix)
+    known: dict[str, StoredManifest] = {}
+    newest = newest_version(prefix, storage)
+    oldest = 0 if most is None else max(0, newest + 1 - most)
+    found: list[DatasetVersion | DamagedVersion] = []
+    for number in range(oldest, newest + 1):
+        url = version_url(prefix, number)
+        try:
+            manifest, parents = read_ancestors(url, storage, known)
+        except ObjectNotFoundError:
+            if number:
+                why = "its manifest is not there, though later ones are"
+                found.append(DamagedVersion(number=number, url=url, why=why))
+            continue  # 0 of a dataset that began by being appended to
+        except FormatError as error:
+            found.append(DamagedVersion(number=number, url=url, why=str(error)))
+        else:
+            version = DatasetVersion(number=number, url=url, manifest=manifest, parents=parents)
+            found.append(version)
+    if not found:
+        raise ObjectNotFoundError(
+            f"{redact_urls(prefix)}: has neither a manifest nor a version; check the path"
+        )
+    return found
+
+
+def read_newest(prefix: str, storage: StorageConfig) -> DatasetVersion | None:
+    """The last version; None where nothing has the name.
+
+    Raises ConfigError for a pair without a manifest: the first version would be without it.
+    """
+    number = newest_version(prefix, storage)
+    url = version_url(prefix, number)
+    try:
+        manifest, parents = read_ancestors(url, storage)
+    except ObjectNotFoundError:
+        if number:
+            raise
+        if exists(f"{prefix}.idx", storage):
+            raise ConfigError(
+                f"{redact_urls(prefix)}: is a pair without a manifest, which would be in no version; "
+                f"convert it to another name, and append that"
+            ) from None
+        return None
+    return DatasetVersion(number=number, url=url, manifest=manifest, parents=parents)
+
+
+def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> list[str]:
+    """Datasets in the folder that no version lists, though their names begin as that of the dataset
+    does, in name order: a killed producer left them, or one is about to append them.
+    """
+    storage = storage or StorageConfig()
+    prefix = strip_suffix(prefix)
+    current = read_newest(prefix, storage)
+    listed = set() if current is None else listed_names(current.manifest)
+    listed_sets = {set_name(name) for name in listed}
+    store, key = open_store(prefix, storage)
+    found = []
+    for info in store.list(key, recursive=False):
+        rest = info.key[len(key) :]
+        # "website" is no part of "web", and what has its very name is version 0
+        if not rest.endswith(MANIFEST) or rest == MANIFEST or rest[0].isalnum():
+            continue
+        if number_of(prefix + rest) is not None:
+            continue
+        name = prefix + rest.removesuffix(MANIFEST)
+        # By the name alone, which is enough for most: thousands may have been appended.
+        if base_name(name) in listed_sets:
+            continue
+        if not _names_at(name + MANIFEST, storage) <= listed:
+            found.append(name)
+    return sorted(found)
+
+
+def _names_at(url: str, storage: StorageConfig) -> set[str]:
+    """The shards of a manifest; of a damaged one its name, so that it counts as in no version."""
+    try:
+        return listed_names(read_manifest(url, storage))
+    except FormatError:
+        return {url}
+
+
+# --- what may not be replaced ---------------------------------------------------------------------
+
+
+def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> None:
+    """Raise ConfigError for an output of convert that runs would miss or read in part: the name of
+    a version; a dataset with versions, or whose shards a version of another one lists; and a name
+    that has versions alone, which would not list what is made.
+    """
+    prefix = strip_suffix(prefix)
+    check_no_version(prefix, "versions are made by append; convert to a name with another end")
+    if not overwrite:
+        newest = _newest_visible(prefix, storage)
+        if newest and not exists(version_url(prefix, 0), storage):
+            raise ConfigError(
+                f"{redact_urls(prefix)}: has versions up to {newest}, none of which would list what "
+                f"is made here; convert to another name beside it, and append that (--append-to)"
+            )
+        return
+    newest = newest_version(prefix, storage)
+    if newest:
+        raise ConfigError(
+            f"{redact_urls(prefix)}: has versions up to {newest}, which list its shards; runs read "
+            f"them. Choose another output, or remove the manifests of the versions first"
+        )
+    replaced = _shards_called(prefix, storage)
+    for other, number in _versions_in_folder(prefix, storage).items():
+        # Not joined: a name without a folder has none.
+        url = version_url(prefix.removesuffix(base_name(prefix)) + other, number)
+        try:
+            listed = listed_names(read_manifest(url, storage))
+        except (ObjectNotFoundError, FormatError):
+            continue  # which no run can read
+        if listed & replaced:
+            raise ConfigError(
+                f"{redact_urls(prefix)}: is listed by versions of {redact_urls(other)}, up to "
+                f"{number}; runs read it. Choose another output, and append that"
+            )
+
+
+def _newest_visible(prefix: str, storage: StorageConfig) -> int:
+    """The newest version, as far as it can be seen: who may not list may still write."""
+    try:
+        return newest_version(prefix, storage)
+    except (AccessDeniedError, ObjectNotFoundError):
+        return 0
+
+
+def _shards_called(prefix: str, storage: StorageConfig) -> set[str]:
+    """The names of a dataset's shards; of a pair without a manifest that can be read, its own."""
+    try:
+        return listed_names(read_manifest(prefix + MANIFEST, storage))
+    except (ObjectNotFoundError, FormatError):
+        return {base_name(prefix)}
+
+
+def _versions_in_folder(prefix: str, storage: StorageConfig) -> dict[str, int]:
+    """The newest version, which lists all shards of the others, of each dataset of the folder."""
+    newest: dict[str, int] = {}
+    store, key = open_store(prefix, storage)
+    folder_key = key[: len(key) - len(base_name(key))]
+    for info in store.list(folder_key, recursive=False):
+        match = VERSION_NAME.search(info.key)
+        if match is not None:
+            other = info.key[len(folder_key) : match.start()]
+            newest[other] = max(newest.get(other, 0), int(match["number"]))
+    return {other: number for other, number in newest.items() if number}
+
+
+def listed_names(manifest: Manifest) -> set[str]:
+    """The names of a dataset's shards."""
+    return {shard.name for shard in manifest.shards}
+
+
+def folder_of(name: str) -> str:
+    """What stands before the last slash."""
+    folder, _, _ = name.rpartition("/")
+    return folder
+
+
+def base_name(name: str) -> str:
+    """What follows the last slash."""
+    _, _, last = name.rpartition("/")
+    return last
