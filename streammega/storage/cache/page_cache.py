@@ -202,8 +202,10 @@ class CachedObject:
         is_sound = chunk.is_sound(page)
         if is_sound is False:
             log.warning("%s: page %d is damaged; it is fetched again", self.folder, page)
-            with self._errors_noted():
+            try:
                 chunk.forget(page)
+            except OSError as error:
+                self.cache.on_error(error)
         return bool(is_sound)
 
     def _fill(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
@@ -236,8 +238,10 @@ class CachedObject:
                 stop = min((missing[-1] + 1) * PAGE_BYTES, self.size)
                 data = np.empty(stop - start, np.uint8)
                 source.fetch(start, stop, data)
-                with self._errors_noted():
+                try:
                     chunk.write(descriptor, missing[0], data)
+                except OSError as error:
+                    self.cache.on_error(error)
         finally:
             unlock(descriptor)
             with self._fetched:
@@ -248,10 +252,11 @@ class CachedObject:
         """A descriptor to lock pages of a chunk and write so many bytes; None if nothing can be
         kept there.
         """
-        if not chunk.gone and self.cache.usable:
-            with self._errors_noted():
-                if self.cache.has_disk_space(new_bytes):
-                    return chunk.open()
+        try:
+            if not chunk.gone and self.cache.usable and self.cache.has_disk_space(new_bytes):
+                return chunk.open()
+        except OSError as error:
+            self.cache.on_error(error)
         return None
 
     def _wait_for_lock(
@@ -282,14 +287,6 @@ class CachedObject:
         except OSError as error:
             self.cache.on_error(error)
             return True
-
-    @contextlib.contextmanager
-    def _errors_noted(self) -> Iterator[None]:
-        """A block in which the disk may fail: reading goes on without the cache then."""
-        try:
-            yield
-        except OSError as error:
-            self.cache.on_error(error)
 
 
 class PageCache(CacheFolder):
