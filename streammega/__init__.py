@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.gradients.data_parallel import BucketedDataParallel as BucketedDataParallel
     from streammega.gradients.data_parallel import finish_grad_sync as finish_grad_sync
-    from streammega.gradients.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
@@ -77,7 +76,6 @@ _HOMES = {
     "SourceLosses": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
     "finish_grad_sync": "streammega.gradients.data_parallel",
-    "ShardedOptimizer": "streammega.gradients.sharded_optimizer",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

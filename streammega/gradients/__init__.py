@@ -1,3 +1,1 @@
-"""Gradients in buckets, reduced while backward goes on, and the sharded optimizer: for training
-loops of one's own.
-"""
+"""Gradients in buckets, reduced while backward goes on: for training loops of one's own."""

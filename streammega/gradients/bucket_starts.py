@@ -11,7 +11,7 @@ from torch import nn
 
 from streammega.gradients.buffers import GradBucket, GradBuffer, in_order_of_backward
 from streammega.gradients.checks import GradientChecks
-from streammega.gradients.collectives import Group, reduce_all, reduce_to_shards
+from streammega.gradients.collectives import Group, reduce_all
 
 
 class BucketStarts:
@@ -26,7 +26,6 @@ class BucketStarts:
         group: the ranks over which they are summed; None: this one alone.
         tied_group: the ranks that add to the buckets that wait.
         checks: what looks at gradients before they are summed; None: nothing does.
-        sharded: each rank needs its part of every bucket only.
         overlap: buckets may start in backward.
     """
 
@@ -38,13 +37,11 @@ class BucketStarts:
         group: Group | None,
         tied_group: Group | None,
         checks: GradientChecks | None,
-        sharded: bool,
         overlap: bool,
     ) -> None:
         self.checks = checks
         self._group = group
         self._tied_group = tied_group
-        self._reduce = reduce_to_shards if sharded else reduce_all
         self._overlap = overlap
         self._all = [bucket for buffer in buffers for bucket in buffer.buckets]
         self._tied = [bucket for bucket in self._all if bucket.place.waits]
@@ -110,4 +107,4 @@ class BucketStarts:
 
     def _start(self, bucket: GradBucket) -> None:
         if self._group is not None:
-            bucket.work = self._reduce(bucket.grads, self._group)
+            bucket.work = reduce_all(bucket.grads, self._group)

@@ -80,7 +80,7 @@ class GradBucket:
 
     place: Bucket
     grads: Tensor
-    """All of them, padding included, [elements]: a view of the buffer."""
+    """All of them, [elements]: a view of the buffer."""
     slots: list[GradSlot]
     unready: int
     """Parameters whose gradients of this step are not complete: at 0 the bucket is full."""
@@ -109,13 +109,9 @@ class GradBucket:
 
 @dataclass
 class GradBuffer:
-    """Gradients of the parameters of one dtype, [elements of all buckets].
-
-    `params`: with sharding, the parameters themselves in the same places.
-    """
+    """Gradients of the parameters of one dtype, [elements of all buckets]."""
 
     grads: Tensor
-    params: Tensor | None
     buckets: list[GradBucket]
 
     def slots(self) -> Iterator[GradSlot]:
@@ -130,13 +126,11 @@ def make_buffers(
     grad_dtype: torch.dtype | None,
     *,
     tied: Collection[str],
-    shards: int,
 ) -> list[GradBuffer]:
     """One buffer for each dtype of the parameters that are trained, in order of their first one.
 
     grad_dtype: of the buffers; None: that of their parameters, but float32 at least.
-    tied: names of parameters whose buckets start last. shards: ranks that each step a part of every
-    bucket, whose parameters then move into the buffer; 0: parameters stay where they are.
+    tied: names of parameters whose buckets start last.
     """
     by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
@@ -148,7 +142,7 @@ def make_buffers(
     buffers = []
     for dtype, named in by_dtype.items():
         of_buffer = grad_dtype or torch.promote_types(dtype, torch.float32)
-        buffers.append(_make_buffer(named, bucket_size, of_buffer, tied=tied, shards=shards))
+        buffers.append(_make_buffer(named, bucket_size, of_buffer, tied=tied))
     return buffers
 
 
@@ -159,43 +153,26 @@ def _make_buffer(
     grad_dtype: torch.dtype,
     *,
     tied: Collection[str],
-    shards: int,
 ) -> GradBuffer:
     """The buffer of parameters of one dtype, given in registration order."""
     parts = [local_part(parameter) for _, parameter in named]
     sizes = [part.numel() for part in parts]
     waiting = [number for number, (name, _) in enumerate(named) if name in tied]
-    places = plan_buckets(sizes, bucket_size, shards=shards, waiting=waiting)
+    places = plan_buckets(sizes, bucket_size, waiting=waiting)
     buffer_size = places[-1].stop
     device = parts[0].device
     grads = torch.zeros(buffer_size, dtype=grad_dtype, device=device)
-    params: Tensor | None = None
-    if shards:
-        params = torch.zeros(buffer_size, dtype=parts[0].dtype, device=device)
     buckets = []
     for place in places:
         slots = []
         for slot in place.slots:
             name, parameter = named[slot.parameter]
             shape = parts[slot.parameter].shape
-            if params is not None:
-                _move(parameter, params[slot.start : slot.stop].view(shape))
             main_grad = grads[slot.start : slot.stop].view(shape)
             slots.append(GradSlot(name, parameter, slot, main_grad, tied=place.waits))
         of_bucket = grads[place.start : place.stop]
         buckets.append(GradBucket(place, of_bucket, slots, unready=len(slots)))
-    return GradBuffer(grads, params, buckets)
-
-
-def _move(parameter: nn.Parameter, place: Tensor) -> None:
-    """Let this rank's part of a parameter lie in a buffer, so that gathering the buffer fills it in
-    place.
-    """
-    place.copy_(local_part(parameter))
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = place
-    else:
-        parameter.data = place
+    return GradBuffer(grads, buckets)
 
 
 def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -267,12 +244,6 @@ def local_part(tensor: Tensor) -> Tensor:
             local: Tensor = tensor.to_local()
             return local
     return tensor
-
-
-def address_of(parameter: Tensor) -> int:
-    """Where this rank's part of a parameter lies."""
-    local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return local.data_ptr()
 
 
 def own_grad(parameter: Tensor, grad: Tensor) -> Tensor:

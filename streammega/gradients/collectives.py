@@ -1,4 +1,4 @@
-"""Sharded collectives in place, each by what its backend does fastest, and norms over groups."""
+"""Sums, norms and clipping over groups of ranks."""
 
 from __future__ import annotations
 
@@ -20,57 +20,9 @@ class Work(Protocol):
         """Return when it is done (on NCCL: when the current stream will wait for it)."""
 
 
-class Works:
-    """Several that are waited for together."""
-
-    def __init__(self, works: Iterable[Work | None]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        """Return when all are done."""
-        for work in self._works:
-            work.wait()
-
-
 def reduce_all(tensor: Tensor, group: Group) -> Work:
     """Start to sum a tensor over a group, in place."""
     return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]
-
-
-def reduce_to_shards(tensor: Tensor, group: Group) -> Work:
-    """Start to sum a tensor over a group, in place; only the part of this rank, of as many equal
-    ones, is then valid.
-
-    gloo has no reduce-scatter of its own: summing all of it in place takes half the time of its
-    stand-in.
-    """
-    if dist.get_backend(group) == "gloo":
-        return reduce_all(tensor, group)
-    shards = tensor.chunk(group.size())
-    part_of_rank = shards[group.rank()]
-    # renamed by torch: earlier releases know the second name only
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work = reduce_scatter(part_of_rank, tensor, group=group, async_op=True)
-    return work
-
-
-def gather_shards(tensor: Tensor, group: Group) -> Work:
-    """Start to fill a tensor from its parts, of which every rank has its own, in place.
-
-    gloo's all-gather copies everything twice more; a broadcast of each part takes a quarter of its
-    time.
-    """
-    shards = tensor.chunk(group.size())
-    if dist.get_backend(group) == "gloo":
-        ranks = dist.get_process_group_ranks(group)
-        return Works(
-            dist.broadcast(shard, owner, group=group, async_op=True)
-            for shard, owner in zip(shards, ranks, strict=True)
-        )
-    part_of_rank = shards[group.rank()]
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work = all_gather(tensor, part_of_rank, group=group, async_op=True)
-    return work
 
 
 def total_norm(
@@ -93,6 +45,20 @@ def total_norm(
         if group is not None:
             dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def inverse_of_tokens(
+    num_tokens: Tensor, groups: Iterable[Group | None], device: torch.device
+) -> Tensor:
+    """1 / the sum of num_tokens over all ranks of `groups`, one after the other, which is taken as
+    at least 1; float64 [], as the widest gradients.
+    """
+    tokens = num_tokens.detach().to(device, torch.float64, copy=True)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tokens, group=group)
+    # a step without a token to learn from has no gradient, rather than NaN
+    return 1.0 / tokens.clamp(min=1.0)
 
 
 def clip(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -23,7 +23,7 @@ from streammega.gradients.buffers import (
     tensor_parallel_group,
 )
 from streammega.gradients.checks import GradientChecks, raise_if_bad
-from streammega.gradients.collectives import clip, total_norm
+from streammega.gradients.collectives import clip, inverse_of_tokens, total_norm
 from streammega.gradients.reducer import GradReducer
 from streammega.gradients.start_order import start_order_of
 from streammega.parallel import Ranks
@@ -78,7 +78,6 @@ class BucketedDataParallel(nn.Module):
         grad_dtype: of the buckets; None: that of their parameters, but float32 at least.
         average: divide by the number of ranks; else gradients are summed, to be normalised by
             `finish_grad_sync(num_tokens)`.
-        sharded: lay out for ShardedOptimizer: each rank is given its part of every bucket only.
         overlap: start a bucket when it is full, else all at the end.
         tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
             embedding group.
@@ -100,7 +99,6 @@ class BucketedDataParallel(nn.Module):
         bucket_size: int | None = None,
         grad_dtype: torch.dtype | None = None,
         average: bool = True,
-        sharded: bool = False,
         overlap: bool = True,
         tied: Collection[str] = (),
         check_gradients: bool = True,
@@ -117,8 +115,6 @@ class BucketedDataParallel(nn.Module):
         order = start_order_of(ranks.group("dp-cp") if ranks else _world(group))
         self.group = order.group
         self.size = self.group.size() if self.group is not None else 1
-        self.index = self.group.rank() if self.group is not None else 0
-        self.sharded = sharded
         self.average = average
         self._split_over = None if ranks is not None else tensor_parallel_group(module)
         self._check_group()
@@ -130,7 +126,6 @@ class BucketedDataParallel(nn.Module):
             bucket_size or default_bucket_size(self.size),
             grad_dtype,
             tied=self._tied,
-            shards=self.size if sharded else 0,
         )
         self.device = self.buffers_of_grads[0].grads.device
         # else ranks that were seeded apart would stay apart
@@ -147,7 +142,6 @@ class BucketedDataParallel(nn.Module):
             tied_group=tied_group,
             checks=checks,
             scale=1.0 / self.size if average else 1.0,
-            sharded=sharded,
             overlap=overlap,
             main_grad=main_grad,
         )
@@ -178,8 +172,7 @@ class BucketedDataParallel(nn.Module):
             self.reducer.expected = 0
 
     def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
-        """Wait until gradients are reduced, and put them where optimizers look: `param.grad` (with
-        `sharded`, this rank's parts).
+        """Wait until gradients are reduced, and put them where optimizers look: `param.grad`.
 
         Args:
             num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
@@ -189,25 +182,14 @@ class BucketedDataParallel(nn.Module):
         finish_grad_sync([self], num_tokens)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients to a global norm, over all ranks of the layout; returns the norm before.
-
-        For replicated optimizers.
-        """
-        if self.sharded:
-            raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
+        """Clip gradients to a global norm, over all ranks of the layout; returns the norm before."""
         # what tensor-parallel ranks and stages have copies of would count twice
         counted = self.grads(once=True)
-        norm = total_norm(counted, [self.model_group], self.device)
+        # the ranks among which one copy of the model is divided
+        group = self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
+        norm = total_norm(counted, [group], self.device)
         clip(self.grads(), norm, max_norm)
         return norm
-
-    @property
-    def model_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which one copy of the model is divided: norms are summed over them.
-
-        None: this rank alone.
-        """
-        return self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
 
     def grads(self, *, once: bool = False) -> list[Tensor]:
         """This rank's parts of all gradients that optimizers will see; `once`: of those that no
@@ -216,26 +198,21 @@ class BucketedDataParallel(nn.Module):
         grads: list[Tensor] = []
         for slot in self.reducer.slots():
             grad = slot.parameter.grad
-            if grad is not None and (not once or self.counts(slot)):
+            if grad is not None and (not once or self._counts(slot)):
                 grads.append(local_part(grad))
         return grads
 
-    def counts(self, slot: GradSlot) -> bool:
+    def _counts(self, slot: GradSlot) -> bool:
         """Whether this rank counts a parameter in a norm, so that each is counted once over tensor
         and pipeline ranks.
         """
-        if not self.is_first_copy(slot):
-            return False
+        if self.ranks is None:
+            is_first = self._split_over is None or self._split_over.rank() == 0
+            return is_first or is_split(slot.parameter)
         # of a tied parameter the first stage counts its copy, and the last does not
-        return self.ranks is None or slot.name not in self._tied or self.ranks.is_first_stage
-
-    def is_first_copy(self, slot: GradSlot) -> bool:
-        """Whether no tensor-parallel rank before this one has the same elements of a parameter."""
-        if is_split(slot.parameter):
-            return True
-        if self.ranks is not None:
-            return self.ranks.at["tp"] == 0
-        return self._split_over is None or self._split_over.rank() == 0
+        if slot.name in self._tied and not self.ranks.is_first_stage:
+            return False
+        return self.ranks.at["tp"] == 0 or is_split(slot.parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that micro-batches of an unfinished step have added.
@@ -269,18 +246,8 @@ class BucketedDataParallel(nn.Module):
         if self.group is None:
             return
         source = dist.get_process_group_ranks(self.group)[0]
-        tensors: list[Tensor] = []
-        for buffer in self.buffers_of_grads:
-            if buffer.params is not None:
-                tensors.append(buffer.params)
-        # what was moved into buffers is sent by these; all else by itself
-        in_buffers = bool(tensors)
-        for parameter in self.module.parameters():
-            if not (in_buffers and parameter.requires_grad):
-                tensors.append(local_part(parameter))
-        tensors += [local_part(buffer) for buffer in self.module.buffers()]
-        for tensor in tensors:
-            dist.broadcast(tensor, source, group=self.group)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dist.broadcast(local_part(tensor), source, group=self.group)
         for name, submodule in self.module.named_modules():
             if isinstance(submodule, STATISTICS) and submodule.track_running_stats:
                 log.warning(
@@ -341,18 +308,12 @@ class BucketedDataParallel(nn.Module):
         return dist.get_process_group_ranks(self.group)
 
     def inverse_of_tokens(self, num_tokens: Tensor) -> Tensor:
-        """1 / the sum of num_tokens over data-parallel ranks and pipeline stages, which is taken as
-        at least 1; float64 [], as the widest gradients.
+        """1 / the sum of num_tokens over data-parallel ranks and pipeline stages; see
+        `collectives.inverse_of_tokens`.
         """
-        tokens = num_tokens.detach().to(self.device, torch.float64, copy=True)
-        if self.group is not None:
-            dist.all_reduce(tokens, group=self.group)
         # only the last stage counts them: the others have zeros, and need the number too
         stages = self.ranks.group("pp") if self.ranks is not None else None
-        if stages is not None:
-            dist.all_reduce(tokens, group=stages)
-        # a step without a token to learn from has no gradient, rather than NaN
-        return 1.0 / tokens.clamp(min=1.0)
+        return inverse_of_tokens(num_tokens, [self.group, stages], self.device)
 
 
 @torch.no_grad()

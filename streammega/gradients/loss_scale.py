@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from streammega.errors import GradientError
-from streammega.gradients.sharded_optimizer import ShardedOptimizer
 
 
 class LossScale:
     """The factor that keeps fp16 gradients from vanishing: doubled after `interval` good steps,
     halved after a bad one.
 
-    Multiply the loss by `value`; after the reduction `unscale(optimizer)` says whether the step is
-    good, on all ranks alike.
+    Multiply the loss by `value`; after the reduction `unscale` says whether the step is good, on
+    all ranks alike.
     """
 
     def __init__(self, value: float = 2.0**16, interval: int = 1000, least: float = 1.0) -> None:
@@ -25,19 +25,21 @@ class LossScale:
         self.least = least
         self.good = 0
 
-    def unscale(self, optimizer: ShardedOptimizer, divided_by: float = 1.0) -> bool:
+    def unscale(
+        self, grads: Sequence[Tensor], device: torch.device, divided_by: float = 1.0
+    ) -> bool:
         """Divide the gradients by the scale; False, and a smaller scale, where they are not finite
         on some rank.
 
+        grads: this rank's parts. device: theirs.
         divided_by: what the loss was divided by besides, so that a sum over many tokens keeps
         within fp16.
 
         Raises GradientError where they are not finite at the least scale: no smaller one is left.
         """
-        device = optimizer.models[0].device
         bad = torch.zeros((), device=device)
         # a norm is finite where all elements are: one pass, and no array of flags
-        norms = [torch.linalg.vector_norm(piece.grad) for piece in optimizer.pieces]
+        norms = [torch.linalg.vector_norm(grad) for grad in grads]
         if norms:
             is_finite = torch.stack(norms).isfinite()
             bad = (~is_finite).any().float()
@@ -53,7 +55,8 @@ class LossScale:
             self.value = max(self.value / 2, self.least)
             self.good = 0
             return False
-        optimizer.scale_grads(divided_by / self.value)
+        if grads:
+            torch._foreach_mul_(list(grads), divided_by / self.value)
         self.good += 1
         if self.good == self.interval:
             self.value *= 2

@@ -35,7 +35,7 @@ class GradReducer:
         tied_group: the ranks that add to the buckets that wait.
         checks: what looks at them before; None: nothing does.
         scale: by which this rank's gradients are multiplied before they are summed.
-        sharded, overlap, main_grad: as of BucketedDataParallel.
+        overlap, main_grad: as of BucketedDataParallel.
     """
 
     def __init__(
@@ -47,14 +47,12 @@ class GradReducer:
         tied_group: Group | None,
         checks: GradientChecks | None,
         scale: float,
-        sharded: bool,
         overlap: bool,
         main_grad: bool,
     ) -> None:
         self.buffers = buffers
         self.order = order
         self.group = order.group
-        self.sharded = sharded
         self.main_grad = main_grad
         self.device = buffers[0].grads.device
         self.sync = True
@@ -67,7 +65,6 @@ class GradReducer:
             group=self.group,
             tied_group=tied_group,
             checks=checks,
-            sharded=sharded,
             overlap=overlap,
         )
         order.add(self)
@@ -196,20 +193,6 @@ class GradReducer:
         for buffer in self.buffers:
             yield from buffer.slots()
 
-    def own_grads(self, buffer: GradBuffer) -> list[Tensor]:
-        """The gradients that are valid on this rank after a reduction: everything, or with
-        `sharded` its part of every bucket.
-        """
-        if not self.sharded or self.group is None:
-            return [buffer.grads]
-        index = self.group.rank()
-        size = self.group.size()
-        parts: list[Tensor] = []
-        for bucket in buffer.buckets:
-            start, stop = bucket.place.shard(index, size)
-            parts.append(buffer.grads[start:stop])
-        return parts
-
     def forget(self) -> None:
         """Begin a step anew.
 
@@ -287,11 +270,9 @@ class GradReducer:
         """Scale the reduced gradients, and put them where optimizers look."""
         if factor is not None:
             for buffer in self.buffers:
-                for grads in self.own_grads(buffer):
-                    grads.mul_(factor)
-        if not self.sharded:
-            for slot in self.slots():
-                slot.hand_over()
+                buffer.grads.mul_(factor)
+        for slot in self.slots():
+            slot.hand_over()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

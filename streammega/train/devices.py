@@ -196,10 +196,11 @@ def check_backend(choice: DeviceChoice, parallel: ParallelConfig) -> None:
     host's.
     """
     gloo_on_cuda = choice.device == "cuda" and choice.backend == "gloo"
-    if gloo_on_cuda and max(parallel.tp, parallel.pp) > 1:
+    is_sharded = parallel.optimizer == "sharded"
+    if gloo_on_cuda and (max(parallel.tp, parallel.pp) > 1 or is_sharded):
         raise ConfigError(
             f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} "
-            f"and parallel.pp {parallel.pp} must be 1; "
+            f"and parallel.pp {parallel.pp} must be 1, and parallel.optimizer not sharded; "
             f"set train.backend = nccl, or train.device = cpu"
         )
 

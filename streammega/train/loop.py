@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from streammega.gradients.loss_scale import LossScale
-from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.cursor import with_readable
 from streammega.parallel import RankBatches
 from streammega.parallel.batches import read_factor
@@ -262,8 +261,6 @@ class Trainer:
     def close(self) -> None:
         """Finish what is being written, and end reading ahead."""
         self.watch.phase("ending")
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.finish_param_sync()
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()
@@ -289,8 +286,6 @@ class Trainer:
             record=record,
             scale=self.scale,
         )
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.finish_param_sync()
         self.checkpoints.save(
             self.step, self.model, self.optimizer, position, background=background
         )

@@ -5,29 +5,35 @@ the micro-batches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from streammega.gradients.boxes import offset_of
-from streammega.gradients.collectives import clip, total_norm
-from streammega.gradients.data_parallel import BucketedDataParallel
+from streammega.gradients.buffers import local_part
+from streammega.gradients.checks import clip_finite_grads
+from streammega.gradients.collectives import clip, inverse_of_tokens, total_norm
+from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.parallel import Ranks
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
 from streammega.train.inputs import ModelInputs
 from streammega.train.losses import Losses, StepLosses
 from streammega.train.model import GPT, TIED
-from streammega.train.optimizer import Optimizer, make_optimizer
 from streammega.train.pipeline import Pipeline
-from streammega.train.stages import canonical, make_stages
+from streammega.train.sharding import (
+    check_gradients,
+    check_largest,
+    is_split_over_tensor,
+    local_grads,
+    reshard,
+    set_last_micro_batch,
+)
+from streammega.train.stages import canonical, make_stages, vocab_part
 from streammega.train.vocab_loss import VocabPart
-
-Wrapped = BucketedDataParallel | DistributedDataParallel
 
 BYTES_OF_FP32 = 4
 MIB = 1 << 20
@@ -36,7 +42,8 @@ MIB = 1 << 20
 class ParallelModel:
     """The stages of a model that this rank holds, ready to train.
 
-    `chunks` are the bare stages, `wrapped` the same in their data-parallel wrappers.
+    `chunks` are the bare stages, `wrapped` the same in their data-parallel wrappers, if they are
+    not sharded.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
@@ -45,6 +52,7 @@ class ParallelModel:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
         parallel = config.parallel
+        self.is_sharded = parallel.optimizer == "sharded"
         self.num_stages = parallel.pp * parallel.virtual_stages
         # Interleaved: of n stages on each rank, rank r has r, r + pp, r + 2 * pp and so on.
         self.stage_ids = list(range(ranks.at["pp"], self.num_stages, parallel.pp))
@@ -54,12 +62,25 @@ class ParallelModel:
         self.wrapped = [_wrap(chunk, config, ranks, self.num_stages) for chunk in self.chunks]
         self._inputs = ModelInputs(config, ranks, device)
         self._pipeline = Pipeline(
-            self.chunks, self.wrapped, self.stage_ids, self.num_stages, config, ranks, device
+            self.wrapped, self.stage_ids, self.num_stages, config, ranks, device
         )
 
-    def make_optimizer(self) -> Optimizer:
-        """AdamW over this rank's parameters; vectors are not decayed."""
-        return make_optimizer(self.config, self.ranks, self.chunks, self.wrapped)
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over this rank's parameters; vectors are not decayed.
+
+        Where the stages are sharded, each rank has the state of its parts.
+        """
+        train = self.config.train
+        which = self.config.parallel.optimizer
+        settings: dict[str, Any] = {
+            "lr": train.lr,
+            "betas": (train.beta1, train.beta2),
+            "fused": self.is_sharded,
+        }
+        groups = _groups(self.chunks, train.weight_decay)
+        if which == "zero" and self.ranks.group("dp-cp") is not None:
+            return _make_zero(groups, self.ranks, **settings)
+        return torch.optim.AdamW(groups, **settings)
 
     @property
     def is_last(self) -> bool:
@@ -77,13 +98,8 @@ class ParallelModel:
 
     @property
     def _vocab_part(self) -> VocabPart | None:
-        """The part of the vocabulary of which this rank computes logits; None: all, or none."""
-        head = self.chunks[-1].head
-        group = self.ranks.group("tp")
-        if head is None or not isinstance(head.weight, DTensor) or group is None:
-            return None
-        first_entry, _ = offset_of(head.weight)
-        return VocabPart(group, first_entry)
+        """The part of the vocabulary of which this rank computes logits; None: all."""
+        return vocab_part(self.config.model.vocab_size, self.ranks)
 
     def forward_backward(
         self, batches: Iterable[Batch], count: int, length: int, scale: float = 1.0
@@ -97,13 +113,14 @@ class ParallelModel:
         losses = StepLosses(scale, self._vocab_part)
         if self.num_stages == 1:
             self._accumulate(batches, count, length, losses)
-        else:
-            with contextlib.ExitStack() as stack:
-                for wrapped in self.wrapped:
-                    assert isinstance(wrapped, BucketedDataParallel)
+            return losses.all(self.device)
+        inputs_of_step = list(self._inputs.of_step(batches, length))
+        with contextlib.ExitStack() as stack:
+            for wrapped in self.wrapped:
+                # torch's schedules know by themselves when fully_shard has to sum
+                if isinstance(wrapped, BucketedDataParallel):
                     stack.enter_context(wrapped.expect(count))
-                inputs_of_step = list(self._inputs.of_step(batches, length))
-                self._pipeline.run(inputs_of_step, length, losses, train=True)
+            self._pipeline.run(inputs_of_step, length, losses, train=True)
         return losses.all(self.device)
 
     def _accumulate(
@@ -112,23 +129,74 @@ class ParallelModel:
         """Forward and backward of one micro-batch after the other."""
         model = self.wrapped[0]
         for number, inputs in enumerate(self._inputs.of_step(batches, length)):
-            is_last = number == count - 1
             # Gradients are reduced once, in the backward that has the sum of all.
-            with contextlib.nullcontext() if is_last else model.no_sync():
+            with synchronised(model, is_last=number == count - 1):
                 logits = model(*inputs.arguments, **inputs.keywords)
                 loss = losses(logits, inputs.target)
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all stages of a replicated optimizer to their global norm; returns
-        the norm before.
+    def finish_gradients(self, tokens: Tensor) -> None:
+        """Sum gradients over all ranks, and divide them by the tokens of all.
+
+        tokens: unmasked ones of this rank; none on all but the last stage. Raises GradientError on
+        every rank where a gradient of BucketedDataParallel is not finite, or any is too large.
         """
-        models = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
+        buckets = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
+        if buckets:
+            finish_grad_sync(buckets, tokens)
+            return
+        if self.is_sharded:
+            self._sum_tied_gradients()
+            largest = self.config.train.largest_gradient
+            if largest is not None:
+                check_largest(local_grads(names_of(self)), largest)
+        groups = [self.ranks.group("dp-cp"), self.ranks.group("pp")]
+        factor = inverse_of_tokens(tokens, groups, self.device)
+        if not self.is_sharded:
+            # torch's DDP has averaged over ranks what is to be a sum.
+            factor = factor * self.ranks.size("dp-cp")
+        torch._foreach_mul_(self.gradients(), factor.float())
+
+    def _sum_tied_gradients(self) -> None:
+        """Add to the gradient of the embedding that of the stage on which it is the head."""
+        if self.num_stages == 1:
+            return
+        embedding = names_of(self).get("embedding.weight")
+        if embedding is not None and embedding.grad is not None:
+            self.ranks.all_reduce(local_part(embedding.grad), "embedding")
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's parts of all gradients that the optimizer will see."""
+        return list(local_grads(names_of(self)).values())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all stages to their global norm; returns the norm before.
+
+        Raises GradientError on every rank where a gradient of torch's own wrappers is not finite.
+        """
+        if isinstance(self.wrapped[0], DistributedDataParallel):
+            return clip_finite_grads(self.wrapped[0], max_norm)
+        parameters = names_of(self)
+        grads = local_grads(parameters)
         # Those that several ranks have count once in the norm, and are clipped wherever they are.
-        counted = [grad for model in models for grad in model.grads(once=True)]
-        norm = total_norm(counted, [self.ranks.group("tp-pp")], self.device)
-        clip([grad for model in models for grad in model.grads()], norm, max_norm)
+        counted = [
+            grad for name, grad in grads.items() if self.is_first_copy(name, parameters[name])
+        ]
+        groups = [self.ranks.group("tp-pp")]
+        if self.is_sharded:
+            groups.append(self.ranks.group("dp-cp"))
+        norm = total_norm(counted, groups, self.device)
+        if self.is_sharded:
+            check_gradients(grads, norm)
+        clip(list(grads.values()), norm, max_norm)
         return norm
+
+    def is_first_copy(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether no other tensor-parallel rank or pipeline stage before this one has the same
+        elements of a parameter. name: in the whole model.
+        """
+        is_tied_copy = name == "embedding.weight" and not self.ranks.is_first_stage
+        return not is_tied_copy and (is_split_over_tensor(parameter) or self.ranks.at["tp"] == 0)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Losses:
@@ -143,6 +211,9 @@ class ParallelModel:
         else:
             inputs_of_step = list(self._inputs.of_step(batches, length))
             self._pipeline.run(inputs_of_step, length, losses, train=False)
+        if self.is_sharded:
+            for chunk in self.chunks:
+                reshard(chunk)
         return losses.all(self.device)
 
 
@@ -155,9 +226,22 @@ def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
     return parameter_of
 
 
-def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> Wrapped:
-    """A stage in its data-parallel wrapper."""
+@contextlib.contextmanager
+def synchronised(model: nn.Module, *, is_last: bool) -> Iterator[None]:
+    """Within it a backward sums gradients over ranks, if it is the last of a step."""
+    if isinstance(model, BucketedDataParallel | DistributedDataParallel):
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            yield
+    else:
+        set_last_micro_batch(model, is_last)
+        yield
+
+
+def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> nn.Module:
+    """A stage in its data-parallel wrapper; one that is sharded is its own."""
     parallel = config.parallel
+    if parallel.optimizer == "sharded":
+        return chunk
     group = ranks.group("dp-cp")
     if parallel.data_parallel == "torch" and group is not None:
         settings: dict[str, Any] = {}
@@ -171,9 +255,43 @@ def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> Wrapp
         ranks=ranks,
         bucket_size=parallel.bucket_size,
         average=False,
-        sharded=parallel.optimizer == "sharded",
         tied=tied,
-        # Of fp16 the loss scale looks at them: an overflow is a smaller scale there, and no error.
-        check_gradients=config.train.dtype != "float16",
         largest_gradient=config.train.largest_gradient,
     )
+
+
+def _groups(chunks: Sequence[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters of all stages, matrices and vectors apart; those that stages share are in once."""
+    parameters: dict[int, nn.Parameter] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameters[id(parameter)] = parameter
+    matrices = [parameter for parameter in parameters.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters.values() if parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _make_zero(
+    groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: Any
+) -> torch.optim.Optimizer:
+    """torch's ZeroRedundancyOptimizer of AdamW."""
+    with warnings.catch_warnings():
+        # its package compiles other optimizers when it is imported
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    # Its constructor takes one group; the others are added.
+    first, *others = groups
+    zero = ZeroRedundancyOptimizer(
+        first["params"],
+        torch.optim.AdamW,
+        process_group=ranks.group("dp-cp"),
+        weight_decay=first["weight_decay"],
+        **settings,
+    )
+    for group in others:
+        zero.add_param_group(dict(group))
+    return zero

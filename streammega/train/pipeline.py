@@ -9,20 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from streammega.gradients.buffers import local_part
 from streammega.parallel import Ranks
 from streammega.train.config import RunConfig
 from streammega.train.inputs import StageInputs
 from streammega.train.losses import StepLosses
-from streammega.train.model import GPT
+from streammega.train.stages import vocab_part
 
 
 class Pipeline:
     """Runs micro-batches through the stages of all pipeline ranks. Collective over them.
 
     Args:
-        chunks: the bare stages of this rank.
-        wrapped: the same in their data-parallel wrappers, which are called.
+        wrapped: the stages of this rank, in their data-parallel wrappers.
         stage_ids: their numbers, of `num_stages`.
         num_stages: on all pipeline ranks.
         config: of the run.
@@ -32,7 +30,6 @@ class Pipeline:
 
     def __init__(
         self,
-        chunks: Sequence[GPT],
         wrapped: Sequence[nn.Module],
         stage_ids: Sequence[int],
         num_stages: int,
@@ -40,7 +37,6 @@ class Pipeline:
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._chunks = chunks
         self._wrapped = wrapped
         self._stage_ids = stage_ids
         self._num_stages = num_stages
@@ -140,9 +136,9 @@ class Pipeline:
 
     def _logits(self, kept: int) -> Tensor:
         """Of the shape of a last stage's output: of this rank's part of the vocabulary."""
-        head = self._chunks[-1].head
-        assert head is not None
-        entries = len(local_part(head.weight))
+        vocab_size = self._config.model.vocab_size
+        part = vocab_part(vocab_size, self._ranks)
+        entries = vocab_size if part is None else part.size
         return torch.empty(self._rows, kept, entries, dtype=self._dtype, device="meta")
 
     @property

@@ -17,6 +17,8 @@ from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
 from streammega.train.first_weights import fill_with_first_weights
 from streammega.train.model import GPT, TIED, hidden_size
+from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
+from streammega.train.vocab_loss import VocabPart
 
 
 def make_stages(
@@ -25,6 +27,8 @@ def make_stages(
     """Stages of the model that one rank alone would make, and the shapes of all its parameters."""
     check_tensor_parallel(config, ranks.layout)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
+    is_sharded = config.parallel.optimizer == "sharded"
+    mesh = make_mesh(ranks, device.type) if is_sharded else None
     # Shapes only: memory is for what this rank keeps.
     with torch.device("meta"):
         whole = GPT(config.model)
@@ -32,9 +36,10 @@ def make_stages(
     for chunk, stage in zip(chunks, stage_ids, strict=True):
         chunk.keep_stage(stage, num_stages)
         chunk.recompute(config.train.recompute)
-        chunk.to(dtype)
         # Split before there is memory, so that memory is made for this rank's parts alone.
-        _split(chunk, config, ranks, device)
+        _split(chunk, config, ranks, device, mesh)
+        if mesh is not None:
+            shard(chunk, mesh[DATA], dtype)
         chunk.to_empty(device=device)
         chunk.tie()
     fill_with_first_weights(chunks, whole, config.train.seed, canonical)
@@ -45,6 +50,16 @@ def make_stages(
 def canonical(name: str) -> str:
     """The name of a parameter in the whole model: the head of a last stage is the embedding."""
     return "embedding.weight" if name == TIED else name
+
+
+def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
+    """The part of the vocabulary of which this rank computes logits; None: all."""
+    group = ranks.group(TENSOR)
+    if group is None:
+        return None
+    share = math.ceil(vocab_size / ranks.layout.tp)
+    start = ranks.at["tp"] * share
+    return VocabPart(group, start, min(share, vocab_size - start))
 
 
 def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
@@ -78,12 +93,20 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
             )
 
 
-def _split(chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
-    """Divide a stage over tensor- and context-parallel ranks."""
-    tensor_group = ranks.group("tp")
+def _split(
+    chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device, mesh: DeviceMesh | None
+) -> None:
+    """Divide a stage over tensor- and context-parallel ranks.
+
+    mesh: of all ranks of the stage, if its parameters are sharded too.
+    """
+    tensor_group = ranks.group(TENSOR)
     context_group = ranks.group("cp")
     if tensor_group is not None:
-        mesh = DeviceMesh.from_group(tensor_group, device.type)
-        chunk.parallelize(mesh, sequence_parallel=config.parallel.sequence_parallel)
+        of_tensor = mesh[TENSOR] if mesh is not None else None
+        chunk.parallelize(
+            of_tensor or DeviceMesh.from_group(tensor_group, device.type),
+            sequence_parallel=config.parallel.sequence_parallel,
+        )
     if context_group is not None:
         chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))

@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from streammega.errors import GradientError, StorageError
-from streammega.gradients.checks import clip_finite_grads
-from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.gradients.loss_scale import LossScale
-from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.loading import StreamLoader
 from streammega.parallel import RankBatches, Ranks
 from streammega.samples.source import dataset_of_samples
@@ -27,7 +23,6 @@ from streammega.train.checkpoints.checkpoints import Checkpoints
 from streammega.train.config import RunConfig
 from streammega.train.feed import StepBatches
 from streammega.train.losses import Losses
-from streammega.train.optimizer import Optimizer
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.schedule import Decay, set_learning_rate
 from streammega.train.step_totals import StepTotals, add_over_ranks
@@ -54,7 +49,7 @@ class TrainStep:
     loader: StreamLoader
     batches: RankBatches
     model: ParallelModel
-    optimizer: Optimizer
+    optimizer: torch.optim.Optimizer
     scale: LossScale | None
     checkpoints: Checkpoints
     requests: StopRequests
@@ -166,51 +161,24 @@ class TrainStep:
 
         Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
         """
-        tokens = losses.tokens.sum()
-        if isinstance(self.model.wrapped[0], BucketedDataParallel):
-            norm = self._reduce_buckets(tokens, divided_by)
-        else:
-            norm = self._normalise_torch_ddp(tokens)
-        if norm is None:
-            return math.inf
+        model = self.model
+        model.finish_gradients(losses.tokens.sum())
+        is_good = self.scale is None or self.scale.unscale(
+            model.gradients(), self.device, divided_by
+        )
+        norm = model.clip_grad_norm_(self._largest_norm) if is_good else math.inf
         # A save may still be copying the values that change now.
         self.checkpoints.before_change()
-        self.optimizer.step()
-        for model in self.model.wrapped:
-            model.zero_grad()
+        if is_good:
+            self.optimizer.step()
+        for wrapped in model.wrapped:
+            wrapped.zero_grad()
+        if not is_good:
+            return math.inf
         if self.device.type == "cuda":
             # All of the step is under way, and the host would wait for it here.
             self.batches.prepare()
         return self._finite(step, float(norm))
-
-    def _reduce_buckets(self, tokens: Tensor, divided_by: float) -> Tensor | float | None:
-        """The norm of gradients that are reduced, divided by tokens and clipped.
-
-        tokens: unmasked ones of this rank; none on all but the last stage. None: fp16 overflowed;
-        the scale is smaller now.
-        """
-        models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
-        finish_grad_sync(models, tokens)
-        limit = self._largest_norm
-        optimizer = self.optimizer
-        if not isinstance(optimizer, ShardedOptimizer):
-            return self.model.clip_grad_norm_(limit)
-        if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
-            return None
-        return optimizer.clip_grad_norm_(limit)
-
-    def _normalise_torch_ddp(self, tokens: Tensor) -> Tensor | float:
-        """The same of torch's DDP, which has reduced already."""
-        model = self.model.wrapped[0]
-        total_tokens = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
-        grads: list[Tensor] = []
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                grads.append(parameter.grad)
-        # DDP has averaged over ranks what is to be a sum.
-        factor = self.ranks.size("dp-cp") / total_tokens
-        torch._foreach_mul_(grads, factor)
-        return clip_finite_grads(model, self._largest_norm)
 
     @property
     def _largest_norm(self) -> float:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabPart:
-    """This rank's part of the vocabulary: as many entries as it computes logits, from `start` on.
+    """This rank's part of the vocabulary: `size` entries from `start` on.
 
     group: the ranks that have all of it.
     """
 
     group: dist.ProcessGroup
     start: int
+    size: int
 
 
 def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:

@@ -1,6 +1,4 @@
-"""Gradient buckets and the sharded optimizer: the rules of their layout, and that they compute what
-torch's own do.
-"""
+"""Gradient buckets: the rules of their layout, and that they compute what torch's own do."""
 
 from __future__ import annotations
 
@@ -8,15 +6,14 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import BucketedDataParallel, ShardedOptimizer
+from streammega import BucketedDataParallel
 from streammega.errors import ConfigError, GradientError
-from streammega.gradients.buckets import default_bucket_size, plan_buckets, rectangles
+from streammega.gradients.buckets import default_bucket_size, plan_buckets
 from streammega.gradients.loss_scale import LossScale
 from streammega.train.checkpoints.state import scalar_devices
 from tests.support.gang import Gang
@@ -31,7 +28,6 @@ from tests.support.rank_programs import (
     make_net,
     per_token,
     second_backward,
-    sharded_beside_replicated,
     two_buffers,
 )
 
@@ -39,14 +35,11 @@ from tests.support.rank_programs import (
 @given(
     sizes=st.lists(st.integers(1, 500), min_size=1, max_size=30),
     bucket_size=st.integers(1, 2000),
-    shards=st.sampled_from([0, 1, 2, 3, 8]),
     data=st.data(),
 )
-def test_buckets_follow_the_rules(
-    sizes: list[int], bucket_size: int, shards: int, data: Any
-) -> None:
+def test_buckets_follow_the_rules(sizes: list[int], bucket_size: int, data: Any) -> None:
     waiting = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2))
-    buckets = plan_buckets(sizes, bucket_size, shards=shards, waiting=waiting)
+    buckets = plan_buckets(sizes, bucket_size, waiting=waiting)
     slots = [slot for bucket in buckets for slot in bucket.slots]
     backwards = list(range(len(sizes)))[::-1]
     order = [n for n in backwards if n not in waiting] + [n for n in backwards if n in waiting]
@@ -57,10 +50,7 @@ def test_buckets_follow_the_rules(
     end = 0
     for slot in slots:
         assert slot.stop - slot.start == sizes[slot.parameter]
-        gap = slot.start - end
-        assert gap >= 0
-        if not shards:
-            assert gap == 0
+        assert slot.start == end
         end = slot.stop
     for bucket in buckets:
         own = [slot.parameter in waiting for slot in bucket.slots]
@@ -75,28 +65,8 @@ def test_buckets_follow_the_rules(
             assert bucket.slots[-2].stop - bucket.start < bucket_size, (
                 "the crossing parameter is the last"
             )
-        if shards:
-            assert bucket.stop % math.lcm(shards, 128) == 0
-            assert all(slot.start % 64 == 0 for slot in bucket.slots)
-            parts = [bucket.shard(rank, shards) for rank in range(shards)]
-            assert [a for a, _ in parts] + [bucket.stop] == [bucket.start, *(b for _, b in parts)]
-            assert {b - a for a, b in parts} == {(bucket.stop - bucket.start) // shards}
     assert default_bucket_size(1) == 40_000_000
     assert default_bucket_size(64) == 64_000_000
-
-
-@given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
-def test_rectangles_tile_a_flat_range_in_order(shape: list[int], data: Any) -> None:
-    total = math.prod(shape)
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-    array = np.arange(total).reshape(shape)
-    boxes = rectangles(shape, start, stop)
-    got = [
-        array[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].ravel() for box in boxes
-    ]
-    assert (np.concatenate(got) if got else np.empty(0)).tolist() == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "gradients-torch-ddp")
@@ -108,17 +78,6 @@ def test_gradients_are_those_of_torchs_ddp_to_the_bit(
 ) -> None:
     """Two ranks: a sum of two is the same in any order."""
     assert gang.run(2, grads_beside_ddp, micro_batches, bucket_size, overlap) == [True, True]
-
-
-@pytest.mark.guarantee("shardedoptimizer-steps-replicated")
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
-@pytest.mark.parametrize(("bucket_size", "overlap"), [(700, True), (10**9, False)])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_sharded_optimizer_steps_as_the_replicated_one(
-    gang: Gang, optimizer: str, bucket_size: int, overlap: bool, size: int
-) -> None:
-    for worst in gang.run(size, sharded_beside_replicated, optimizer, bucket_size, overlap, 4):
-        assert worst < 2e-6, "the order of the sum of squares in the norm is all that differs"
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients")
@@ -188,10 +147,7 @@ def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, ch
 
 
 @pytest.mark.guarantee("norms-count-element")
-@pytest.mark.parametrize("sharded", [False, True])
-def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
-    gang: Gang, sharded: bool
-) -> None:
+def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(gang: Gang) -> None:
     torch.manual_seed(5)
     norm_layer = torch.nn.LayerNorm(8)
     whole = torch.nn.Sequential(norm_layer, torch.nn.Linear(8, 6, bias=False))
@@ -199,7 +155,7 @@ def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
     expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     gradient = norm_layer.weight.grad
     assert gradient is not None
-    for norm, replicated in gang.run(2, clipped_tensor_parallel, sharded):
+    for norm, replicated in gang.run(2, clipped_tensor_parallel):
         assert norm == pytest.approx(float(expected), rel=1e-5)
         assert replicated == pytest.approx(gradient.tolist(), rel=1e-4, abs=1e-7)
 
@@ -221,9 +177,8 @@ def test_float64_gradients_are_clipped_by_their_norm() -> None:
     torch.testing.assert_close(after, [grad * (0.5 / expected).to(grad.dtype) for grad in before])
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang, sharded: bool) -> None:
-    first, second = gang.run(2, first_weights, sharded)
+def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang) -> None:
+    first, second = gang.run(2, first_weights)
     assert first == second
 
 
@@ -245,17 +200,10 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(gang: Gang) -> N
 
 @pytest.mark.guarantee("run-diverged-ends")
 def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
-    model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     scale = LossScale(2.0)
 
-    def is_good(factor: float) -> bool:
-        loss = model(torch.zeros(1, 4, dtype=torch.int64)).float().sum()
-        (loss * factor).backward()
-        model.finish_grad_sync()
-        is_good = scale.unscale(optimizer)
-        optimizer.zero_grad()
-        return is_good
+    def is_good(gradient: float) -> bool:
+        return scale.unscale([torch.tensor([1.0, gradient])], torch.device("cpu"))
 
     assert not is_good(math.inf)
     assert scale.value == 1.0
@@ -305,17 +253,7 @@ def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> 
 
 
 def test_wrong_uses_are_named() -> None:
-    plain = BucketedDataParallel(make_net())
-    with pytest.raises(ConfigError, match="sharded=True"):
-        ShardedOptimizer(plain, torch.optim.SGD)
     with pytest.raises(ConfigError, match="at least 1"):
         BucketedDataParallel(make_net(), bucket_size=0)
     with pytest.raises(ConfigError, match="no parameters"):
         BucketedDataParallel(torch.nn.ReLU())
-    with pytest.raises(ConfigError, match=r"clipped by ShardedOptimizer"):
-        BucketedDataParallel(make_net(), sharded=True).clip_grad_norm_(1.0)
-    with pytest.raises(ConfigError, match="too narrow"):
-        ShardedOptimizer(
-            BucketedDataParallel(make_net(), sharded=True, grad_dtype=torch.bfloat16),
-            torch.optim.SGD,
-        )

@@ -107,9 +107,8 @@ def test_a_bucket_waits_for_all_streams_that_made_its_gradients(gang: Gang) -> N
 
 
 @pytest.mark.guarantee("abandoned-backward-added")
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharded: bool) -> None:
-    assert gang.run(2, programs.abandoned, sharded) == [pytest.approx([2.0] * 3)] * 2
+def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang) -> None:
+    assert gang.run(2, programs.abandoned) == [pytest.approx([2.0] * 3)] * 2
 
 
 @pytest.mark.guarantee("uses-would-give")
@@ -125,7 +124,6 @@ def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharde
         (programs.unfrozen_later, "ConfigError: 0.weight was frozen when it was wrapped"),
         (programs.complex_parameters, "ConfigError: weight is complex"),
         (programs.checkpointed_twice, "use_reentrant=False"),
-        (programs.moved_away, "ConfigError: weight no longer lies in its bucket"),
         (programs.assigned, "ConfigError: load_state_dict(assign=True)"),
         (programs.averaged_and_divided_by_tokens, "ConfigError: finish_grad_sync(num_tokens)"),
         (
@@ -190,11 +188,8 @@ def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
 
 @pytest.mark.guarantee("gradients-torch-ddp")
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(
-    gang: Gang, sharded: bool, frozen: bool
-) -> None:
-    for moved, off in gang.run(2, programs.unused, sharded, frozen):
+def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(gang: Gang, frozen: bool) -> None:
+    for moved, off in gang.run(2, programs.unused, frozen):
         assert moved == [True, True, False, False, True, True]
         assert off < 1e-6
 
@@ -208,27 +203,14 @@ def test_a_replicated_dtensor_counts_once_in_a_norm(gang: Gang) -> None:
 
 @pytest.mark.guarantee("kernels-may-add")
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_kernels_that_add_to_main_grad_give_the_same_steps(
-    gang: Gang, sharded: bool, micro_batches: int
-) -> None:
-    for off, message in gang.run(2, programs.main_grads, sharded, micro_batches):
+def test_kernels_that_add_to_main_grad_give_the_same_steps(gang: Gang, micro_batches: int) -> None:
+    for off, message in gang.run(2, programs.main_grads, micro_batches):
         assert off < 1e-6
         assert "zero_grad()" in message
 
 
 @pytest.mark.guarantee("compiled-models-step")
-@pytest.mark.parametrize(
-    ("how", "sharded"),
-    [
-        pytest.param("before", False, marks=pytest.mark.soak),
-        ("before", True),
-        ("whole graph", True),
-        ("in place", True),
-        ("wrapper", False),
-        pytest.param("wrapper", True, marks=pytest.mark.soak),
-    ],
-)
-def test_compiled_models_step_as_eager_ones(gang: Gang, how: str, sharded: bool) -> None:
-    for off in gang.run(2, programs.compiled, how, sharded):
+@pytest.mark.parametrize("how", ["before", "whole graph", "in place", "wrapper"])
+def test_compiled_models_step_as_eager_ones(gang: Gang, how: str) -> None:
+    for off in gang.run(2, programs.compiled, how):
         assert off == [0.0] * 3

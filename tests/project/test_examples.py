@@ -33,7 +33,7 @@ def run(
 
 
 @pytest.mark.guarantee("examples-several-ranks")
-@pytest.mark.parametrize("name", ["batches.py", "buckets.py"])
+@pytest.mark.parametrize("name", ["batches.py", "buckets.py", "fully_shard.py"])
 def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(
     tmp_path: Path, name: str
 ) -> None:
@@ -117,12 +117,20 @@ def test_only_get_batch_gives_every_rank_its_part(
     )
 
 
+@pytest.mark.guarantee("examples-run-themselves")
+def test_the_buckets_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run(tmp_path, "buckets.py", 2, monkeypatch)
+    losses = [float(value) for value in re.findall(r"loss (\S+),", lines)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.guarantee("examples-run-themselves", "optimizer-state-goes")
-def test_the_buckets_go_on_where_they_stopped_on_other_ranks(
+def test_a_sharded_loop_goes_on_where_it_stopped_on_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = run(tmp_path, "buckets.py", 2, monkeypatch) + run(
-        tmp_path, "buckets.py", 3, monkeypatch
+    lines = run(tmp_path, "fully_shard.py", 2, monkeypatch) + run(
+        tmp_path, "fully_shard.py", 3, monkeypatch
     )
     steps = [int(value) for value in re.findall(r"step (\d+)", lines)]
     losses = [float(value) for value in re.findall(r"loss (\S+),", lines)]

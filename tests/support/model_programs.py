@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from streammega import BucketedDataParallel, ParallelLayout, Ranks
-from streammega.gradients.sharded_optimizer import ShardedOptimizer
+from streammega import ParallelLayout, Ranks
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.train import attention
 from streammega.train.config import RunConfig, load_run
@@ -95,33 +94,13 @@ def batch_of(
     return {name: field.to(model.device) for name, field in batch.items()}
 
 
-def bucketed(model: ParallelModel) -> list[BucketedDataParallel]:
-    """The wrappers of a model whose gradients this library reduces."""
-    wrappers = []
-    for wrapper in model.wrapped:
-        assert isinstance(wrapper, BucketedDataParallel)
-        wrappers.append(wrapper)
-    return wrappers
-
-
-def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients that optimizers would see, by name, divided by the unmasked tokens of all
-    ranks; none of both divided.
-    """
+def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """The gradients that optimizers would see, by name, whole."""
     from torch.distributed.tensor import DTensor
 
-    from streammega.gradients.data_parallel import finish_grad_sync
     from streammega.train.parallel_model import names_of
-    from streammega.train.stages import canonical
 
-    finish_grad_sync(bucketed(model), tokens)
     found = {}
-    if model.config.parallel.optimizer == "sharded" and model.ranks.group("tp") is None:
-        return {
-            canonical(slot.name): slot.main_grad.clone()
-            for wrapper in bucketed(model)
-            for slot in wrapper.reducer.slots()
-        }
     for name, parameter in names_of(model).items():
         grad = parameter.grad
         if isinstance(grad, DTensor):
@@ -129,14 +108,6 @@ def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Ten
         if grad is not None:
             found[name] = grad.clone()
     return found
-
-
-def norm_of(model: ParallelModel) -> torch.Tensor:
-    """The norm of all gradients, over all ranks, as clipping takes it."""
-    optimizer = model.make_optimizer()
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.clip_grad_norm_(float("inf"))
-    return model.clip_grad_norm_(float("inf"))
 
 
 def steps_of(
@@ -152,14 +123,12 @@ def steps_of(
     batches = [batch_of(model, config, cu_seqlens, seed) for seed in range(micro_batches)]
     with saved_for_backward() as saved:
         losses = model.forward_backward(batches, len(batches), config.data.sequence_length)
+    model.finish_gradients(losses.tokens.sum())
     return {
         "loss": losses.loss.tolist(),
         "tokens": losses.tokens.tolist(),
-        "grads": {
-            name: grad.float().cpu().numpy()
-            for name, grad in gradients(model, losses.tokens.sum()).items()
-        },
-        "norm": float(norm_of(model)),
+        "grads": {name: grad.float().cpu().numpy() for name, grad in gradients(model).items()},
+        "norm": float(model.clip_grad_norm_(float("inf"))),
         "saved": sorted(saved.values()),
     }
 
@@ -222,7 +191,8 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     (wanted * weights).sum().backward()
     start = sum(len(part) for part in torch.arange(entries).chunk(ranks)[:rank])
     own = whole.detach().chunk(ranks, 1)[rank].clone().requires_grad_()
-    losses = vocab_parallel_loss(own, target, VocabPart(dist.group.WORLD, start), -100)  # type: ignore[arg-type]
+    part = VocabPart(dist.group.WORLD, start, own.shape[1])  # type: ignore[arg-type]
+    losses = vocab_parallel_loss(own, target, part, -100)
     (losses * weights).sum().backward()
     assert own.grad is not None
     assert whole.grad is not None
@@ -246,7 +216,7 @@ def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
 
     model, config = model_of(run_file, overrides)
     torch.manual_seed(config.train.seed)
-    whole = dict(GPT(config.model).to(model.dtype).named_parameters())
+    whole = dict(GPT(config.model).named_parameters())
     same = True
     for name, parameter in names_of(model).items():
         value = parameter.detach()

@@ -204,47 +204,6 @@ def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: b
     return same
 
 
-def sharded_beside_replicated(
-    rank: int, optimizer: str, bucket_size: int, overlap: bool, steps: int
-) -> float:
-    """The largest difference of parameters after some steps of ShardedOptimizer and of the same
-    optimizer, replicated.
-    """
-    from streammega import BucketedDataParallel, ShardedOptimizer
-
-    kind = getattr(torch.optim, optimizer)
-    decay = {} if optimizer == "Adagrad" else {"weight_decay": 0.1}
-    whole = BucketedDataParallel(make_net(), bucket_size=bucket_size)
-    plain = [p for n, p in whole.module.named_parameters() if "norm" in n]
-    decayed = [p for n, p in whole.module.named_parameters() if "norm" not in n]
-    replicated = kind([{"params": decayed, **decay}, {"params": plain}], lr=0.01)
-    parts = BucketedDataParallel(make_net(), bucket_size=bucket_size, sharded=True)
-    sharded = ShardedOptimizer(
-        parts,
-        kind,
-        settings_of=lambda name, _: {} if "norm" in name else decay,
-        overlap=overlap,
-        lr=0.01,
-    )
-    worst = 0.0
-    for step in range(steps):
-        norms = []
-        for model, stepper in ((whole, replicated), (parts, sharded)):
-            for micro in range(2):
-                with model.no_sync() if micro == 0 else contextlib.nullcontext():
-                    loss_of(model, ids_of(rank, step, micro), seldom=True).backward()
-            model.finish_grad_sync()
-            norm = model.clip_grad_norm_(0.5) if model is whole else sharded.clip_grad_norm_(0.5)
-            stepper.step()
-            stepper.zero_grad()
-            norms.append(float(norm))
-        worst = max(worst, abs(norms[0] - norms[1]))
-    sharded.finish_param_sync()
-    for a, b in zip(whole.module.parameters(), parts.module.parameters(), strict=True):
-        worst = max(worst, float((a - b).detach().abs().max()))
-    return worst
-
-
 def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
     """Relative errors of gradients of a bf16 model over many micro-batches: accumulated by torch in
     bf16, and by us in fp32.
@@ -422,7 +381,7 @@ def two_buffers(rank: int, chunks: int) -> list[float]:
     return worst
 
 
-def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float]]:
+def clipped_tensor_parallel(rank: int) -> tuple[float, list[float]]:
     """The norm before clipping, and a replicated gradient after it, of a model whose weight is
     split over two ranks.
     """
@@ -430,28 +389,24 @@ def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from streammega import BucketedDataParallel, ShardedOptimizer
+    from streammega import BucketedDataParallel
 
     torch.manual_seed(5)
     module = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(module, mesh, {"1": ColwiseParallel(output_layouts=None)})
     alone = [dist.new_group([number]) for number in range(2)][rank]
-    model = BucketedDataParallel(module, group=alone, sharded=sharded, check_gradients=False)
+    model = BucketedDataParallel(module, group=alone, check_gradients=False)
     output = model(torch.arange(16.0).view(2, 8))
     weights = torch.arange(6.0).add(1).chunk(2)[rank]
     (output * weights).square().sum().backward()
     model.finish_grad_sync()
-    if sharded:
-        optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
-        norm = optimizer.clip_grad_norm_(1.0)
-    else:
-        norm = model.clip_grad_norm_(1.0)
+    norm = model.clip_grad_norm_(1.0)
     mains = {slot.name: slot.main_grad for slot in model.reducer.slots()}
     return float(norm), mains["0.weight"].tolist()
 
 
-def first_weights(rank: int, sharded: bool) -> list[float]:
+def first_weights(rank: int) -> list[float]:
     """Some of the parameters, and a buffer, of a model that was made from another seed on each
     rank.
     """
@@ -462,7 +417,7 @@ def first_weights(rank: int, sharded: bool) -> list[float]:
     norm = torch.nn.BatchNorm1d(3)
     assert norm.running_mean is not None
     norm.running_mean += rank
-    BucketedDataParallel(torch.nn.Sequential(linear, norm), sharded=sharded)
+    BucketedDataParallel(torch.nn.Sequential(linear, norm))
     return [linear.weight[0, 0].item(), float(norm.running_mean[0])]
 
 
@@ -481,24 +436,27 @@ def per_token(rank: int, tokens: list[int]) -> list[float]:
 
 def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
     """(good, scale, moved) of steps of which the second overflows on rank 0 only."""
-    from streammega import BucketedDataParallel, ShardedOptimizer
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     from streammega.gradients.loss_scale import LossScale
 
-    net: Any = make_net(torch.float16)
-    model = BucketedDataParallel(net, sharded=True, check_gradients=False)
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    net: Any = make_net()
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scale = LossScale(1024.0, interval=2)
     seen = []
     for step in range(4):
-        before = net.norm.weight.clone()
-        loss = loss_of(model, ids_of(rank, step, 0)) * scale.value
+        before = net.norm.weight.to_local().clone()
+        loss = loss_of(net, ids_of(rank, step, 0)) * scale.value
         (loss * float("inf") if step == 1 and rank == 0 else loss).backward()
-        model.finish_grad_sync()
-        good = scale.unscale(optimizer)
+        found = [parameter.grad for parameter in net.parameters()]
+        grads = [grad.to_local() for grad in found if grad is not None]
+        good = scale.unscale(grads, torch.device("cpu"))
         if good:
             optimizer.step()
-            optimizer.finish_param_sync()
-        seen.append((good, scale.value, not torch.equal(before, net.norm.weight)))
+        optimizer.zero_grad()
+        moved = not torch.equal(before, net.norm.weight.to_local())
+        seen.append((good, scale.value, moved))
     return seen
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streammega import BucketedDataParallel, ShardedOptimizer, finish_grad_sync
+from streammega import BucketedDataParallel, finish_grad_sync
 from streammega.errors import ConfigError, GradientError
 from tests.support.cuda_support import FakeCuda, FakeStream
 from tests.support.rank_programs import Expert
@@ -106,22 +106,16 @@ def two_groups_of_two(rank: int) -> list[float]:
     return [_off(one, other, 2.0) for one, other in zip(plain, ours, strict=True)]
 
 
-def abandoned(rank: int, sharded: bool) -> list[float]:
+def abandoned(rank: int) -> list[float]:
     """A gradient after a backward that was given up, and another one."""
     torch.manual_seed(0)
     module = nn.Linear(3, 3)
-    model = BucketedDataParallel(module, sharded=sharded)
-    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=1.0) if sharded else model
+    model = BucketedDataParallel(module)
     with model.no_sync():
         (100 * model(torch.ones(2, 3))).sum().backward()
-    optimizer.zero_grad()
-    before = module.bias.detach().clone()
+    model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     model.finish_grad_sync()
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.step()
-        optimizer.finish_param_sync()
-        return (before - module.bias.detach()).tolist()
     assert module.bias.grad is not None
     return module.bias.grad.tolist()
 
@@ -178,16 +172,6 @@ def checkpointed_twice(rank: int) -> None:
         x.sum().backward()
     finally:
         model.finish_grad_sync()
-
-
-def moved_away(rank: int) -> None:
-    module = nn.Linear(2, 1, bias=False)
-    model = BucketedDataParallel(module, sharded=True)
-    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
-    module.to(torch.float64).to(torch.float32)
-    model(torch.ones(1, 2)).sum().backward()
-    model.finish_grad_sync()
-    optimizer.step()
 
 
 def assigned(rank: int) -> None:
@@ -311,7 +295,7 @@ def any_use_beside_ddp(rank: int, ways: list[str], steps: int, wide: bool) -> li
     return wrong
 
 
-def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
+def unused(rank: int, frozen: bool) -> tuple[list[bool], float]:
     """Which parameters have moved in three steps of AdamW with decay, and how far from torch's DDP.
 
     The second is used by no rank, the third by rank 0 only. frozen: the second is, after it was
@@ -334,13 +318,9 @@ def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
 
     theirs = DistributedDataParallel(Sum(), find_unused_parameters=True)
     our_sum: Any = Sum()
-    ours = BucketedDataParallel(our_sum, sharded=sharded)
+    ours = BucketedDataParallel(our_sum)
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-    optimizers: list[Any] = [torch.optim.AdamW(theirs.parameters(), **settings)]
-    if sharded:
-        optimizers.append(ShardedOptimizer(ours, torch.optim.AdamW, **settings))
-    else:
-        optimizers.append(torch.optim.AdamW(ours.parameters(), **settings))
+    optimizers = [torch.optim.AdamW(model.parameters(), **settings) for model in (theirs, ours)]
     before = [parameter.detach().clone() for parameter in ours.parameters()]
     if frozen:
         our_sum.layers[1].requires_grad_(False)
@@ -354,8 +334,6 @@ def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
             if model is ours:
                 ours.finish_grad_sync()
             optimizer.step()
-    if sharded:
-        optimizers[1].finish_param_sync()
     moved = [not torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True)]
     off = max(
         float((a - b).detach().abs().max())
@@ -399,7 +377,7 @@ def sequence_parallel_norm(rank: int) -> tuple[float, list[float]]:
     return float(model.clip_grad_norm_(1.0)), []
 
 
-def compiled(rank: int, how: str, sharded: bool) -> list[float]:
+def compiled(rank: int, how: str) -> list[float]:
     """How far parameters are from those of an eager model after each of three steps.
 
     how: the module is compiled before it is wrapped, as a whole graph, in place after it, or with
@@ -417,11 +395,8 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
         given: Any = module
         if before:
             given = torch.compile(module, backend="aot_eager", fullgraph=whole)
-        model = BucketedDataParallel(given, sharded=sharded, bucket_size=50)
-        if sharded:
-            optimizer: Any = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, overlap=not whole)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = BucketedDataParallel(given, bucket_size=50)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if compiles and how == "in place":
             module.compile(backend="aot_eager")
         called = (
@@ -444,8 +419,6 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
                     called(x).square().mean().backward()
             model.finish_grad_sync()
             optimizer.step()
-            if sharded:
-                optimizer.finish_param_sync()
             model.zero_grad()
         pairs = zip(*(model.parameters() for _, model, _ in sides), strict=True)
         off.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
@@ -473,7 +446,7 @@ class _AddsItself(torch.autograd.Function):
         return grad @ weight, torch.full_like(weight, 1e9)  # of a value that is never looked at
 
 
-def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str]:
+def main_grads(rank: int, micro_batches: int) -> tuple[float, str]:
     """How far a model whose kernels add to the buffers is from one without; what a forgotten
     zero_grad is told.
     """
@@ -492,16 +465,8 @@ def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str
             x = self.first(x)
             return _AddsItself.apply(x, self.second.weight) if self.fused else self.second(x)  # type: ignore[no-any-return]
 
-    models = [
-        BucketedDataParallel(Layers(fused), sharded=sharded, main_grad=fused)
-        for fused in (False, True)
-    ]
-    optimizers: list[Any] = [
-        ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-        if sharded
-        else torch.optim.SGD(model.parameters(), lr=0.1)
-        for model in models
-    ]
+    models = [BucketedDataParallel(Layers(fused), main_grad=fused) for fused in (False, True)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             model.zero_grad()
@@ -516,8 +481,6 @@ def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str
                     model(x).square().mean().backward()
             model.finish_grad_sync()
             optimizer.step()
-            if sharded:
-                optimizer.finish_param_sync()
     off = max(
         float((a - b).detach().abs().max())
         for a, b in zip(*(model.parameters() for model in models), strict=True)

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-
-from streammega import BucketedDataParallel, ShardedOptimizer
 
 Settings = Callable[[str, nn.Parameter], dict[str, Any]]
 LATE = timedelta(seconds=1)
@@ -38,30 +37,29 @@ class Sharded:
     def __init__(
         self, module: nn.Module, optimizer: Any, settings_of: Settings | None, settings: Any
     ) -> None:
-        self.model = BucketedDataParallel(module, sharded=True, bucket_size=1)
-        self.optimizer: Any = ShardedOptimizer(
-            self.model, optimizer, settings_of=settings_of, **settings
-        )
+        # torch warns of views, which nothing here changes in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        for child in module.children():
+            fully_shard(child)
+        self.model: Any = fully_shard(module)
+        groups: dict[str, dict[str, Any]] = {}
+        for name, parameter in module.named_parameters():
+            own = settings_of(name, parameter) if settings_of else {}
+            groups.setdefault(repr(own), {"params": [], **own})["params"].append(parameter)
+        self.optimizer: Any = optimizer(list(groups.values()), **settings)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add the gradients of a micro-batch. Those of a step are averaged over ranks in its last."""
-        with contextlib.nullcontext() if is_last else self.model.no_sync():
-            loss.backward()
-        if is_last:
-            self.model.finish_grad_sync()
+        self.model.set_requires_gradient_sync(is_last)
+        loss.backward()
 
     def state(self) -> dict[str, Any]:
         """The optimizer's, in the form of torch's get_optimizer_state_dict."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
+        return get_optimizer_state_dict(self.model, self.optimizer)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a state of the optimizer over."""
-        self.optimizer.load_state_dict(state)
-
-    def add_group(self, parameters: list[nn.Parameter]) -> None:
-        """Train these too."""
-        self.optimizer.inner.add_param_group({"params": parameters})
+        set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
 def make_sharded(
@@ -107,7 +105,7 @@ def _net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(dtype)
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """All of a tensor of which ranks have parts."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach()
@@ -118,7 +116,7 @@ def _off(training: Sharded, alone: Alone) -> float:
     expected = alone.model.state_dict()
     worst = 0.0
     for name, tensor in training.model.state_dict().items():
-        worst = max(worst, float((_whole(tensor) - expected[name]).abs().max()))
+        worst = max(worst, float((whole(tensor) - expected[name]).abs().max()))
     return worst
 
 
@@ -232,7 +230,7 @@ def read_of_a_part(rank: int, folder: str) -> float:
     assert isinstance(alone.model, nn.Sequential)
     worst = 0.0
     for name, tensor in alone.model[-1].state_dict().items():
-        worst = max(worst, float((_whole(read[name]) - tensor).abs().max()))
+        worst = max(worst, float((whole(read[name]) - tensor).abs().max()))
     return worst
 
 
@@ -248,11 +246,11 @@ def written(rank: int, how: str) -> float:
     training = make_sharded(_net(torch.bfloat16), torch.optim.SGD, lr=0.0)
     for parameter in training.model.parameters():
         WRITES[how](parameter.data)
-    expected = [_whole(parameter).clone() for parameter in training.model.parameters()]
+    expected = [whole(parameter).clone() for parameter in training.model.parameters()]
     training.backward(_loss(training.model, rank, 0))
     training.optimizer.step()
     weights = training.model.state_dict().values()
-    return max(float((_whole(a) - b).abs().max()) for a, b in zip(weights, expected, strict=True))
+    return max(float((whole(a) - b).abs().max()) for a, b in zip(weights, expected, strict=True))
 
 
 def steps(
@@ -301,7 +299,7 @@ def clipped_by_torch(rank: int) -> tuple[float, float, float]:
     alone.backward(step=0)
     norms = []
     for one in (training, alone):
-        norms.append(float(_whole(nn.utils.clip_grad_norm_(one.model.parameters(), 0.01))))
+        norms.append(float(whole(nn.utils.clip_grad_norm_(one.model.parameters(), 0.01))))
         one.optimizer.step()
     return norms[0], norms[1], _off(training, alone)
 
@@ -349,7 +347,6 @@ def unfrozen_later(rank: int) -> tuple[float, bool]:
         if step == 1:
             for module in modules:
                 module[-1].requires_grad_(True)
-            training.add_group(list(modules[1][-1].parameters()))
         training.backward(_loss(training.model, rank, step))
         alone.backward(step)
         for one in (training.optimizer, alone.optimizer):

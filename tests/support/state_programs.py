@@ -1,8 +1,9 @@
-"""What tests of the sharded optimizer's state run as ranks."""
+"""What tests of a state that is divided by fully_shard run as ranks: a loop of one's own, which
+saves and loads by torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
@@ -10,31 +11,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from streammega import BucketedDataParallel, ShardedOptimizer
-from streammega.errors import StateError
+from streammega import BucketedDataParallel
+from tests.support.sharded_programs import whole
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
     "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
 }
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""Computes in bf16; parameters and sums of gradients are fp32."""
 
 
 class Odd(nn.Module):
-    """Parameters of odd shapes, of none to three dimensions, and one that is never used."""
+    """Parameters of odd shapes, of one to three dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(8)
         self.cube = nn.Parameter(torch.randn(3, 5, 7))
         self.layer = nn.Linear(7, 11)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.einsum("bi,oki->bk", x, self.cube) @ self.cube.sum(0) * self.scale
@@ -42,217 +44,131 @@ class Odd(nn.Module):
         return y
 
 
-def _decay(name: str, parameter: Tensor) -> dict[str, float]:
-    return {"weight_decay": 0.1 if parameter.dim() > 1 else 0.0}
-
-
 class Run:
     """A model and its optimizer, whose steps are the same on any number of ranks: all get the same
     batch.
     """
 
-    def __init__(self, kind: str, sharded: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, kind: str, sharded: bool, narrow: bool = False) -> None:
         make, settings = OPTIMIZERS[kind]
-        self.model = BucketedDataParallel(Odd().to(dtype), sharded=sharded, bucket_size=60)
-        self.dtype = dtype
+        self.module: Any = Odd()
+        self.replicated: BucketedDataParallel | None = None
         if sharded:
-            self.optimizer: Any = ShardedOptimizer(self.model, make, settings_of=_decay, **settings)
+            policy = NARROW if narrow else MixedPrecisionPolicy()
+            fully_shard(self.module.layer, mp_policy=policy)
+            fully_shard(self.module, mp_policy=policy)
         else:
-            self.optimizer = make(self._groups(), **settings)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Parameters by their weight decay, as torch's optimizers take them."""
-        groups: list[dict[str, Any]] = []
-        for decay in ({"weight_decay": 0.1}, {"weight_decay": 0.0}):
-            parameters = []
-            for name, parameter in self.model.module.named_parameters():
-                if _decay(name, parameter) == decay:
-                    parameters.append(parameter)
-            groups.append({"params": parameters, **decay})
-        return groups
+            self.replicated = BucketedDataParallel(self.module)
+        parameters = list(self.module.parameters())
+        matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+        vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        self.optimizer = make(groups, **settings)
 
     def steps(self, first: int, last: int) -> list[list[float]]:
+        """The whole parameters after steps of two micro-batches each, with clipped gradients."""
         for step in range(first, last):
             of_step = torch.Generator().manual_seed(step)  # the same batch on each rank
-            x = torch.randn(4, 7, generator=of_step).to(self.dtype)
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.002 * (step + 1)
-            self.model(x).float().square().mean().backward()
-            self.model.finish_grad_sync()
+            self._backward(torch.randn(4, 7, generator=of_step), is_last=False)
+            self._backward(torch.randn(4, 7, generator=of_step), is_last=True)
+            nn.utils.clip_grad_norm_(self.module.parameters(), 0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.finish_param_sync()
-        return [
-            parameter.detach().float().flatten().tolist() for parameter in self.model.parameters()
-        ]
+        return [whole(parameter).flatten().tolist() for parameter in self.module.parameters()]
+
+    def _backward(self, x: Tensor, *, is_last: bool) -> None:
+        if self.replicated is None:
+            self.module.set_requires_gradient_sync(is_last)
+            self.module(x).float().square().mean().backward()
+            return
+        self.replicated.reducer.sync = is_last
+        self.replicated(x).square().mean().backward()
+        if is_last:
+            self.replicated.finish_grad_sync()
 
     def save(self, folder: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one process by itself
-            dcp.save(self._state(), checkpoint_id=folder, no_dist=not dist.is_initialized())
+            dcp.save(self.state(), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
-    def load(self, folder: str, partial: bool = False) -> None:
-        state = self._state()
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
+    def load(self, folder: str) -> None:
+        state = self.state()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(
-                state, checkpoint_id=folder, planner=planner, no_dist=not dist.is_initialized()
-            )
-            if not isinstance(self.optimizer, ShardedOptimizer):
-                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+            dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        set_state_dict(
+            self.module,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
-                set_optimizer_state_dict(self.model.module, self.optimizer, state["optimizer"])
-
-    def _state(self) -> dict[str, Any]:
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return {"model": self.model, "optimizer": self.optimizer}
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        return {
-            "model": self.model,
-            "optimizer": get_optimizer_state_dict(self.model.module, self.optimizer),
-        }
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
 
-def uninterrupted(rank: int, kind: str, dtype: torch.dtype) -> list[list[float]]:
-    return Run(kind, sharded=True, dtype=dtype).steps(0, 6)
+def uninterrupted(
+    rank: int, kind: str, sharded: bool = True, narrow: bool = False
+) -> list[list[float]]:
+    return Run(kind, sharded, narrow).steps(0, 6)
 
 
 def save_after(
-    rank: int, kind: str, sharded: bool, dtype: torch.dtype, folder: str, steps: int
+    rank: int, kind: str, sharded: bool, folder: str, steps: int, narrow: bool = False
 ) -> None:
-    run = Run(kind, sharded, dtype)
+    run = Run(kind, sharded, narrow)
     run.steps(0, steps)
     run.save(folder)
 
 
 def go_on(
-    rank: int,
-    kind: str,
-    sharded: bool,
-    dtype: torch.dtype,
-    folder: str,
-    steps: int,
-    partial: bool = False,
+    rank: int, kind: str, sharded: bool, folder: str, steps: int, narrow: bool = False
 ) -> list[list[float]]:
-    """Parameters after the sixth step of a run that another one began; of another implementation,
-    and other settings before.
-    """
-    run = Run(kind, sharded, dtype)
+    """Parameters after the sixth step of a run that another one began, with other rates before."""
+    run = Run(kind, sharded, narrow)
     for group in run.optimizer.param_groups:
         group["lr"] = 123.0
-    run.load(folder, partial)
-    if sharded:
-        _check_settings(run.optimizer, kind, steps)
+    run.load(folder)
+    assert {group["lr"] for group in run.optimizer.param_groups} == {0.002 * steps}
     return run.steps(steps, 6)
-
-
-def _check_settings(optimizer: ShardedOptimizer, kind: str, steps: int) -> None:
-    """Which kernels compute is this run's; rates and decays are those that were saved."""
-    _, settings = OPTIMIZERS[kind]
-    groups = optimizer.param_groups
-    for group in groups:
-        for flag in ("fused", "foreach"):
-            assert flag not in group or group[flag] == settings.get(flag)
-    assert steps == 0 or groups[0]["lr"] == 0.002 * steps
-    decays = {}
-    for group, names in zip(groups, optimizer.names_of_groups, strict=True):
-        for name in names:
-            decays[name] = group["weight_decay"]
-    assert decays["cube"] == 0.1
-    assert decays["scale"] == 0.0
-
-
-def narrow_from_wide(rank: int, folder: str) -> list[float]:
-    """How far fp32 main parameters are from those of the model, of a bf16 run that loads a
-    replicated fp32 one.
-    """
-    run = Run("AdamW", True, torch.bfloat16)
-    run.load(folder, partial=True)
-    wide = Run("AdamW", False)
-    wide.steps(0, 3)
-    theirs = dict(wide.model.module.named_parameters())
-    worst = 0.0
-    for piece in run.optimizer.pieces:
-        whole = theirs[piece.slot.name].detach().flatten()
-        part = whole[piece.start : piece.stop].bfloat16().float()
-        off = (part - piece.main.detach()).abs()
-        worst = max(worst, float(off.max()))
-    return [worst]
-
-
-def loaded_into_the_model(rank: int, how: str) -> list[float]:
-    """Some bf16 parameters after a step of no learning rate, which were loaded or written after the
-    optimizer was made.
-    """
-    module = nn.Linear(4, 4).to(torch.bfloat16)
-    model = BucketedDataParallel(module, sharded=True)
-    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
-    sevens = {name: torch.full_like(value, 7.0) for name, value in module.state_dict().items()}
-    if how == "wrapper":
-        model.load_state_dict(sevens)
-    elif how == "module":
-        module.load_state_dict(sevens)
-    else:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(7.0)
-    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    model.finish_grad_sync()
-    optimizer.step()
-    state = module.state_dict()
-    values: list[float] = state["weight"].flatten().tolist() + state["bias"].tolist()
-    return values
-
-
-def main_parameters_keep_their_tails(rank: int) -> float:
-    """How far main parameters move when what they are rounded to is written into the model."""
-    run = Run("AdamW", True, torch.bfloat16)
-    run.steps(0, 2)
-    before = [piece.main.detach().clone() for piece in run.optimizer.pieces]
-    rounded = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.model.load_state_dict(rounded)
-    run.optimizer._take_written()
-    furthest = 0.0
-    for main_before, piece in zip(before, run.optimizer.pieces, strict=True):
-        moved = (main_before - piece.main.detach()).abs()
-        furthest = max(furthest, float(moved.max()))
-    return furthest
-
-
-def by_torch_save(rank: int, folder: str) -> str:
-    """Save this rank's parts to a file, load them; on other ranks that is refused."""
-    run = Run("AdamW", True)
-    path = os.path.join(folder, f"{rank}.pt")
-    if not os.path.exists(path):
-        run.steps(0, 2)
-        torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, path)
-        expected = run.steps(2, 4)
-        run = Run("AdamW", True)
-        state = torch.load(path, weights_only=False)
-        run.model.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
-        return "same" if run.steps(2, 4) == expected else "other"
-    try:
-        run.optimizer.load_state_dict(torch.load(path, weights_only=False)["optimizer"])
-    except StateError as error:
-        return str(error)
-    return ""
 
 
 def asynchronous(rank: int, folder: str) -> list[list[float]]:
     """Save in the background, train on meanwhile, and go on from what was saved."""
-    run = Run("AdamW fused", True, torch.bfloat16)
+    run = Run("AdamW fused", True, narrow=True)
     run.steps(0, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # of its own, or messages of saving would meet those of training
         group = dist.new_group(backend="gloo")
-        pending: Any = dcp.async_save(run._state(), checkpoint_id=folder, process_group=group)
+        pending: Any = dcp.async_save(run.state(), checkpoint_id=folder, process_group=group)
     run.steps(3, 6)
     pending.result()
-    again = Run("AdamW fused", True, torch.bfloat16)
+    again = Run("AdamW fused", True, narrow=True)
     again.load(folder)
     return again.steps(3, 6)
+
+
+def bad_on_one_rank(rank: int) -> str:
+    """The error of a norm over gradients of which one rank has one that is not finite."""
+    run = Run("SGD", True)
+    run._backward(torch.full((4, 7), float("nan") if rank == 1 else 1.0), is_last=True)
+    try:
+        nn.utils.clip_grad_norm_(run.module.parameters(), 0.5, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def refused_scalar(rank: int) -> str:
+    """The error of a parameter without dimensions, which has no rows to divide."""
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.ones(()))
+    try:
+        fully_shard(module)
+    except ValueError as error:
+        return str(error)
+    return ""

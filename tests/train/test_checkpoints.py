@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.cli.main import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
-from streammega.gradients.boxes import Boxes
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.store import written_whole
 from streammega.train.checkpoints import hold as checkpoint_hold
 from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.files import (
     CHECKSUM,
     CHECKSUMS,
@@ -1021,10 +1021,8 @@ def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_th
     copies = HostCopies(device)
     values = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5).to(torch.bfloat16)}
     step = torch.tensor(3.0)
-    state = {
-        name: Boxes(value.shape, [((0,) * value.dim(), value)]) for name, value in values.items()
-    }
-    state["step"] = Boxes((), [((), step)])
+    state = {name: chunk_of(value) for name, value in values.items()}
+    state["step"] = chunk_of(step)
     taken = copies.take(state, background=True)
     assert list(taken) == ["a", "b", "step"]
     assert device.log == ["side waits for main", "copy on side", "event on side"], (
@@ -1039,17 +1037,17 @@ def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_th
     assert device.log[4:] == ["device of side", "host waits"], (
         "a thread's own device is the first, of which a wait would make a context"
     )
-    assert torch.equal(taken["a"].boxes[0][1], torch.arange(6.0).view(2, 3))
-    assert torch.equal(taken["b"].boxes[0][1], torch.arange(5).to(torch.bfloat16))
-    assert float(taken["step"].boxes[0][1]) == 3.0
+    assert torch.equal(taken["a"].values, torch.arange(6.0).view(2, 3))
+    assert torch.equal(taken["b"].values, torch.arange(5).to(torch.bfloat16))
+    assert float(taken["step"].values) == 3.0
     again = copies.take(state, background=True)
     assert device.buffers == 1
-    assert again["a"].boxes[0][1].data_ptr() == taken["a"].boxes[0][1].data_ptr()
-    assert torch.equal(again["a"].boxes[0][1], values["a"])
-    copies.take({"c": Boxes((2,), [((0,), torch.zeros(2))])}, background=False)
+    assert again["a"].values.data_ptr() == taken["a"].values.data_ptr()
+    assert torch.equal(again["a"].values, values["a"])
+    copies.take({"c": chunk_of(torch.zeros(2))}, background=False)
     assert device.buffers == 2, "another layout, another buffer"
     buffer = io.BytesIO()
-    torch.save(again["a"].boxes[0][1].clone(), buffer)
+    torch.save(again["a"].values.clone(), buffer)
 
 
 def test_a_run_says_before_each_change_that_copies_must_be_done(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streammega.gradients.boxes import Boxes
+from streammega.gradients.buffers import local_part
+from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -42,9 +43,7 @@ def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:
     values = {f"v{n}": torch.full((1 << 18,), float(n), device="cuda") for n in range(8)}
     step = torch.tensor(3.0)
     copies = HostCopies()
-    state = {name: Boxes(value.shape, [((0,), value)]) for name, value in values.items()} | {
-        "step": Boxes((), [((), step)])
-    }
+    state = {name: chunk_of(value) for name, value in values.items()} | {"step": chunk_of(step)}
     copies.take(state, background=True)  # makes the buffer
     copies.before_change()
     copies.wait()
@@ -56,15 +55,15 @@ def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:
     begin.record()
     taken = copies.take(state, background=True)
     assert not begin.query(), "the host has not waited for the device"
-    assert taken["v0"].boxes[0][1].is_pinned()
+    assert taken["v0"].values.is_pinned()
     copies.before_change()
     for value in values.values():
         value.fill_(-1)
     step.fill_(9)
     copies.wait()
     for number in range(8):
-        assert bool((taken[f"v{number}"].boxes[0][1] == number + 1).all()), number
-    assert float(taken["step"].boxes[0][1]) == 3.0
+        assert bool((taken[f"v{number}"].values == number + 1).all()), number
+    assert float(taken["step"].values) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(
         trainer.step = step
         if step == 2:
             truth = {
-                name: value.detach().cpu().clone()
+                name: local_part(value.detach()).cpu().clone()
                 for name, value in trainer.model.chunks[0].named_parameters()
             }
             trainer.save(background=True)  # and the third step changes everything meanwhile
@@ -95,7 +94,7 @@ def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(
         again.resume()
         assert again.step == 2
         for name, value in again.model.chunks[0].named_parameters():
-            assert torch.equal(value.detach().cpu(), truth[name]), (device, name)
+            assert torch.equal(local_part(value.detach()).cpu(), truth[name]), (device, name)
         again.train_step()
         assert again.train_step()[0]["loss"] == pytest.approx(
             losses[0], rel=2e-2 if overrides else 1e-4

@@ -106,6 +106,8 @@ def test_settings_that_contradict_each_other_are_named() -> None:
         settings(device="gpu")
     with pytest.raises(ConfigError, match=r"parallel\.tp 2 and parallel\.pp 1 must be 1"):
         check_backend(DeviceChoice("cuda", "gloo"), ParallelConfig(tp=2))
+    with pytest.raises(ConfigError, match=r"parallel\.optimizer not sharded"):
+        check_backend(DeviceChoice("cuda", "gloo"), ParallelConfig(optimizer="sharded"))
     check_backend(DeviceChoice("cuda", NCCL), ParallelConfig(tp=2))
     check_backend(DeviceChoice("cpu", "gloo"), ParallelConfig(pp=2))
 

@@ -21,6 +21,7 @@ import torch
 
 from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
+from streammega.gradients.buffers import local_part
 from streammega.gradients.loss_scale import LossScale
 from streammega.samples.open import open_source
 from streammega.train.__main__ import _is_of_others
@@ -636,7 +637,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
         Trainer(load_run(run_file, ["train.rewind=3"]), torch.device("cpu")).resume()
 
 
-@pytest.mark.guarantee("shardedoptimizer-steps-replicated")
+@pytest.mark.guarantee("sharded-computes-narrow")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, dtype: str) -> None:
     wide_run = load_run(run_file, ["train.lr=0.01", f"train.out_dir={Path(run_file).parent}/wide"])
@@ -666,10 +667,10 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
     ] == whole
     wide = Trainer(load_run(run_file), torch.device("cpu"))
     wide.resume()
-    narrow = back.model.chunks[0].norm.weight  # type: ignore[union-attr]
-    main = wide.model.chunks[0].norm.weight  # type: ignore[union-attr]
-    assert torch.equal(main.to(narrow.dtype), narrow)
-    assert not torch.equal(main, narrow.float()), "a float32 run takes the fp32 main parameters"
+    for ours, theirs in zip(
+        back.model.chunks[0].parameters(), wide.model.chunks[0].parameters(), strict=True
+    ):
+        assert torch.equal(local_part(ours), theirs), "parameters are fp32 whatever computes"
     with pytest.raises(ConfigError, match=r"parallel\.optimizer = sharded"):
         load_run(run_file, [f"train.dtype={dtype}"])
 
@@ -686,12 +687,8 @@ def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(
     )
     narrow.resume()
     stored = dict(wide.model.chunks[0].named_parameters())
-    for piece in narrow.optimizer.pieces:  # type: ignore[union-attr]
-        assert torch.equal(
-            piece.main, stored[piece.slot.name].detach().flatten()[piece.start : piece.stop]
-        ), piece.slot.name
     for name, parameter in narrow.model.chunks[0].named_parameters():
-        assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
+        assert torch.equal(local_part(parameter), stored[name]), name
 
 
 @pytest.mark.guarantee("metrics-jsonl-line")
@@ -719,19 +716,29 @@ def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str)
 
 
 @pytest.mark.guarantee("bad-gradient-ends")
-def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(
+def test_a_sharded_gradient_that_explodes_ends_all_ranks_with_its_parameter(
     gang: Gang, run_file: str
 ) -> None:
-    ddp = [
-        "parallel.data_parallel=torch",
-        "train.lr=1e30",
-        "train.warmup_iters=0",
-        "train.save_interval=0",
-    ]
-    for message in gang.run(2, run_until_bad, run_file, ddp):
-        assert re.search(r"the gradient of \S+ is not finite, averaged over the ranks", message), (
-            message
-        )
+    overrides = ["parallel.optimizer=sharded", "train.largest_gradient=1e-9"]
+    messages = gang.run(2, run_until_bad, run_file, overrides)
+    assert re.search(r"the gradient of \S+, summed over the ranks, .* above 1e-09", messages[0])
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.guarantee("bad-gradient-ends")
+@pytest.mark.parametrize(
+    ("setting", "how"),
+    [
+        ("parallel.data_parallel=torch", "averaged over the ranks"),
+        ("parallel.optimizer=sharded", "summed over the ranks"),
+    ],
+)
+def test_a_run_by_torchs_wrappers_ends_at_a_gradient_that_is_not_finite(
+    gang: Gang, run_file: str, setting: str, how: str
+) -> None:
+    ruin = [setting, "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
+    for message in gang.run(2, run_until_bad, run_file, ruin):
+        assert re.search(rf"the gradient of \S+ is not finite, {how}", message), message
     with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
         load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 

@@ -4,7 +4,6 @@ lies beside computation.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import tempfile
@@ -18,17 +17,16 @@ import torch
 from torch import nn
 
 from streammega import (
-    BucketedDataParallel,
     DataConfig,
     ParallelLayout,
     Ranks,
-    ShardedOptimizer,
     StorageConfig,
 )
 from streammega.parallel import RankBatches, open_loader
 from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
+from streammega.train.sharding import make_mesh, set_last_micro_batch, shard
 
 STEPS = 10
 """Of one side, before the other takes its turn."""
@@ -120,10 +118,9 @@ class Step:
         self.device = device
         self.size = size
         torch.manual_seed(1)
-        self.model = BucketedDataParallel(
-            GPT(size.model).to(device, size.dtype), ranks=ranks, sharded=True
-        )
-        self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-4, fused=True)
+        self.model = GPT(size.model).to(device)
+        shard(self.model, make_mesh(ranks, device.type), size.dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def __call__(self, batches: Iterator[Batch]) -> tuple[float, float]:
         """Seconds of the step, until the device is done, and those that were waited for data."""
@@ -134,13 +131,12 @@ class Step:
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
-            with contextlib.nullcontext() if micro == last else self.model.no_sync():
-                logits = self.model(batch["tokens"], batch["position_ids"])
-                loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1).float(), batch["labels"].flatten()
-                )
-                loss.backward()  # type: ignore[no-untyped-call]
-        self.model.finish_grad_sync()
+            set_last_micro_batch(self.model, micro == last)
+            logits = self.model(batch["tokens"], batch["position_ids"])
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), batch["labels"].flatten()
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.model.zero_grad()
         if self.device.type == "cuda":

@@ -1,5 +1,5 @@
-"""Training beside torch's own parts: gradient buckets, the sharded optimizer, get_batch, and how
-long steps wait for data.
+"""Training beside torch's own parts: gradient buckets, sharded steps, get_batch, and how long steps
+wait for data.
 
     python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda]
 
@@ -41,13 +41,14 @@ from streammega import (
     IndexedDatasetWriter,
     ParallelLayout,
     Ranks,
-    ShardedOptimizer,
     StorageConfig,
     get_batch,
 )
 from streammega.parallel import RankBatches, open_loader
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
+from streammega.train.parallel_model import synchronised
+from streammega.train.sharding import make_mesh, shard
 from tools.bench import harness
 from tools.bench.object_server import running
 
@@ -121,10 +122,10 @@ def buckets(chosen: argparse.Namespace, folder: Path) -> None:
 
 def sharded(chosen: argparse.Namespace, folder: Path) -> None:
     print(
-        "sharded optimizer, AdamW, the same model: step time, and what a process grows by from before the model to its peak"
+        "sharded by fully_shard as in the trainer, AdamW, the same model: step time, and what a process grows by from before the model to its peak"
     )
     times = over_launches(chosen, ("zero", "sharded"))
-    report("ShardedOptimizer / ZeroRedundancyOptimizer with DDP", times["sharded"], times["zero"])
+    report("fully_shard / ZeroRedundancyOptimizer with DDP", times["sharded"], times["zero"])
     if chosen.device == "cpu":
         peaks = {
             name: [on_two_ranks(chosen, peak_memory, name) for _ in range(3)]
@@ -377,28 +378,27 @@ def make_side(name: str, device: torch.device) -> Side:
     positions = torch.arange(LENGTH, device=device).expand(BATCH, -1)
     settings: dict[str, Any] = {"lr": 1e-4, "fused": True}
     wrapped: nn.Module
-    if name in ("ddp", "zero"):
+    if name == "sharded":
+        wrapped = model
+        shard(model, make_mesh(Ranks(ParallelLayout(dp=2)), device.type), torch.float32)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **settings)
+    elif name in ("ddp", "zero"):
         wrapped = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
         if name == "ddp":
-            optimizer: Any = torch.optim.AdamW(wrapped.parameters(), **settings)
+            optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
         else:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **settings)
     else:
         checks = name == "checked"
-        wrapped = BucketedDataParallel(
-            model, bucket_size=BUCKET, sharded=name == "sharded", check_gradients=checks
-        )
-        if name == "sharded":
-            optimizer = ShardedOptimizer(wrapped, torch.optim.AdamW, **settings)
-        else:
-            optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
+        wrapped = BucketedDataParallel(model, bucket_size=BUCKET, check_gradients=checks)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
     del model
 
     def step() -> None:
         for micro in range(MICRO_BATCHES):
-            with wrapped.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
+            with synchronised(wrapped, is_last=micro == MICRO_BATCHES - 1):
                 logits = wrapped(tokens[micro, :, :-1], positions)
                 loss = nn.functional.cross_entropy(
                     logits.flatten(0, 1), tokens[micro, :, 1:].flatten()

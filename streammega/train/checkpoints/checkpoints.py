@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from streammega.gradients.boxes import Boxes
 from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.chunks import Chunk
 from streammega.train.checkpoints.files import DamagedError
 from streammega.train.checkpoints.hold import Hold
 from streammega.train.checkpoints.host_copies import HostCopies
@@ -27,7 +28,6 @@ from streammega.train.checkpoints.publish import CheckpointPublisher
 from streammega.train.checkpoints.resume import CheckpointResumer
 from streammega.train.checkpoints.shared_place import check_shared
 from streammega.train.checkpoints.state import state_to_save
-from streammega.train.optimizer import Optimizer
 from streammega.train.parallel_model import ParallelModel
 
 __all__ = ["Checkpoints", "DamagedError", "checkpoints", "load_position", "step_of"]
@@ -90,7 +90,7 @@ class Checkpoints:
         self,
         step: int,
         model: ParallelModel,
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         position: Mapping[str, Any],
         *,
         background: bool,
@@ -160,7 +160,7 @@ class Checkpoints:
     def resume(
         self,
         model: ParallelModel,
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         accept: Callable[[dict[str, Any]], None],
         rewind: int | None = None,
     ) -> dict[str, Any] | None:
@@ -178,7 +178,7 @@ class Checkpoints:
         return self._resumer.resume(model, optimizer, accept, rewind)
 
     def _save_in_background(
-        self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]
+        self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]
     ) -> None:
         try:
             self._publisher.save(step, state, position)

@@ -11,13 +11,13 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from streammega.gradients.boxes import Boxes
+from streammega.train.checkpoints.chunks import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ as another dtype needs a multiple of its element at least.
 
 
 @dataclass(frozen=True)
-class _BoxInBuffer:
-    """One box of a state, as it lies in the buffer."""
+class _ChunkInBuffer:
+    """One chunk of a state, as it lies in the buffer."""
 
     name: str
     shape: torch.Size
@@ -78,46 +78,46 @@ class HostCopies:
 
     def __init__(self, device: Device | None = None) -> None:
         self._device: Device = device or _Cuda()
-        self._layout: list[_BoxInBuffer] = []
+        self._layout: list[_ChunkInBuffer] = []
         self._buffer: Tensor | None = None
         self._stream: Any = None
         self._event: Any = None
         self._unordered = False
         """Whether a change of the values would not wait for the copies yet."""
 
-    def take(self, state: Mapping[str, Boxes], *, background: bool) -> dict[str, Boxes]:
+    def take(self, state: Mapping[str, Chunk], *, background: bool) -> dict[str, Chunk]:
         """The values on the host.
 
         What lies there already is copied for the background only; `wait` before they are used.
         """
-        on_device: dict[str, Boxes] = {}
-        copies: dict[str, Boxes] = {}
-        for name, boxes in state.items():
-            if any(self._device.holds(box) for _, box in boxes.boxes):
-                on_device[name] = boxes
+        on_device: dict[str, Chunk] = {}
+        copies: dict[str, Chunk] = {}
+        for name, chunk in state.items():
+            if self._device.holds(chunk.values):
+                on_device[name] = chunk
+            elif background:
+                copies[name] = replace(chunk, values=chunk.values.clone())
             else:
-                copies[name] = boxes.copied() if background else boxes
+                copies[name] = chunk
         if not on_device:
             return copies
         copies |= self._copy_from_device(on_device)
         # In the order of the state, which is that of the items in the file.
         return {name: copies[name] for name in state}
 
-    def _copy_from_device(self, state: Mapping[str, Boxes]) -> dict[str, Boxes]:
+    def _copy_from_device(self, state: Mapping[str, Chunk]) -> dict[str, Chunk]:
         """Begin the copies; `wait` says when they are there."""
         places = self._places(state)
         if self._stream is None:
             self._stream = self._device.stream()
         # The values are those that were computed until now.
         self._stream.wait_stream(self._device.current())
-        copies: dict[str, Boxes] = {}
+        copies: dict[str, Chunk] = {}
         with self._device.using(self._stream):
-            for name, boxes in state.items():
-                copied = []
-                for (offsets, box), place in zip(boxes.boxes, places[name], strict=True):
-                    place.copy_(box.detach(), non_blocking=True)
-                    copied.append((offsets, place))
-                copies[name] = Boxes(boxes.shape, copied)
+            for name, chunk in state.items():
+                place = places[name]
+                place.copy_(chunk.values, non_blocking=True)
+                copies[name] = replace(chunk, values=place)
             self._event = self._device.event()
             self._event.record(self._stream)
         self._unordered = True
@@ -136,8 +136,8 @@ class HostCopies:
             self._device.choose(self._stream)
             self._event.synchronize()
 
-    def _places(self, state: Mapping[str, Boxes]) -> dict[str, list[Tensor]]:
-        """Memory for each box, in the kept buffer.
+    def _places(self, state: Mapping[str, Chunk]) -> dict[str, Tensor]:
+        """Memory for each chunk, in the kept buffer.
 
         That is made anew where the layout is another one than before.
         """
@@ -148,12 +148,12 @@ class HostCopies:
             total_bytes = sum(_aligned(item.num_bytes) for item in layout)
             self._buffer = self._device.buffer(total_bytes)
             self._layout = layout
-        places: dict[str, list[Tensor]] = {}
+        places: dict[str, Tensor] = {}
         start_byte = 0
         for item in layout:
             stop_byte = start_byte + item.num_bytes
             place = self._buffer[start_byte:stop_byte].view(item.dtype).view(item.shape)
-            places.setdefault(item.name, []).append(place)
+            places[item.name] = place
             start_byte += _aligned(item.num_bytes)
         return places
 
@@ -215,13 +215,12 @@ def _unpin(cudart: Any, address: int) -> None:
     cudart.cudaHostUnregister(address)
 
 
-def _layout_of(state: Mapping[str, Boxes]) -> list[_BoxInBuffer]:
-    """All boxes of a state, in its order."""
-    layout: list[_BoxInBuffer] = []
-    for name, boxes in state.items():
-        for _, box in boxes.boxes:
-            layout.append(_BoxInBuffer(name, box.shape, box.dtype))
-    return layout
+def _layout_of(state: Mapping[str, Chunk]) -> list[_ChunkInBuffer]:
+    """All chunks of a state, in its order."""
+    return [
+        _ChunkInBuffer(name, chunk.values.shape, chunk.values.dtype)
+        for name, chunk in state.items()
+    ]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import StateError, StorageError
-from streammega.gradients.boxes import Boxes
 from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.chunks import Chunk, SavePlanner
 from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
 from streammega.train.checkpoints.files import DamagedError, check_files
 from streammega.train.checkpoints.place import CheckpointPlace
-from streammega.train.checkpoints.planners import SavePlanner
 from streammega.train.checkpoints.shared_place import until_seen
 from streammega.train.checkpoints.writer import Writer
 
@@ -55,7 +54,7 @@ class CheckpointPublisher:
         self._check_hold = check_hold
         self._before_publish = before_publish
 
-    def save(self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]) -> None:
         """One checkpoint, on all ranks at once. Raises StorageError."""
         try:
             self._save(step, state, position)
@@ -67,7 +66,7 @@ class CheckpointPublisher:
                 f"The checkpoints before it are whole"
             ) from None
 
-    def _save(self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]) -> None:
+    def _save(self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]) -> None:
         draft = self._all_ranks.from_first(lambda: self._begin(step))
         metadata, writer = self._write(draft, state)
 
@@ -82,7 +81,7 @@ class CheckpointPublisher:
         self._check_hold()
         return self.place.begin(step)
 
-    def _write(self, draft: str, state: Mapping[str, Boxes]) -> tuple[Metadata, Writer]:
+    def _write(self, draft: str, state: Mapping[str, Chunk]) -> tuple[Metadata, Writer]:
         """Every rank's file of a draft, and on the first rank what says what lies where."""
         group = self._all_ranks.group
         writer = Writer(self.place.draft(draft), self._all_ranks, on_disk=self.place.on_disk)

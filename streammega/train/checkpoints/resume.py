@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError
-from streammega.gradients.boxes import Boxes
 from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.chunks import Chunk, LoadPlanner
 from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
 from streammega.train.checkpoints.files import (
     CHECKSUMS,
@@ -28,10 +29,8 @@ from streammega.train.checkpoints.files import (
     read_metadata,
 )
 from streammega.train.checkpoints.place import CheckpointPlace, Found
-from streammega.train.checkpoints.planners import LoadPlanner
 from streammega.train.checkpoints.reader import Reader
-from streammega.train.checkpoints.state import after_load, state_to_load
-from streammega.train.optimizer import Optimizer
+from streammega.train.checkpoints.state import state_to_load
 from streammega.train.parallel_model import ParallelModel
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,11 @@ class CheckpointResumer:
         self._keep = keep
 
     def resume(
-        self, model: ParallelModel, optimizer: Optimizer, accept: Accept, rewind: int | None
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        accept: Accept,
+        rewind: int | None,
     ) -> dict[str, Any] | None:
         """As `Checkpoints.resume`."""
         damaged: list[int] = []
@@ -122,7 +125,7 @@ class CheckpointResumer:
             log.warning("the checkpoint of step %d is set aside as %s", step, name)
 
     def _load(
-        self, step: int, model: ParallelModel, optimizer: Optimizer, accept: Accept
+        self, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
     ) -> dict[str, Any]:
         """Raises DamagedError, StateError for one of another model, StorageError."""
         found, metadata = self._all_ranks.from_first(lambda: self._examine(step))
@@ -139,7 +142,6 @@ class CheckpointResumer:
             if isinstance(cause, DamagedError | StorageError):
                 raise cause from None
             raise _unfit(files.url(), cause) from None
-        after_load(model, optimizer, state, metadata)
         return found.position
 
     def _examine(self, step: int) -> tuple[Found, Metadata]:
@@ -154,7 +156,7 @@ class CheckpointResumer:
         return found, metadata
 
     def _read(
-        self, files: Files, found: Found, metadata: Metadata, state: dict[str, Boxes]
+        self, files: Files, found: Found, metadata: Metadata, state: dict[str, Chunk]
     ) -> None:
         """Fill the memory of all ranks."""
         group = self._all_ranks.group

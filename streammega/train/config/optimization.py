@@ -53,10 +53,11 @@ class TrainConfig:
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: Annotated[float | None, Gt(0)] = None
     """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
-    over its tokens, with parallel.data_parallel = buckets. One that is not finite always does.
+    over its tokens, with parallel.optimizer = sharded of the sum of all ranks. Not with
+    parallel.data_parallel = torch. One that is not finite always ends it.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of parameters and activations; the narrow ones with fp32 main parameters, of
+    """Of the computation. Parameters are always fp32; narrower computation needs
     parallel.optimizer = sharded.
     """
     seed: Annotated[int, Ge(-(2**63)), Lt(2**64)] = 1234

@@ -51,11 +51,13 @@ class ParallelConfig:
     data_parallel: Literal["buckets", "torch"] = "buckets"
     """Gradients by BucketedDataParallel, or by torch's DistributedDataParallel (tp = pp = 1)."""
     optimizer: Literal["replicated", "sharded", "zero"] = "replicated"
-    """State on every rank; divided by ShardedOptimizer, which is for this trainer alone; or by
-    torch's ZeroRedundancyOptimizer (with data_parallel = "torch").
+    """State on every rank; sharded: parameters, gradients and state divided by torch's fully_shard;
+    zero: state divided by ZeroRedundancyOptimizer (with data_parallel = "torch").
     """
     bucket_size: int | None = None
-    """Elements of a gradient bucket; default max(40M, 1M x ranks)."""
+    """Elements of a gradient bucket; default max(40M, 1M x ranks). Not of optimizer = "sharded",
+    which has one for each layer.
+    """
     sequence_parallel: bool = True
     """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp
     divides; losses are equal.

@@ -45,8 +45,8 @@ class RunConfig:
             )
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(
-                f"train.dtype = {self.train.dtype} needs fp32 main parameters: "
-                f"set parallel.optimizer = sharded"
+                f"train.dtype = {self.train.dtype} computes with copies of fp32 parameters, which "
+                f"only the sharded model makes: set parallel.optimizer = sharded"
             )
         if self.train.largest_gradient is not None and self.parallel.data_parallel == "torch":
             raise ConfigError(

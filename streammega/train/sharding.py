@@ -1,0 +1,151 @@
+"""Parameters, gradients and optimizer state divided over data-parallel ranks, by torch's
+fully_shard.
+
+Parameters stay in fp32 and are gathered in the dtype of the computation. Gradients are summed over
+ranks in fp32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from streammega.errors import GradientError
+from streammega.gradients.buffers import local_part
+from streammega.gradients.checks import MEND
+from streammega.parallel import Ranks
+from streammega.train.model import GPT
+
+DATA = "dp-cp"
+TENSOR = "tp"
+
+
+def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+    """The mesh of this rank's pipeline stage: [dp-cp], or [dp-cp, tp] where there is tensor
+    parallelism. It uses the groups of `ranks`.
+    """
+    data_group = ranks.group(DATA) or _group_of_one(ranks.rank)
+    tensor_group = ranks.group(TENSOR)
+    if tensor_group is None:
+        return DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA,))
+    layout = ranks.layout
+    of_stage = layout.grid(("pp", "dp", "cp", "tp"))[ranks.at["pp"]].reshape(-1, layout.tp)
+    # torch sorts the ranks of a group
+    of_stage = np.sort(of_stage, axis=0)
+    return DeviceMesh.from_group(
+        [data_group, tensor_group],
+        device_type,
+        torch.from_numpy(of_stage),
+        mesh_dim_names=(DATA, TENSOR),
+    )
+
+
+def _group_of_one(rank: int) -> dist.ProcessGroup:
+    """fully_shard needs a group also where a rank has nobody to share with."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def shard(chunk: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Divide a stage over the ranks of a mesh, each block by itself. It computes in `dtype`."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # angles of rotary embeddings stay in fp32
+    )
+    # Logits of a part of the vocabulary are a view. Nothing here changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in (*chunk.blocks.values(), chunk):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        assert isinstance(module, FSDPModule)
+        # Sums, which are divided by the tokens of all ranks later. gloo has no scaled sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_micro_batch(chunk: nn.Module, is_last: bool) -> None:
+    """Gradients are summed over ranks, and parameters freed, in the last backward of a step."""
+    assert isinstance(chunk, FSDPModule)
+    chunk.set_requires_gradient_sync(is_last)
+    chunk.set_reshard_after_backward(is_last)
+
+
+def reshard(chunk: nn.Module) -> None:
+    """Free the gathered parameters after a forward that has no backward."""
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
+    """Raise GradientError on every rank where a gradient is not finite. Call it on all ranks
+    together.
+
+    grads: this rank's parts, by the names of their parameters. norm: of all gradients of all ranks.
+    """
+    if norm.isfinite():
+        return
+    bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    name = _first_of_all_ranks(bad)
+    # The norm of finite gradients may overflow; the caller says so.
+    if name is not None:
+        raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
+
+
+def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
+    """Raise GradientError on every rank where an element of a gradient is larger, or NaN. Call it
+    on all ranks together.
+    """
+    bad = [
+        name
+        for name, grad in grads.items()
+        if grad.numel() and not bool(grad.abs().max() <= largest)
+    ]
+    name = _first_of_all_ranks(bad)
+    if name is not None:
+        raise GradientError(
+            f"the gradient of {name}, summed over the ranks, is not finite, or has an element "
+            f"above {largest:.4g}; {MEND}, or raise largest_gradient"
+        )
+
+
+def _first_of_all_ranks(names: Iterable[str]) -> str | None:
+    """The first of the names that any rank gives; None where all give none."""
+    own = sorted(names)
+    if not dist.is_initialized():
+        return own[0] if own else None
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, own)
+    everyone = sorted(name for names in of_ranks for name in names)
+    return everyone[0] if everyone else None
+
+
+def is_split_over_tensor(parameter: nn.Parameter) -> bool:
+    """Whether tensor-parallel ranks have different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or (TENSOR,)
+    for name, placement in zip(names, parameter.placements, strict=True):
+        if name == TENSOR and not placement.is_replicate():
+            return True
+    return False
+
+
+def local_grads(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """This rank's parts of the gradients that there are."""
+    grads: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            grads[name] = local_part(parameter.grad)
+    return grads
