@@ -365,10 +365,10 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(
 
 
 DESCRIBED: dict[str, tuple[Any, str]] = {
-    "zst": (lambda d: str(d / "zst"), "zstd shards (.bin.zst) in"),
-    "tar": (lambda d: str(d / "tar.manifest.json"), "WebDataset tars in"),
+    "zst": (lambda d: str(d / "zst"), "format: zstd shards (.bin.zst)\n"),
+    "tar": (lambda d: str(d / "tar.manifest.json"), "format: WebDataset tars\n"),
     "pair": (lambda d: str(d / "bin-00000-of-00004"), "Megatron .bin/.idx"),
-    "folder of text": (lambda d: str(d / "texts"), "40 inputs"),
+    "folder of text": (lambda d: str(d / "texts"), "text      40 "),
     "jsonl": (lambda d: jsonl(d / "x.jsonl"), "document 0"),
     "parquet": (lambda d: parquet(d / "x.parquet"), "document 0"),
     "webdataset": (lambda d: tar(d / "x.tar", "txt"), "document 0"),
