@@ -37,7 +37,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.progress import ProgressObserver
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def check_writable(
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
     place = redact_urls(prefix)
     try:
-        with written_whole(store, key) as writer:
+        with atomic_writer(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
     except ObjectNotFoundError:
         reason = "there is no such folder"

@@ -24,12 +24,12 @@ from streammega.dataset.versions import (
     folder_of,
     read_newest,
 )
-from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.errors import ConfigError, ObjectNotFoundError, StorageError, UnsupportedOperation
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, join_url, open_store, parent_url
 from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote, resolved
-from streammega.storage.store import ConditionsUnknown, create_object, create_on_condition
+from streammega.storage.store import create_object, create_on_condition
 from streammega.storage.thread_pool import parallel_map
 
 LOOKS_AT_ONCE = 16
@@ -124,7 +124,7 @@ def _create(store: Store, key: str, data: bytes) -> bool:
     """
     try:
         return create_on_condition(store, key, data)
-    except ConditionsUnknown as unknown:
+    except UnsupportedOperation as unknown:
         raise _no_conditions(store.url(key), str(unknown)) from None
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import xxhash
 
-from streammega.storage.copies import FileRange, copy_buffer, read_files
-from streammega.storage.store import ObjectWriter, PlacedWriter, gives_places
+from streammega.storage.backends.local import FileRange, copy_buffer, read_files
+from streammega.storage.store import ObjectWriter
 
 CHECK_BYTES = 64 << 20
 """Part of the manifest's format: stored checksums are of so many bytes each."""
@@ -33,11 +33,8 @@ class _Part:
     hash: Any
 
 
-class ChecksummedWriter:
-    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums.
-
-    An ObjectWriter.
-    """
+class ChecksummedWriter(ObjectWriter):
+    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums."""
 
     def __init__(self, inner: ObjectWriter | None) -> None:
         self._inner = inner
@@ -79,7 +76,7 @@ class ChecksummedWriter:
         writer = self._inner
         done = False
         try:
-            if threads > 1 and len(parts) > 1 and gives_places(writer):
+            if threads > 1 and len(parts) > 1 and writer is not None and writer.can_write_at:
                 yield from _copied_by_threads(parts, writer, threads)
             else:
                 yield from self._copied_in_order(parts)
@@ -137,7 +134,7 @@ class ChecksummedWriter:
             self._inner.abort()
 
 
-def _copied_by_threads(parts: Sequence[_Part], writer: PlacedWriter, threads: int) -> Iterator[int]:
+def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: int) -> Iterator[int]:
     """Copy parts into one writer, each by one thread: read, hashed and written a little at a time,
     so that its bytes come from the processor's cache. Yields bytes as parts are done.
 

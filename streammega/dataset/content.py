@@ -15,10 +15,9 @@ import xxhash
 from streammega.config import StorageConfig
 from streammega.dataset.shard import Shard
 from streammega.storage import Buffer, ObjectInfo, Store
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.backends.pread import PreadStore
-from streammega.storage.derived_stores import DerivedStore, is_local
-from streammega.storage.store import Part, reads_parts
+from streammega.storage.backends.local import PreadStore
+from streammega.storage.derived_stores import DerivedStore
+from streammega.storage.store import Part
 from streammega.storage.thread_pool import parallel_map
 
 END_BYTES = 1 << 10
@@ -94,15 +93,15 @@ def _read(stores: Sequence[Store], parts: Sequence[Part]) -> list[Buffer]:
     """Parts of objects, each of its own store."""
     first_store = stores[0] if stores else None
     is_one_store = all(store is first_store for store in stores)
-    if is_one_store and reads_parts(first_store):
-        return first_store.read_parts(parts, AT_ONCE)
+    if first_store is not None and is_one_store and not first_store.is_local:
+        return first_store.read_many(parts, AT_ONCE)
 
     def read_one(number: int) -> Buffer:
         info, start, stop = parts[number]
         store = _without_maps(stores[number])
-        return store.read_ranges(info.key, [start], [stop], info.etag)[0]
+        return store.read(info.key, [(start, stop)], info.etag)[0]
 
-    if all(is_local(store) for store in stores):
+    if all(store.is_local for store in stores):
         return [read_one(number) for number in range(len(parts))]
     return parallel_map(read_one, range(len(parts)), AT_ONCE)
 
@@ -111,8 +110,8 @@ def _without_maps(store: Store) -> Store:
     """A store that reads local files without mapping them. What is opened may never be read: until
     it is, it may change, which is then an error and not other bytes.
     """
-    if isinstance(store, LocalStore):
-        return PreadStore(StorageConfig())
-    if isinstance(store, DerivedStore) and store.local:
+    if not store.is_local:
+        return store
+    if isinstance(store, DerivedStore):
         return store.over(PreadStore(StorageConfig()))
-    return store
+    return PreadStore(StorageConfig())

@@ -52,7 +52,7 @@ from streammega.dataset.resolve import EMPTY_LISTING, Listing, listed_pair, open
 from streammega.dataset.shard import READ_WHOLE, Shard, ShardInfo, files_of, split_name
 from streammega.errors import CacheError, FormatError, ObjectChangedError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store
-from streammega.storage.store import Part, reads_parts
+from streammega.storage.store import Part
 from streammega.storage.thread_pool import parallel_map
 
 OPENERS = 32
@@ -500,7 +500,7 @@ assert _STORED.itemsize == HEADER_BYTES == HEADER.size
 def are_small(files: Sequence[Shard]) -> bool:
     """Whether all `.idx` are small ones of one store that reads many of them at once."""
     store = files[0].index.store
-    if not reads_parts(store):
+    if store.is_local:
         return False
     roots = {id(file.index.store) for file in files}
     return len(roots) == 1 and all(file.index.info.size <= READ_WHOLE for file in files)
@@ -513,14 +513,13 @@ def read_bodies(
     StorageError.
     """
     store: Store = files[0].index.store
-    assert reads_parts(store)
     infos = [file.index.info for file in files]
     parts = [*((info, 0, info.size) for info in infos), *more]
     began = time.monotonic()
-    first = store.read_parts(parts[:1], 1)
+    first = store.read_many(parts[:1], 1)
     is_near = time.monotonic() - began < NEAR
     readers = min(NEAR_READERS, most_readers) if is_near else most_readers
-    return first + store.read_parts(parts[1:], readers)
+    return first + store.read_many(parts[1:], readers)
 
 
 def rows_of(

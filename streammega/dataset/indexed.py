@@ -355,7 +355,7 @@ class IndexedDataset(Sequence["Item"]):
         return run
 
     def _read(self, start: int, stop: int) -> Buffer:
-        return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]
+        return self.store.read(self.bin_key, [(start, stop)], self.bin_info.etag)[0]
 
     def _tokens(self, data: Buffer) -> Tokens:
         return np.frombuffer(data, self.dtype.newbyteorder("<"))

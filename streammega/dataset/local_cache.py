@@ -30,9 +30,9 @@ from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import create_beside
-from streammega.storage.backends.mapping import map_file
+from streammega.storage.backends.local import map_file
 from streammega.storage.etags import tell_unversioned
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
         window_stop = min(window_start + DOWNLOAD_BYTES, info.size)
         starts = list(range(window_start, window_stop, part_bytes))
         stops = [min(start + part_bytes, window_stop) for start in starts]
-        yield from store.read_ranges(info.key, starts, stops, info.etag)
+        yield from store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
 
 
 ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
@@ -285,7 +285,7 @@ class SharedFolder:
     def publish(self, path: Path) -> None:
         """Upload one cached array under its own name, at once."""
         store, key = open_store(join_url(self.url, path.name), self.storage)
-        with written_whole(store, key) as writer, open(path, "rb") as file:
+        with atomic_writer(store, key) as writer, open(path, "rb") as file:
             while chunk := file.read(DOWNLOAD_BYTES):
                 writer.write(chunk)
 

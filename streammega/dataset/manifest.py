@@ -308,7 +308,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
     info = store.info(key)
     if info.size > MOST_BYTES:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
-    raw = bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
+    raw = bytes(store.read(key, [(0, info.size)], info.etag)[0])
     try:
         manifest, parent = _parse(raw, url)
     except FormatError:

@@ -25,11 +25,11 @@ from streammega.dataset.idx import (
     dtype_code,
     index_bytes,
 )
-from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.kernels.mix import GOLDEN, mix
-from streammega.storage import Buffer, ObjectInfo, ObjectWriter
+from streammega.storage import Buffer, ObjectInfo
 from streammega.storage.open import register_scheme
-from streammega.storage.store import Bytes, Span, fill
+from streammega.storage.store import Span, Store
 
 DTYPE = np.dtype("<i4")
 """Of all mock tokens: any vocabulary fits."""
@@ -58,8 +58,8 @@ class MockSettings:
 SETTINGS = tuple(field.name for field in fields(MockSettings))
 
 
-class MockStore:
-    """Computed pairs. Implements `storage.store.Store`, for reading."""
+class MockStore(Store):
+    """Computed pairs, for reading."""
 
     def url(self, key: str) -> str:
         """mock:// and the name."""
@@ -75,37 +75,15 @@ class MockStore:
         # One ETag for all: a name never stands for other bytes.
         return ObjectInfo(key=key, size=size, etag="mock")
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """Bytes computed on the spot."""
         settings = self._settings(key)
-        bodies: list[Buffer] = []
         compute = _index if key.endswith(".idx") else _tokens
-        for start, stop in zip(starts, stops, strict=True):
-            bodies.append(compute(settings, int(start), int(stop)))
-        return bodies
-
-    def read_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
-    ) -> None:
-        """Bytes computed on the spot."""
-        starts = [start for start, _ in spans]
-        stops = [stop for _, stop in spans]
-        bodies = self.read_ranges(key, starts, stops)
-        fill(self.url(key), spans, bodies, outs)
+        return [compute(settings, int(start), int(stop)) for start, stop in spans]
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Nothing lies there."""
         return []
-
-    def open_writer(self, key: str) -> ObjectWriter:
-        """Refused."""
-        raise StorageError(f"{self.url(key)}: mock datasets are computed and cannot be written")
-
-    def delete(self, key: str) -> None:
-        """Refused."""
-        raise StorageError(f"{self.url(key)}: mock datasets are computed and cannot be removed")
 
     def _settings(self, key: str) -> MockSettings:
         """What a name sets. Raises ConfigError, ObjectNotFoundError."""

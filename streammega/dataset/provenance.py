@@ -432,7 +432,7 @@ class ProvenanceReader:
         return origins
 
     def _read(self, start: int, stop: int) -> bytes:
-        (body,) = self._store.read_ranges(self._key, [start], [stop], self._info.etag)
+        (body,) = self._store.read(self._key, [(start, stop)], self._info.etag)
         return bytes(body)
 
     def _damaged(self, what: str) -> FormatError:

@@ -249,7 +249,7 @@ def _document_ends(
     whole = info.size - info.size % dtype.itemsize
     for start in range(0, whole, REMOTE_BYTES):
         stop = min(start + REMOTE_BYTES, whole)
-        data = store.read_ranges(info.key, [start], [stop], info.etag)[0]
+        data = store.read(info.key, [(start, stop)], info.etag)[0]
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         places = np.empty(len(ids), np.int64)
         count = find_ids(ids, eod_id, places)

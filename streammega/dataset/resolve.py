@@ -38,7 +38,7 @@ from streammega.errors import (
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
 from streammega.storage.etags import same_version
 from streammega.storage.open import is_remote
-from streammega.storage.store import ListsBetween, NotListedBetween
+from streammega.storage.store import NotListedBetween, Store
 from streammega.storage.thread_pool import parallel_map
 
 FEW = 8
@@ -88,7 +88,7 @@ def list_shards(names: Sequence[str], storage: StorageConfig) -> Listing:
     objects: dict[str, ObjectInfo] = {}
     for root, prefixes in prefixes_of_root.items():
         store, _ = open_store(prefixes[0], storage)
-        if not isinstance(store, ListsBetween):
+        if not store.can_list_between:
             continue
         listed = _list_groups(store, [prefix[len(root) :] for prefix in prefixes])
         if listed is None:
@@ -111,7 +111,7 @@ def with_listing(name: str, listing: Listing, entry: ManifestEntry | None = None
     return ShardInfo(name=name, stored=stored, index=index, entry=entry)
 
 
-def _list_groups(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | None:
+def _list_groups(store: Store, keys: list[str]) -> list[ObjectInfo] | None:
     """The objects of shards, and some of those that lie between them; None where listings do not
     tell them, or not their ETags.
     """
@@ -123,7 +123,7 @@ def _list_groups(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | Non
 
     looked: list[ObjectInfo] = []
 
-    def list_group(number: int) -> list[ObjectInfo] | None:
+    def list_group(number: int) -> Sequence[ObjectInfo] | None:
         if number == len(groups):
             looked.extend(_look_at(store, f"{ordered[0]}.idx"))
             return []
@@ -141,7 +141,7 @@ def _list_groups(store: ListsBetween, keys: list[str]) -> list[ObjectInfo] | Non
     return objects if _etags_agree(objects, looked) else None
 
 
-def _look_at(store: ListsBetween, key: str) -> list[ObjectInfo]:
+def _look_at(store: Store, key: str) -> list[ObjectInfo]:
     """What another answer than a listing tells of an object; nothing, if it is not there."""
     try:
         return [store.info(key)]

@@ -30,8 +30,7 @@ from streammega.dataset.local_cache import cache_folder, cached_copy, local_view
 from streammega.dataset.tar import layout, stored_bytes
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.derived_stores import DerivedStore, LateView, Members
+from streammega.storage.derived_stores import DerivedStore, LazyView, Members
 from streammega.storage.seekable_zstd import Frames, read_frames
 
 MANIFEST = ".manifest.json"
@@ -261,9 +260,9 @@ class Shard:
             return self.store, self.stored
         make = self._frames if self.kind == "zst" else self._members
         entry = self.shard.entry
-        is_local = isinstance(self.store, LocalStore)
+        is_local = self.store.is_local
         # Reading the table costs requests: put off where the size is known without it.
-        view = make() if entry is None or is_local else LateView(entry.token_bytes, make)
+        view = make() if entry is None or is_local else LazyView(entry.token_bytes, make)
         store = DerivedStore(self.store, self.stored, view)
         return store, store.info(self.key)
 
@@ -400,7 +399,7 @@ class ShardIndex:
     @property
     def is_local(self) -> bool:
         """Whether it is a local file, of which small reads cost no request."""
-        return isinstance(self.store, LocalStore)
+        return self.store.is_local
 
     @property
     def info(self) -> ObjectInfo:
@@ -464,7 +463,7 @@ class ShardIndex:
 
         Raises ObjectNotFoundError, CacheError, FormatError, StorageError.
         """
-        if isinstance(self.store, LocalStore):
+        if self.store.is_local:
             return self.store.view(self.key, self.info.etag)
         return local_view(self.store, self.info, self.cache_dir, self._part_bytes)
 
@@ -542,7 +541,7 @@ class ShardIndex:
             return [part for part in known if part is not None]
         starts = [start for start, _ in spans]
         stops = [stop for _, stop in spans]
-        return self.store.read_ranges(self.key, starts, stops, self.info.etag)
+        return self.store.read(self.key, list(zip(starts, stops, strict=True)), self.info.etag)
 
     def _known(self, start: int, stop: int) -> Buffer | None:
         """Bytes [start, stop), if they were read ahead."""

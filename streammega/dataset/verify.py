@@ -43,7 +43,7 @@ from streammega.errors.words import pluralize, without_controls
 from streammega.kernels.check import id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
 from streammega.storage import ObjectInfo, Store, open_store
-from streammega.storage.backends.local import LocalStore, local_error
+from streammega.storage.backends.local import local_error
 from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
@@ -231,7 +231,7 @@ def check_shown(store: Store, key: str, token_bytes: int, tokens: TokenChecks) -
 
     def look_at(start: int) -> None:
         stop = min(start + REMOTE_BYTES, token_bytes)
-        data = store.read_ranges(key, [start], [stop])[0]
+        data = store.read(key, [(start, stop)])[0]
         tokens.look(np.frombuffer(data, np.uint8), start)
 
     starts = range(0, token_bytes, REMOTE_BYTES)
@@ -270,12 +270,13 @@ def _pieces(
     store: Store, stored: ObjectInfo, start: int, stop: int
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(byte, data) of a stretch, in order; data is good until the next one is asked for."""
-    if isinstance(store, LocalStore):
-        yield from _local_pieces(stored.key, start, stop)
+    path = store.local_path(stored.key)
+    if path is not None:
+        yield from _local_pieces(path, start, stop)
         return
     for piece_start in range(start, stop, REMOTE_BYTES):
         piece_stop = min(piece_start + REMOTE_BYTES, stop)
-        body = store.read_ranges(stored.key, [piece_start], [piece_stop], stored.etag)[0]
+        body = store.read(stored.key, [(piece_start, piece_stop)], stored.etag)[0]
         yield piece_start, np.frombuffer(body, np.uint8)
 
 

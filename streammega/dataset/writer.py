@@ -23,9 +23,10 @@ from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
 from streammega.kernels.parallel import num_threads
 from streammega.storage import open_store
-from streammega.storage.copies import FileRange, file_ranges
+from streammega.storage.backends.local import FileRange
+from streammega.storage.derived_stores import file_ranges
 from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -243,7 +244,7 @@ class IndexedDatasetWriter:
             for first, last in _runs(sizes, max_bytes):
                 start = int(other.sequence_offsets[first])
                 stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
-                (data,) = other.store.read_ranges(other.bin_key, [start], [stop], etag)
+                (data,) = other.store.read(other.bin_key, [(start, stop)], etag)
                 modes_of_run = modes[first:last] if modes is not None else None
                 self._append([data], lengths[first:last], modes_of_run)
         self._end_documents(first_sequence, documents)
@@ -267,7 +268,7 @@ class IndexedDatasetWriter:
         except BaseException:
             self._tokens.abort()  # nobody else can any more: the writer is closed
             raise
-        with written_whole(index_store, index_key) as writer:
+        with atomic_writer(index_store, index_key) as writer:
             self.index = ChecksummedWriter(writer)
             for chunk in self._index_chunks():
                 self.index.write(chunk)

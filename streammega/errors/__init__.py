@@ -94,6 +94,10 @@ class ShortReadError(StorageError):
     transient = True
 
 
+class UnsupportedOperation(StorageError):
+    """This storage cannot do that; other storages can."""
+
+
 class ObjectChangedError(StorageError):
     """An object is not the one that was opened: its ETag or size differs."""
 

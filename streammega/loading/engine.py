@@ -35,8 +35,6 @@ from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch
 from streammega.samples.token_file import TokenFile
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.derived_stores import is_local
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import BATCH_REQUESTS
 
@@ -186,8 +184,7 @@ class Engine:
             return  # the collector called: a kernel may run below on this stack
         self._mapped = []
         for file in self._reading.files:
-            if isinstance(file.store, LocalStore):
-                file.store.unmap()
+            file.store.unmap()
 
     def _end_thread(self) -> None:
         """Wait until the thread has ended, making room for what it still hands over."""
@@ -276,7 +273,7 @@ def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) ->
     waiting, so there are as many threads as cores, and nothing is read a second time because it
     takes long.
     """
-    if not all(is_local(file.store) for file in files):
+    if not all(file.store.is_local for file in files):
         return Fetcher(storage, budget)
     threads = min(storage.max_requests, num_threads())
     # A thread takes whole jobs: one read at a time, it would wait for the GIL after each.

@@ -14,11 +14,9 @@ from streammega.config import StorageConfig
 from streammega.loading.spans import FileTable
 from streammega.loading.steps import MicroSteps
 from streammega.samples.token_file import TokenFile
-from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.store import CachedStore
-from streammega.storage.derived_stores import is_local
 from streammega.storage.etags import tell_unversioned
 from streammega.storage.store import address_of
 
@@ -30,7 +28,7 @@ def table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
     mapped_at = [mapped for _, mapped in of_cache]
     itemsizes = [file.dtype.itemsize for file in files]
     num_tokens = [file.num_tokens for file in files]
-    is_local = [isinstance(file.store, LocalStore) for file in files]
+    is_local = [file.store.local_path(file.key) is not None for file in files]
     files_of_dataset = [len(files) for files in steps.samples.files]
     return FileTable(
         firsts=np.cumsum([0, *files_of_dataset]),
@@ -66,7 +64,7 @@ def through_cache(files: list[TokenFile], storage: StorageConfig) -> list[TokenF
 def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     """A file behind the cache; as it is where it is local, empty, or finds no room."""
     size = file.num_tokens * file.dtype.itemsize
-    if size == 0 or is_local(file.store):
+    if size == 0 or file.store.is_local:
         return file
     if not file.etag:  # old pages could not be told from new ones
         tell_unversioned(file.url)
@@ -89,7 +87,6 @@ def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tu
 
 def _map(file: TokenFile) -> NDArray[np.uint8] | None:
     """The bytes of a local file; None of one that is empty, which cannot be mapped."""
-    assert isinstance(file.store, LocalStore)
     view = file.store.view(file.key, file.etag)
     if len(view) == 0 and file.num_tokens == 0:
         return None

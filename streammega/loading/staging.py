@@ -93,8 +93,8 @@ class Stager:
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
             """Read a part from the object, and count it."""
-            store = part.store.store
-            store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
+            store = part.store.inner
+            store.fetch_into(part.file.key, [(start, stop)], [out], part.file.etag)
             with self._lock:
                 self.staged_bytes += stop - start
 

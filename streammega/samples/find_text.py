@@ -66,7 +66,7 @@ def _stretches(documents: ShardDocuments, at_once: int, longest: int) -> Iterato
         stop = min(tokens, first + at_once + longest - 1)
         starts = list(range(first * itemsize, stop * itemsize, part))
         stops = [*starts[1:], stop * itemsize]
-        bodies = store.read_ranges(info.key, starts, stops, info.etag)
+        bodies = store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
         yield first, np.frombuffer(b"".join(bytes(body) for body in bodies), dtype)
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import dacite
 
 from streammega.config import StorageConfig
-from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors import ConfigError, FormatError, StateError, UnsupportedOperation
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store
 from streammega.storage.object_ops import read_whole
-from streammega.storage.store import ConditionsUnknown, create_on_condition
+from streammega.storage.store import create_on_condition
 
 FORMAT = "streammega-follow"
 VERSION = 1
@@ -146,7 +146,7 @@ class FollowRecord:
         store, key = open_store(self._url_of(sample), self._storage)
         try:
             return create_on_condition(store, key, data)
-        except ConditionsUnknown as unknown:
+        except UnsupportedOperation as unknown:
             raise _no_conditions(self.url, str(unknown)) from None
 
     def _url_of(self, sample: int) -> str:

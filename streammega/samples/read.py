@@ -15,7 +15,6 @@ from streammega.order import Extents
 from streammega.samples.coalesce import coalesce
 from streammega.samples.rows import rows_of
 from streammega.samples.token_file import TokenFile
-from streammega.storage.backends.local import LocalStore
 
 Ids = NDArray[Any]
 Integers = NDArray[np.int64]
@@ -65,7 +64,7 @@ def read_runs(
         raise ShortReadError(
             f"{file.url}: tokens up to {last_stop} were asked for, the file has {file.num_tokens}"
         )
-    if isinstance(file.store, LocalStore):
+    if file.store.local_path(file.key) is not None:
         mapped = file.store.view(file.key, file.etag)
         file.check_bytes(len(mapped))
         return np.frombuffer(mapped, file.dtype, file.num_tokens), starts
@@ -87,7 +86,7 @@ def _fetch_runs(
     )
     start_bytes = (requests.start * itemsize).tolist()
     stop_bytes = (requests.stop * itemsize).tolist()
-    buffers = file.store.read_ranges(file.key, start_bytes, stop_bytes, file.etag)
+    buffers = file.store.read(file.key, list(zip(start_bytes, stop_bytes, strict=True)), file.etag)
     tokens = np.concatenate([np.frombuffer(buffer, file.dtype) for buffer in buffers])
     # the answers lie end to end, without the gaps between requests
     size_of_request = requests.stop - requests.start

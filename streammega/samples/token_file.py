@@ -13,7 +13,7 @@ from streammega.kernels.batch import clear_unlearned
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import TokenModes
 from streammega.storage import Store
-from streammega.storage.store import ended_early
+from streammega.storage.http_errors import truncated
 
 
 # Of thousands, each would take two to three times as long if it were frozen.
@@ -45,7 +45,7 @@ class TokenFile:
         kernels, which look no further.
         """
         if size < self.num_tokens * self.dtype.itemsize:
-            raise ended_early(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
+            raise truncated(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

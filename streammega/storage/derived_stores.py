@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.plan import copy_bytes
-from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.local import FileRange
 from streammega.storage.fork_lock import process_lock
+from streammega.storage.http_errors import truncated
 from streammega.storage.store import (
     Buffer,
     Bytes,
     ObjectInfo,
-    ObjectWriter,
+    Part,
     Span,
     Store,
+    WrapperStore,
     address_of,
     check_room,
-    ended_early,
 )
 
 Integers = NDArray[np.int64]
@@ -39,16 +40,16 @@ class View(Protocol):
 
     size: int
 
-    def stored(self, start: int, stop: int) -> Span:
+    def stored_range(self, start: int, stop: int) -> Span:
         """The stored bytes that hold the shown bytes [start, stop)."""
 
-    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+    def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """Fill each of `outs` with the shown bytes of its span, from the stored ones of
-        `stored(start, stop)`.
+        `stored_range(start, stop)`.
         """
 
 
-class LateView:
+class LazyView:
     """A view that is made when bytes are first asked of it.
 
     Its size is known, and making it costs requests.
@@ -66,13 +67,13 @@ class LateView:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["size"], state["make"])  # type: ignore[misc]
 
-    def stored(self, start: int, stop: int) -> Span:
+    def stored_range(self, start: int, stop: int) -> Span:
         """Of the view, which is made now at the latest. Raises FormatError, StorageError."""
-        return self._view().stored(start, stop)
+        return self._view().stored_range(start, stop)
 
-    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+    def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """By the view."""
-        self._view().show(stored, spans, outs)
+        self._view().decode(stored, spans, outs)
 
     def _view(self) -> View:
         if self._view_made is None:
@@ -83,88 +84,65 @@ class LateView:
         return self._view_made
 
 
-class DerivedStore:
-    """One object, as its view shows it.
-
-    Implements `storage.store.Store` for reading; keys are those of the object.
-    """
+class DerivedStore(WrapperStore):
+    """One object, as its view shows it. Keys are those of the object."""
 
     def __init__(self, store: Store, info: ObjectInfo, view: View) -> None:
-        self.store = store
-        self.view = view
+        super().__init__(store)
+        self._view = view
         self._info = info
-
-    @property
-    def local(self) -> bool:
-        """Whether the object itself is a local file."""
-        return isinstance(self.store, LocalStore)
 
     def over(self, store: Store) -> DerivedStore:
         """The same view of the same object, read by another store."""
-        return DerivedStore(store, self._info, self.view)
-
-    def url(self, key: str) -> str:
-        """That of the object itself."""
-        return self.store.url(key)
+        return DerivedStore(store, self._info, self._view)
 
     def info(self, key: str) -> ObjectInfo:
-        """The shown size, and the object's ETag."""
-        return ObjectInfo(key=self._info.key, size=self.view.size, etag=self._info.etag)
+        """The decoded size, and the object's ETag."""
+        return ObjectInfo(key=self._info.key, size=self._view.size, etag=self._info.etag)
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
-        """Shown bytes; the stored ones are read as the store reads ranges, of the object that was
-        opened.
-        """
-        spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
-        stored_spans = [self._stored(start, stop) for start, stop in spans]
-        bodies = self._read_stored(key, stored_spans, etag or self._info.etag)
-        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
-        self.view.show(bodies, spans, outs)
-        return [out.data for out in outs]
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """Decoded bytes, of one request for each span."""
+        return self._decoded(self.inner.fetch(key, self._stored(spans), self._etag(etag)), spans)
 
-    def read_into(
+    def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """Shown bytes; the stored ones are read at once, one request for each span."""
-        stored_spans = [self._stored(start, stop) for start, stop in spans]
+        """Decoded bytes, of one request for each span."""
+        bodies = self.inner.fetch(key, self._stored(spans), self._etag(etag))
+        self._decode(bodies, spans, outs)
+
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """Decoded bytes; the stored ones are read as the store reads them."""
+        return self._decoded(self.inner.read(key, self._stored(spans), self._etag(etag)), spans)
+
+    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
+        """As of other stores: the store behind would read stored bytes."""
+        return Store.read_many(self, parts, max_requests)
+
+    def _etag(self, etag: str) -> str:
         # The view was made for that object, and would show another one wrongly.
-        etag = etag or self._info.etag
-        # What is local is mapped: its stored bytes are looked at where they lie.
-        if isinstance(self.store, LocalStore):
-            bodies = self._read_stored(key, stored_spans, etag)
-        else:
-            bodies = [np.empty(stop - start, np.uint8) for start, stop in stored_spans]
-            self.store.read_into(key, stored_spans, bodies, etag)
-        self.view.show(bodies, spans, outs)
+        return etag or self._info.etag
 
-    def _read_stored(self, key: str, spans: Sequence[Span], etag: str) -> list[Bytes]:
-        starts = [start for start, _ in spans]
-        stops = [stop for _, stop in spans]
-        bodies = self.store.read_ranges(key, starts, stops, etag)
-        return [np.frombuffer(body, np.uint8) for body in bodies]
+    def _decoded(self, bodies: Sequence[Buffer], spans: Sequence[Span]) -> list[Buffer]:
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        self._decode(bodies, spans, outs)
+        return [out.data for out in outs]
 
-    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """From the store."""
-        return self.store.list(prefix, recursive)
+    def _decode(
+        self, bodies: Sequence[Buffer], spans: Sequence[Span], outs: Sequence[Bytes]
+    ) -> None:
+        stored = [np.frombuffer(body, np.uint8) for body in bodies]
+        self._view.decode(stored, spans, outs)
 
-    def open_writer(self, key: str) -> ObjectWriter:
-        """From the store."""
-        return self.store.open_writer(key)
-
-    def delete(self, key: str) -> None:
-        """From the store."""
-        self.store.delete(key)
-
-    def _stored(self, start: int, stop: int) -> Span:
-        if not 0 <= start <= stop <= self.view.size:
-            url = self.url(self._info.key)
-            raise ended_early(url, f"bytes [{start}, {stop}) of {self.view.size}")
-        # No bytes lie in no frame, and in no member.
-        if start == stop:
-            return 0, 0
-        return self.view.stored(start, stop)
+    def _stored(self, spans: Sequence[Span]) -> list[Span]:
+        stored = []
+        for start, stop in spans:
+            if not 0 <= start <= stop <= self._view.size:
+                url = self.url(self._info.key)
+                raise truncated(url, f"bytes [{start}, {stop}) of {self._view.size}")
+            # No bytes lie in no frame, and in no member.
+            stored.append(self._view.stored_range(start, stop) if start < stop else (0, 0))
+        return stored
 
 
 class Members:
@@ -179,7 +157,7 @@ class Members:
         self._stored = stored_begins
         self.size = int(shown_begins[-1])
 
-    def stored(self, start: int, stop: int) -> Span:
+    def stored_range(self, start: int, stop: int) -> Span:
         """From the first payload byte to the last, with the headers between them."""
         first, last = self._members(start, stop)
         final = last - 1
@@ -195,14 +173,14 @@ class Members:
         last = bisect_left(begins, stop, first)
         return first, last
 
-    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+    def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """Copy the payloads, without the GIL."""
         for body, (start, stop), out in zip(stored, spans, outs, strict=True):
             if start < stop:
                 self._show(body, start, stop, out)
 
     def _show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
-        begin, end = self.stored(start, stop)
+        begin, end = self.stored_range(start, stop)
         if len(stored) != end - begin:
             raise ValueError(
                 f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in "
@@ -219,17 +197,19 @@ class Members:
         copy_bytes(_NOTHING, address_of(stored) + source, high - low, address_of(out) + target)
 
 
-class ConcatStore:
-    """Objects of several stores end to end, as one.
-
-    Implements `storage.store.Store` for reading.
-    """
+class ConcatStore(Store):
+    """Objects of several stores end to end, as one, for reading."""
 
     def __init__(self, parts: Sequence[tuple[Store, ObjectInfo]], name: str) -> None:
         self.parts = parts
         self._name = redact_urls(name)
         self._ends = np.cumsum([info.size for _, info in parts])
         self._etag = _etag_of_all(parts)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all objects are local."""
+        return all(store.is_local for store, _ in self.parts)
 
     def url(self, key: str) -> str:
         """The dataset's name, without credentials."""
@@ -239,29 +219,13 @@ class ConcatStore:
         """All sizes together, and a digest of which objects these are."""
         return ObjectInfo(key=key, size=int(self._ends[-1]), etag=self._etag)
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
-        """From the objects that hold them, each compared with its own ETag; bytes of two objects
-        are copied together.
-        """
-        bodies: list[Buffer] = []
-        for start, stop in zip(starts, stops, strict=True):
-            pieces = []
-            for number, low, high, _ in self._pieces(int(start), int(stop)):
-                pieces.append(self._read_part(number, low, high))
-            if len(pieces) == 1:
-                bodies.append(pieces[0])
-            else:
-                bodies.append(memoryview(b"".join(pieces)))
-        return bodies
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """Copies from the objects that hold them, each compared with its own ETag."""
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        self.fetch_into(key, spans, outs, etag)
+        return [out.data for out in outs]
 
-    def _read_part(self, number: int, start: int, stop: int) -> Buffer:
-        store, info = self.parts[number]
-        (body,) = store.read_ranges(info.key, [start], [stop], info.etag)
-        return body
-
-    def read_into(
+    def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From the objects that hold them, each compared with its own ETag."""
@@ -274,19 +238,21 @@ class ConcatStore:
                 part_outs.setdefault(number, []).append(out[offset : offset + high - low])
         for number, wanted in part_spans.items():
             store, info = self.parts[number]
-            store.read_into(info.key, wanted, part_outs[number], info.etag)
+            store.fetch_into(info.key, wanted, part_outs[number], info.etag)
+
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """As `fetch`, tried again by the stores; bytes of one object are not copied."""
+        bodies: list[Buffer] = []
+        for start, stop in spans:
+            pieces = []
+            for (store, info), low, high in self.spans(int(start), int(stop)):
+                pieces += store.read(info.key, [(low, high)], info.etag)
+            bodies.append(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
+        return bodies
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """The objects."""
         return [info for _, info in self.parts]
-
-    def open_writer(self, key: str) -> ObjectWriter:
-        """Not possible."""
-        raise TypeError("several objects cannot be written as one")
-
-    def delete(self, key: str) -> None:
-        """Not possible."""
-        raise TypeError("several objects cannot be removed as one")
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[tuple[Store, ObjectInfo], int, int]]:
         """(object, start and stop in it) of the bytes [start, stop), in order."""
@@ -297,7 +263,7 @@ class ConcatStore:
         """(object, start and stop in it, at which byte of what was asked)."""
         size = self._ends[-1]
         if not 0 <= start <= stop <= size:
-            raise ended_early(self._name, f"bytes [{start}, {stop}) of {size}")
+            raise truncated(self._name, f"bytes [{start}, {stop}) of {size}")
         begin = start
         number = bisect_right(self._ends, start)
         while begin < stop:
@@ -326,10 +292,18 @@ def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
     return digest.hexdigest()
 
 
-def is_local(store: Any) -> bool:
-    """Whether reading a store costs no network."""
-    if isinstance(store, ConcatStore):
-        return all(is_local(part) for part, _ in store.parts)
-    if isinstance(store, DerivedStore):
-        return store.local
-    return isinstance(store, LocalStore)
+def file_ranges(store: Store, key: str, start: int, stop: int, etag: str) -> list[FileRange] | None:
+    """Where the bytes [start, stop) of an object lie in local files, in order.
+
+    None where some lie elsewhere, or in another form.
+    """
+    if not isinstance(store, ConcatStore):
+        path = store.local_path(key)
+        return None if path is None else [FileRange(path=path, start=start, stop=stop, etag=etag)]
+    ranges = []
+    for (part, info), low, high in store.spans(start, stop):
+        path = part.local_path(info.key)
+        if path is None:
+            return None
+        ranges.append(FileRange(path=path, start=low, stop=high, etag=info.etag))
+    return ranges

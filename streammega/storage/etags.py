@@ -9,7 +9,8 @@ import logging
 from datetime import datetime
 
 from streammega.errors import ObjectChangedError
-from streammega.storage.endpoints import root_of
+from streammega.storage.http_errors import root_of
+from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -75,33 +76,24 @@ def _bare(version: str) -> str:
     return version.removeprefix("W/").strip('"')
 
 
-_told: set[str] = set()
-"""Objects and servers of which this process has said what follows."""
-
-
 def tell_unversioned(url: str) -> None:
-    """Say once of an object that nothing but its size shows whether it changes.
-
-    So no cache keeps it.
-    """
-    if url not in _told:
-        _told.add(url)
-        log.warning(
-            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be "
-            "noticed; it is read anew in every run and kept in no cache. Have the server send "
-            "ETags",
-            url,
-        )
+    """Warn once that nothing but its size shows whether an object changes, so no cache keeps it."""
+    warn_once(
+        log,
+        url,
+        "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be "
+        "noticed; it is read again in every run and kept in no cache. Have the server send ETags",
+        url,
+    )
 
 
 def tell_incomparable(url: str) -> None:
-    """Say once for each server that its answers cannot be compared with what was opened."""
-    server = root_of(url)
-    if server not in _told:
-        _told.add(server)
-        log.warning(
-            "%s: the server tells other things of an object with its data than without (ETag, "
-            "Last-Modified), so one that is replaced under a run is noticed only if it became "
-            "shorter. Have the server send ETags with every answer",
-            url,
-        )
+    """Warn once for each server that its answers cannot be compared with what was opened."""
+    warn_once(
+        log,
+        root_of(url),
+        "%s: the server tells other things of an object with its data than without (ETag, "
+        "Last-Modified), so one that is replaced under a run is noticed only if it became "
+        "shorter. Have the server send ETags with every answer",
+        url,
+    )

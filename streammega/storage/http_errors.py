@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
-from streammega.errors import AccessDeniedError, EndpointError, ObjectNotFoundError, StorageError
-from streammega.storage.endpoints import root_of
-from streammega.storage.store import ended_early, throttled
+from streammega.errors import (
+    AccessDeniedError,
+    EndpointError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+)
 
 PASSING = frozenset((408, 409, 425))
 """Statuses below 500 that a second try mends: too slow, a conflict of requests, too early."""
 LASTING = frozenset((501, 505))
 """Statuses from 500 on that none does: the server cannot do what was asked."""
+PARTIAL_CONTENT = 206
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Names of botocore's errors."""
 NO_BUCKET = "bucket does not exist"
@@ -64,7 +71,7 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
     if status in (401, 403) or "ExpiredToken" in text:
         return denied(url, reason)
     if status == 416:
-        return ended_early(url, reason)
+        return truncated(url, reason)
     if status in (429, 503):
         return throttled(url, reason)
     server_failed = status >= 500 and status not in LASTING
@@ -73,6 +80,34 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
     if status in PASSING or server_failed or too_slow:
         return unreachable(url, reason)
     return StorageError(f"{url}: {reason}")
+
+
+def short_read(url: str, start: int, stop: int, got: int) -> ShortReadError:
+    """For a body of another length than was asked for."""
+    return ShortReadError(
+        f"{url}: wanted bytes [{start}, {stop}), got {got} bytes; the object is shorter than its "
+        f"index says, or changed while it was read: compare its size with the .idx, or convert it "
+        f"again"
+    )
+
+
+def truncated(url: str, reason: str) -> ShortReadError:
+    """For a range outside of the object: trying again does not help."""
+    error = ShortReadError(
+        f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})"
+    )
+    error.transient = False
+    return error
+
+
+def throttled(url: str, reason: str) -> EndpointError:
+    """For an endpoint that asks for fewer requests."""
+    error = EndpointError(
+        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on "
+        f"({reason})"
+    )
+    error.throttled = True
+    return error
 
 
 def missing(url: str) -> ObjectNotFoundError:
@@ -154,3 +189,45 @@ def is_of_network(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _NETWORK_NUMBERS
     return False
+
+
+def check_range(
+    url: str, span: tuple[int, int], status: int, content_range: str, length: int | None = None
+) -> None:
+    """Raise unless the head of an answer promises the bytes of `span`, up to the object's end.
+
+    length: the Content-Length. `store.check_length` checks the body's.
+    """
+    start, stop = span
+    if status != PARTIAL_CONTENT and not content_range:
+        # The whole object, which may be what was asked for.
+        if start == 0 and length == stop:
+            return
+        raise StorageError(
+            f"{url}: the server does not serve ranges: asked for bytes [{start}, {stop}), it "
+            f"answered with status {status} and no Content-Range, as for the whole object; use a "
+            f"server that serves ranges, or copy the data to a disk"
+        )
+    found = _CONTENT_RANGE.fullmatch(content_range)
+    if found:
+        first, last, size = found.groups()
+        end = stop if size == "*" else min(stop, int(size))
+        if (int(first), int(last) + 1) == (start, end):
+            return
+    raise wrong_range(url, span, f"status {status} and Content-Range {content_range!r}")
+
+
+def wrong_range(url: str, span: tuple[int, int], answer: str) -> ShortReadError:
+    """For an answer that names other bytes than were asked for."""
+    start, stop = span
+    return ShortReadError(
+        f"{url}: the server sent other bytes than were asked for: wanted bytes [{start}, {stop}), "
+        f"got {answer}; check the proxies and caches between here and the server"
+    )
+
+
+def root_of(url: str) -> str:
+    """The bucket or host of a URL, with its scheme: `s3://bucket`; a path is its own."""
+    scheme, separator, path = url.partition("://")
+    host, _, _ = path.partition("/")
+    return scheme + separator + host

@@ -23,8 +23,8 @@ LEAST_READ = 256 << 10
 would hardly come sooner.
 """
 LARGEST_READ = 2 << 20
-"""Bytes of the largest request: it takes several times as long as its first byte does, and obstore
-hands over bodies up to this size at once (`STREAMED_READ`); larger ones cost more of the processor.
+"""Bytes of the largest request: it takes several times as long as its first byte does, and
+larger bodies cost more of the processor.
 """
 IN_FLIGHT = 6
 """Requests of one file at once. Where an answer begins after 30 ms and a connection gives 80 MB/s,
@@ -184,7 +184,7 @@ class ObjectReader(io.RawIOBase):
         info = self._info
 
         def read(_: None) -> Buffer:
-            return store.read_ranges(info.key, [start], [stop], info.etag)[0]
+            return store.read(info.key, [(start, stop)], info.etag)[0]
 
         return _Part(start, stop, self._pool.begin(read, [None]))
 

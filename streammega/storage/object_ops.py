@@ -16,7 +16,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
 from streammega.storage.backends.s3_writer import sized_for
 from streammega.storage.open import is_remote
-from streammega.storage.store import Buffer, ObjectInfo, Store, written_whole
+from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
 
 COPY_BYTES = 16 << 20
 """Bytes of an object that a copy holds in memory, beside the parts of its upload."""
@@ -56,7 +56,7 @@ def read_whole(url: str, storage: StorageConfig) -> bytes | None:
     store, key = open_store(url, storage)
     try:
         info = store.info(key)
-        (body,) = store.read_ranges(key, [0], [info.size], info.etag)
+        (body,) = store.read(key, [(0, info.size)], info.etag)
         return bytes(body)
     except ObjectNotFoundError:
         return None
@@ -100,7 +100,7 @@ def move(source: str, target: str, storage: StorageConfig) -> None:
 def _read_chunks(store: Store, info: ObjectInfo) -> Iterator[Buffer]:
     for start in range(0, info.size, COPY_BYTES):
         stop = min(start + COPY_BYTES, info.size)
-        (body,) = store.read_ranges(info.key, [start], [stop], info.etag)
+        (body,) = store.read(info.key, [(start, stop)], info.etag)
         yield body
 
 
@@ -123,6 +123,6 @@ def _move_file(source: str, target: str, storage: StorageConfig) -> None:
 
 def _write(target: str, chunks: Iterable[bytes | memoryview], storage: StorageConfig) -> None:
     store, key = open_store(target, storage)
-    with written_whole(store, key) as writer:
+    with atomic_writer(store, key) as writer:
         for chunk in chunks:
             writer.write(chunk)

@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -16,22 +17,22 @@ import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
+from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore, driver_options
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.backends.oss2_store import OssNativeStore
-from streammega.storage.backends.oss_store import OssStore
-from streammega.storage.backends.pread import PreadStore
+from streammega.storage.backends.local import LocalStore, PreadStore
+from streammega.storage.backends.oss import OssStore
+from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.fsspec_adapter import StoreFiles
 from streammega.storage.object_file import CountedFile
-from streammega.storage.store import Store, written_whole
+from streammega.storage.store import Store
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
 _latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
-_latest_surroundings: tuple[dict[Any, Any], bytes] = ({}, b"")
+_latest_environment: tuple[dict[Any, Any], bytes] = ({}, b"")
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}
 """Modules above this layer that register a scheme of ours when they are imported.
@@ -39,7 +40,7 @@ _BUILT_IN = {"mock": "streammega.dataset.mock"}
 They are imported when it is first asked for: this layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_LEADING_ELSEWHERE = (
+_CLIENT_ENV_PREFIXES = (
     "AWS_",
     "OSS_",
     "ALIBABA_CLOUD_",
@@ -122,8 +123,9 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     of_http = scheme in ("http", "https")
     if not _by_obstore(scheme, config):
-        native = OssNativeStore if scheme == "oss" else FsspecStore
-        return _shared(native, scheme, "", config), url if of_http else rest
+        if scheme == "oss":
+            return _shared(scheme, root, config), key
+        return _shared(scheme, "", config), url if of_http else rest
     if scheme not in OBSTORE_SCHEMES:
         raise ConfigError(
             f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' "
@@ -132,7 +134,22 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     if of_http:
         key = unquote(key)  # which obstore quotes again
     _check_key(url, key)
-    return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
+    return _shared(scheme, root, config), key
+
+
+def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
+    """A store of its own. root: the bucket or host; empty where the driver serves all of them."""
+    second = Oss2Store if scheme == "oss" else FsspecStore
+    if not _by_obstore(scheme, config):
+        return second(scheme, root, config)
+    if scheme == "oss":
+        first: Store = OssStore(scheme, root, config)
+    else:
+        first = ObstoreStore(scheme, root, config)
+    if scheme in ("gs", "az"):
+        return first
+    make_second = partial(second, scheme, root, config)
+    return FallbackStore(first, make_second, after_fork=scheme in ("s3", "oss"))
 
 
 def _by_obstore(scheme: str, config: StorageConfig) -> bool:
@@ -225,18 +242,16 @@ def open_file(
             yield plain
 
 
-def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
+def _shared(scheme: str, root: str, config: StorageConfig) -> Store:
     """One store, with its connections and threads, for all that is open under the same root and
     settings.
-
-    `root`: the bucket or host; empty for backends that serve all of them by one client.
     """
-    identity = (backend, scheme, root, _digest_of(config), _surroundings())
+    identity = (scheme, root, _digest_of(config), _environment_digest())
     # Two that open the same at once are to have one.
     with _lock:
         shared: Store | None = _stores.get(identity)
         if shared is None:
-            shared = backend(scheme, root, config) if root else backend(scheme, config)
+            shared = _make_store(scheme, root, config)
             _stores[identity] = shared
         return shared
 
@@ -255,22 +270,22 @@ def _digest_of(config: StorageConfig) -> bytes:
     return digest
 
 
-def _surroundings() -> bytes:
+def _environment_digest() -> bytes:
     """A digest of what leads elsewhere in the environment, which may hold secrets.
 
     That of the latest environment is known, for the reason of `_digest_of`.
     """
-    global _latest_surroundings
+    global _latest_environment
     # What os.environ keeps is compared in two microseconds, where a single look through its own
     # methods takes one.
     environment = getattr(os.environ, "_data", os.environ)
-    latest, digest = _latest_surroundings
+    latest, digest = _latest_environment
     if latest != environment:
         latest = dict(environment)
         found = ((os.fsdecode(name), value) for name, value in latest.items())
-        leading = sorted(pair for pair in found if pair[0].upper().startswith(_LEADING_ELSEWHERE))
+        leading = sorted(pair for pair in found if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES))
         digest = hashlib.blake2b(repr(leading).encode()).digest()
-        _latest_surroundings = (latest, digest)
+        _latest_environment = (latest, digest)
     return digest
 
 
@@ -287,5 +302,4 @@ def parent_url(url: str) -> str:
 def save_bytes(url: str, data: bytes | memoryview, storage: StorageConfig) -> None:
     """Write an object, at once."""
     store, key = open_store(url, storage)
-    with written_whole(store, key) as writer:
-        writer.write(data)
+    store.put(key, data)

@@ -1,21 +1,25 @@
-"""The one retry policy: which failures are tried again, for how long, and after which pause."""
+"""The one retry policy: which failures are tried again, for how long, and after which pause.
+
+An endpoint that never answered is mistyped rather than down, and is not waited for as long.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
-from streammega.storage.endpoints import Endpoint
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.thread_pool import pause as interruptible_pause
+from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +40,36 @@ SHORT_READS = 6
 
 Connections cut bodies now and then, but a truncated object stays truncated.
 """
-SAY_AFTER = 3.0
-"""Seconds of failing before a word is said: what a second try mends is nobody's concern."""
-SAY_EVERY = 30.0
+WARN_AFTER_S = 3.0
+"""Seconds of failures before the first warning. Short outages are not reported."""
+WARN_EVERY_S = 30.0
 """Seconds between two warnings of this process: an outage fails hundreds of reads at once."""
+
+
+class Endpoint:
+    """One server, as `storage_options` name it."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        """Whether it ever did, whatever it said, in this process or its parent."""
+
+
+_endpoints: dict[tuple[str, str, bytes], Endpoint] = {}
+_lock = process_lock()
+
+
+def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> Endpoint:
+    """The endpoint that serves a bucket.
+
+    All buckets under the same options have the same one, and all URLs of one http host. All stores
+    of this process share it: a run may write to a new bucket after days.
+    """
+    host = root if scheme in ("http", "https") else ""
+    # A digest tells options apart without keeping their secrets.
+    spelled = repr(sorted(options.items(), key=str))
+    digest = hashlib.blake2b(spelled.encode(), digest_size=16).digest()
+    with _lock:
+        return _endpoints.setdefault((scheme, host, digest), Endpoint())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +128,11 @@ class RetryPolicy:
         return pause
 
     def _deadline_of(self, error: BaseException) -> float:
-        if self._unheard(error):
+        if self._never_answered(error):
             return min(self.deadline, self.first_answer)
         return self.deadline
 
-    def _unheard(self, error: BaseException) -> bool:
+    def _never_answered(self, error: BaseException) -> bool:
         """Whether this is one more sign that nothing is there."""
         return isinstance(error, StorageError) and error.silent and not self.has_answered
 
@@ -135,7 +165,7 @@ class RetryPolicy:
                 pause = self.pause(error, failures, elapsed)
                 if pause is None:
                     raise self._ended(error, failures, elapsed) from None
-                self.say(error, elapsed)
+                self.warn(error, elapsed)
             interruptible_pause(pause, stop)
 
     def _note_answer(self) -> None:
@@ -143,46 +173,33 @@ class RetryPolicy:
             self.endpoint.answered = True
 
     def _ended(self, error: StorageError, failures: int, elapsed: float) -> StorageError:
-        error = given_up(error, failures, elapsed)
-        if self._unheard(error) and self.first_answer < self.deadline:
+        error = retries_exhausted(error, failures, elapsed)
+        if self._never_answered(error) and self.first_answer < self.deadline:
             _append(error, "; this endpoint never answered (first_answer_within)")
         return error
 
-    def say(self, error: BaseException, elapsed: float) -> None:
-        """Warn now and then that something is waited for: what, since when, until when, and why."""
-        if elapsed < SAY_AFTER or not _outages.may_speak(time.monotonic()):
+    def warn(self, error: BaseException, elapsed: float) -> None:
+        """Warn now and then that requests fail: since when, until when, and why."""
+        if elapsed < WARN_AFTER_S:
             return
         deadline = self._deadline_of(error)
         setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
-        until = f"given up after {deadline:.0f} s ({setting})"
+        until = f"{deadline:.0f} s ({setting})"
         if self.retries is not None:
             until += f" or {self.retries} retries"
-        log.warning(
-            "storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error
+        warn_once(
+            log,
+            "outage",
+            "storage requests have failed for %.0f s; retrying for up to %s: %s",
+            elapsed,
+            until,
+            error,
+            every=WARN_EVERY_S,
         )
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
 """For clients whose users try again by themselves."""
-
-
-class _Outages:
-    """When this process last warned."""
-
-    def __init__(self) -> None:
-        self._lock = process_lock()
-        self._last = -math.inf
-
-    def may_speak(self, now: float) -> bool:
-        """Whether nobody did for a while; from now on somebody has."""
-        with self._lock:
-            if now - self._last < SAY_EVERY:
-                return False
-            self._last = now
-            return True
-
-
-_outages = _Outages()
 
 
 def longest_pause(attempt: int) -> float:
@@ -191,7 +208,7 @@ def longest_pause(attempt: int) -> float:
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
 
 
-def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
+def retries_exhausted(error: StorageError, failures: int, elapsed: float) -> StorageError:
     """The error, saying how often it was tried, if trying again might have helped."""
     if error.transient:
         tries = "1 try" if failures == 1 else f"{failures} tries"

@@ -60,11 +60,8 @@ TABLE_GUESS = 1 << 14
 """Bytes read at once from the end of a small zstd object, in which its table lies."""
 
 
-class FrameWriter:
-    """Compresses what is written into frames of `frame_bytes`, and ends the file with their table.
-
-    An ObjectWriter.
-    """
+class FrameWriter(ObjectWriter):
+    """Compresses what is written into frames of `frame_bytes`, and ends the file with their table."""
 
     def __init__(
         self, inner: ObjectWriter, level: int = LEVEL, frame_bytes: int = FRAME_BYTES
@@ -326,13 +323,13 @@ class Frames:
         self._bounds = FrameBounds.of(compressed, decompressed)
         self.size = int(decompressed[-1])
 
-    def stored(self, start: int, stop: int) -> Span:
+    def stored_range(self, start: int, stop: int) -> Span:
         """Whole frames."""
         first, last = self._bounds.holding(start, stop)
         compressed = self._bounds.compressed
         return int(compressed[first]), int(compressed[last])
 
-    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+    def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
         reads = []
         for body, (start, stop), out in zip(stored, spans, outs, strict=True):
@@ -377,11 +374,11 @@ def read_frames(store: Store, info: ObjectInfo) -> Frames:
     # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
     guess = max(TABLE_GUESS, size // 1024)
     low = size - min(size, guess)
-    (body,) = store.read_ranges(info.key, [low], [size], info.etag)
+    (body,) = store.read(info.key, [(low, size)], info.etag)
     end = bytes(body)
     table_begin = size - table_bytes(end[-FOOTER.size :], size, url)
     if table_begin < low:
-        (rest,) = store.read_ranges(info.key, [table_begin], [low], info.etag)
+        (rest,) = store.read(info.key, [(table_begin, low)], info.etag)
         end = bytes(rest) + end
         low = table_begin
     compressed, decompressed = parse_table(end[table_begin - low :], size, url)

@@ -1,11 +1,12 @@
-"""The store protocol: what every backend can do, and nothing more."""
+"""The store interface: objects by key, whatever serves them."""
 
+# ruff: noqa: D102  (methods that override others need no docstrings)
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
-    EndpointError,
     ObjectNotFoundError,
-    ShortReadError,
     StorageError,
+    UnsupportedOperation,
 )
 from streammega.kernels.plan import copy_bytes
 from streammega.storage.etags import is_etag
+from streammega.storage.http_errors import short_read
+from streammega.storage.thread_pool import parallel_map
 
 Buffer = memoryview
 _NOTHING = np.empty(0, np.uint8)
@@ -42,53 +44,110 @@ class ObjectInfo:
     etag: str
 
 
-class ObjectWriter(Protocol):
+Part = tuple[ObjectInfo, int, int]
+"""Bytes [start, stop) of an object."""
+PARTS_TOGETHER = 16
+"""Small objects that a thread reads one after the other before it looks for more."""
+
+
+class ObjectWriter(ABC):
     """A file being written. Nothing shows under the final name before `commit` returns."""
 
+    can_write_at = False
+    """Whether several threads may put bytes in their places, by the last three methods."""
+
+    @abstractmethod
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Raises StorageError."""
 
+    @abstractmethod
     def commit(self) -> None:
         """Publish everything written under the final name, at once. Raises StorageError."""
 
+    @abstractmethod
     def abort(self) -> None:
         """Throw away what was written; the final name keeps what it had. Never raises."""
 
+    def reserve(self, size: int) -> int:
+        """Room for `size` bytes after those that were written. Returns where it begins.
 
-class Store(Protocol):
+        All of it must be written before `commit`.
+        """
+        raise UnsupportedOperation("this writer only appends")
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Put bytes into reserved room. Raises StorageError."""
+        raise UnsupportedOperation("this writer only appends")
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Ask the system to begin writing bytes [start, stop) to the disk."""
+        return None
+
+
+class Store(ABC):
     """Objects by key under one root (a bucket, a host, the local disk).
 
     Stores open their clients lazily and once per process, so they may cross a fork or be pickled.
     All methods may be called from several threads. Keys never start with a slash, except
-    those of the local store, which are file paths.
+    those of the local store, which are file paths. What a store cannot do raises
+    UnsupportedOperation.
     """
 
+    owns_bodies = False
+    """Whether `fetch` returns memory of its own, which the caller may keep."""
+    can_list_between = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether reads cost no network: they are of mapped files."""
+        return False
+
+    @abstractmethod
     def url(self, key: str) -> str:
         """The full URL of a key, for messages and cache keys; never with credentials."""
 
+    @abstractmethod
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag. Raises ObjectNotFoundError, AccessDeniedError, EndpointError."""
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
-        """Bytes [starts[i], stops[i]) for each i, fetched concurrently, in the order asked.
+    @abstractmethod
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """The bytes [start, stop) of each span: one request each, and one try.
 
-        Each buffer has exactly the bytes asked for, or ShortReadError is raised. `etag` is that of
-        the object that was opened: ObjectChangedError if the object has another one now; empty:
-        whatever is there is read.
+        Raises ObjectChangedError if `etag` is given and the object has another one now,
+        ShortReadError for any other number of bytes than asked, EndpointError and so on. Errors
+        that are `transient` may be tried again. Several spans fail together.
         """
 
-    def read_into(
+    def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span.
+        """As `fetch`, into `outs`: uint8 [stop - start] each."""
+        copy_into(self.url(key), spans, self.fetch(key, spans, etag), outs)
 
-        One request each, and one try. Raises ObjectChangedError if `etag` is given and the object
-        has another one now, ShortReadError for any other number of bytes than asked, EndpointError
-        and so on; what `error.transient` says may be tried again. Several spans fail together.
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """As `fetch`, and tries failed requests again where that may help.
+
+        `etag`: of the object that was opened; empty: reads whatever is there.
         """
+        return self.fetch(key, spans, etag)
 
+    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
+        """Parts of several objects, each of the version of its `ObjectInfo`. Raises as `read`."""
+
+        def read_group(group: Sequence[Part]) -> list[Buffer]:
+            return [
+                self.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in group
+            ]
+
+        # Several to a thread at a time: to hand one over costs as much as a small answer does.
+        size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_requests)))
+        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+        return [
+            body for bodies in parallel_map(read_group, groups, max_requests) for body in bodies
+        ]
+
+    @abstractmethod
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key.
 
@@ -96,68 +155,117 @@ class Store(Protocol):
         theirs is empty.
         """
 
+    def list_between(self, after: str, until: str, most: int) -> Sequence[ObjectInfo] | None:
+        """Objects with after < key < until, sorted by key, at most `most`.
+
+        None where the server does not list so. Raises NotListedBetween where the answer of this
+        request cannot be used, StorageError where another try may help.
+        """
+        raise UnsupportedOperation(f"{self.url(after)}: this storage lists whole folders only")
+
     def open_writer(self, key: str) -> ObjectWriter:
         """A writer that streams (multipart where the backend has it)."""
+        raise UnsupportedOperation(f"{self.url(key)}: this storage cannot be written to")
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
+    ) -> bool:
+        """Write a small object at once, on at most one condition. False: it does not hold.
+
+        if_absent: no such object exists. if_match: the object has this ETag. Raises StorageError,
+        and UnsupportedOperation where the store has no such condition.
+        """
+        if if_absent or if_match:
+            raise UnsupportedOperation(f"{self.url(key)}: its driver has no conditional writes")
+        with atomic_writer(self, key) as writer:
+            writer.write(data)
+        return True
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
+        raise UnsupportedOperation(f"{self.url(key)}: this storage cannot be written to")
+
+    def local_path(self, key: str) -> str | None:
+        """The path of the file that is this object; None where no file may be read in its place."""
+        return None
+
+    def view(self, key: str, etag: str = "") -> Buffer:
+        """All bytes of an object that has a `local_path`, mapped. Raises as `fetch`."""
+        raise UnsupportedOperation(f"{self.url(key)}: is not a local file")
+
+    def unmap(self) -> None:
+        """Let go of mapped files. They are mapped again when they are read."""
+        return None
 
 
-class BodyStore(Protocol):
-    """A store whose answers come in memory of their own, which may be kept as it is."""
+class NotListedBetween(Exception):
+    """A listing between two keys has too many objects, markers of folders, or begins elsewhere.
 
-    def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
-        """The bytes [start, stop) of each span, as `Store.read_into` reads them, in the memory that
-        they came in: uint8 [stop - start], read-only perhaps, at any address.
-        """
+    The same listing would end so again.
+    """
 
 
-def gives_bodies(store: object) -> TypeGuard[BodyStore]:
-    """Whether a store is a `BodyStore`, without the cost of `isinstance` with a protocol."""
-    return hasattr(store, "read_bodies")
+class WrapperStore(Store):
+    """A store that forwards to another. Subclasses override what they change.
 
+    Not forwarded: `local_path` and `view`, for the file may hold other bytes than are shown.
+    """
 
-Part = tuple[ObjectInfo, int, int]
-"""Bytes [start, stop) of an object."""
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
 
+    @property
+    def inner(self) -> Store:
+        """The wrapped store."""
+        return self._inner
 
-class ReadsParts(Protocol):
-    """A store that reads small parts of many objects for little more than their requests."""
+    @property
+    def is_local(self) -> bool:
+        return self.inner.is_local
 
-    def read_parts(self, parts: Sequence[Part], at_once: int) -> list[Buffer]:
-        """Parts of objects of the version that is told, by at most so many requests at once, each
-        tried again by itself. Raises as `Store.read_ranges` does.
-        """
+    def url(self, key: str) -> str:
+        return self.inner.url(key)
 
+    def info(self, key: str) -> ObjectInfo:
+        return self.inner.info(key)
 
-def reads_parts(store: object) -> TypeGuard[ReadsParts]:
-    """Whether a store is a `ReadsParts`."""
-    return hasattr(store, "read_parts")
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        return self.inner.fetch(key, spans, etag)
 
+    def fetch_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        self.inner.fetch_into(key, spans, outs, etag)
 
-class PlacedWriter(ObjectWriter, Protocol):
-    """A writer whose bytes may also be put in their places by several threads."""
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        return self.inner.read(key, spans, etag)
 
-    def reserve(self, size: int) -> int:
-        """Room for `size` bytes behind those that were written. Returns where it begins.
+    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
+        return self.inner.read_many(parts, max_requests)
 
-        All of it is to be written before `commit`.
-        """
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        return self.inner.list(prefix, recursive)
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Put bytes into room that was reserved. Raises StorageError."""
+    def list_between(self, after: str, until: str, most: int) -> Sequence[ObjectInfo] | None:
+        return self.inner.list_between(after, until, most)
 
-    def write_back(self, start: int, stop: int) -> None:
-        """Have the disk begin with bytes [start, stop), which are written."""
+    def open_writer(self, key: str) -> ObjectWriter:
+        return self.inner.open_writer(key)
 
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
+    ) -> bool:
+        return self.inner.put(key, data, if_absent=if_absent, if_match=if_match)
 
-def gives_places(writer: object) -> TypeGuard[PlacedWriter]:
-    """Whether a writer is a `PlacedWriter`."""
-    return hasattr(writer, "write_at")
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def unmap(self) -> None:
+        self.inner.unmap()
 
 
 @contextmanager
-def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
+def atomic_writer(store: Store, key: str) -> Iterator[ObjectWriter]:
     """A writer of an object, which appears when the block ends, with all that was written.
 
     After an error in the block, nothing does.
@@ -171,78 +279,28 @@ def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
         raise
 
 
-@runtime_checkable
-class ExclusiveStore(Protocol):
-    """A store that can write an object on the condition that none is there, in one request."""
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Write a small object; False if one is there.
-
-        Raises StorageError, also where the server knows no conditions.
-        """
-
-
-@runtime_checkable
-class ReplacingStore(Protocol):
-    """A store that can write an object on the condition that nobody wrote it meanwhile."""
-
-    def replace(self, key: str, data: bytes, etag: str) -> bool:
-        """Write a small object in place of that with this ETag; False if another is there, or none.
-
-        Raises StorageError, also where the server knows no conditions.
-        """
-
-
-@runtime_checkable
-class ListsBetween(Protocol):
-    """A store that can list what lies between two keys, whatever else it holds."""
-
-    def info(self, key: str) -> ObjectInfo:
-        """As of `Store`."""
-
-    def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
-        """Objects with after < key < until, sorted by key; None where store or server tell none so,
-        now or at all.
-
-        Raises NotListedBetween for what is there, StorageError for what may pass when it is tried
-        again.
-        """
-
-
-class NotListedBetween(Exception):
-    """What lies between two keys is more than was asked for, or cannot be told from markers of
-    folders, or the server began elsewhere: the same listing would end so again.
-    """
-
-
-class ConditionsUnknown(Exception):
-    """Store or server know no conditional writes; the text says which, and how that was told."""
-
-
 def create_on_condition(store: Store, key: str, data: bytes) -> bool:
     """Write a small object on the condition that none is there.
 
-    False if one is, which may be this very one after a lost answer. Raises ConditionsUnknown,
-    StorageError.
+    False if one is, which may be this very one after a lost answer. Raises UnsupportedOperation
+    where store or server know no conditional writes, StorageError.
     """
-    if not isinstance(store, ExclusiveStore):
-        raise ConditionsUnknown("its driver has no conditional writes")
-    with _conditions_known():
-        return store.create(key, data)
+    return _put_if(store, key, data, if_absent=True)
 
 
-@contextmanager
-def _conditions_known() -> Iterator[None]:
-    """Raises ConditionsUnknown for an error of a conditional write that says so."""
+def _put_if(
+    store: Store, key: str, data: bytes, *, if_absent: bool = False, if_match: str = ""
+) -> bool:
+    """A conditional write. Raises UnsupportedOperation for an error that says there is no such."""
     try:
-        yield
-    except (AccessDeniedError, ObjectNotFoundError):
+        return store.put(key, data, if_absent=if_absent, if_match=if_match)
+    except (AccessDeniedError, ObjectNotFoundError, UnsupportedOperation):
         raise
     except StorageError as error:
         if error.transient:
             raise
         # Anything else that lasts: the server knows no conditions.
-        raise ConditionsUnknown(str(error)) from None
+        raise UnsupportedOperation(str(error)) from None
 
 
 def create_object(store: Store, key: str, data: bytes) -> bool:
@@ -252,17 +310,13 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
     once one succeeds, where store and server know conditional writes. Else it is a look and a
     write: between both others may write as well, and the last of them stays. Raises StorageError.
     """
-    with suppress(ConditionsUnknown):
+    with suppress(UnsupportedOperation):
         return create_on_condition(store, key, data)
     try:
         store.info(key)
     except ObjectNotFoundError:
-        pass
-    else:
-        return False
-    with written_whole(store, key) as writer:
-        writer.write(data)
-    return True
+        return store.put(key, data)
+    return False
 
 
 def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
@@ -272,12 +326,10 @@ def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
     Where store or server know no such condition, or told a time instead of an ETag, it is written
     whatever is there. Raises StorageError.
     """
-    if isinstance(store, ReplacingStore) and is_etag(etag):
-        with suppress(ConditionsUnknown), _conditions_known():
-            return store.replace(key, data, etag)
-    with written_whole(store, key) as writer:
-        writer.write(data)
-    return True
+    if is_etag(etag):
+        with suppress(UnsupportedOperation):
+            return _put_if(store, key, data, if_match=etag)
+    return store.put(key, data)
 
 
 def check_object_key(url: str, key: str) -> None:
@@ -292,50 +344,25 @@ def check_object_key(url: str, key: str) -> None:
         )
 
 
-def checked(url: str, start: int, stop: int, data: Buffer) -> Buffer:
-    """`data` if it holds stop - start bytes; else ShortReadError that names the object."""
-    if len(data) != stop - start:
-        raise wrong_length(url, start, stop, len(data))
-    return data
+def check_length(url: str, span: Span, body: Buffer) -> Buffer:
+    """`body` if it has as many bytes as its span; else ShortReadError that names the object."""
+    start, stop = span
+    if len(body) != stop - start:
+        raise short_read(url, start, stop, len(body))
+    return body
 
 
-def wrong_length(url: str, start: int, stop: int, got: int) -> ShortReadError:
-    """For a body of another length than was asked for."""
-    return ShortReadError(
-        f"{url}: wanted bytes [{start}, {stop}), got {got} bytes; the object is shorter than its "
-        f"index says, or changed while it was read: compare its size with the .idx, or convert it "
-        f"again"
-    )
-
-
-def ended_early(url: str, reason: str) -> ShortReadError:
-    """For a range outside of the object: trying again does not help."""
-    error = ShortReadError(
-        f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})"
-    )
-    error.transient = False
-    return error
-
-
-def throttled(url: str, reason: str) -> EndpointError:
-    """For an endpoint that asks for fewer requests."""
-    error = EndpointError(
-        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on "
-        f"({reason})"
-    )
-    error.throttled = True
-    return error
-
-
-def fill(url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]) -> None:
+def copy_into(
+    url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]
+) -> None:
     """Copy bodies that came whole, in one call without the GIL.
 
     Raises ShortReadError for a body of another length than its span, and ValueError for a place in
     `outs` of another one.
     """
     sources = []
-    for (start, stop), body in zip(spans, bodies, strict=True):
-        sources.append(np.frombuffer(checked(url, start, stop, body), np.uint8))
+    for span, body in zip(spans, bodies, strict=True):
+        sources.append(np.frombuffer(check_length(url, span, body), np.uint8))
     for (start, stop), out in zip(spans, outs, strict=True):
         check_room(out, stop - start)
     sizes = np.array([len(source) for source in sources], np.int64)
@@ -359,7 +386,7 @@ def check_room(out: Bytes, size: int) -> None:
 
 
 def address_of(array: Bytes) -> int:
-    """Where an array lies."""
+    """The memory address of an array's first byte."""
     return int(array.__array_interface__["data"][0])
 
 

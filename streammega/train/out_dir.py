@@ -14,7 +14,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store, open_store
 from streammega.storage.open import is_remote
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 from streammega.train.small_objects import read_small
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,6 @@ class OutDir:
                 log.warning("metrics cannot be copied: %s", error)
 
     def _send(self, store: Store, name: str, path: Path) -> None:
-        with written_whole(store, self._key_of(name)) as writer, open(path, "rb") as file:
+        with atomic_writer(store, self._key_of(name)) as writer, open(path, "rb") as file:
             while data := file.read(PIECE_BYTES):
                 writer.write(data)

@@ -22,7 +22,7 @@ def read_version(store: Store, key: str) -> tuple[bytes, str]:
         if info.size == 0:  # stores have no empty ranges
             return b"", info.etag
         try:
-            (data,) = store.read_ranges(key, [0], [info.size], info.etag)
+            (data,) = store.read(key, [(0, info.size)], info.etag)
             return bytes(data), info.etag
         except ObjectChangedError as error:
             changed = error

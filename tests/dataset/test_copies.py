@@ -20,9 +20,8 @@ from streammega.convert import ProgressObserver, convert
 from streammega.dataset import checksums
 from streammega.dataset.checksums import ChecksummedWriter
 from streammega.errors import ObjectChangedError, ShortReadError, StorageError
-from streammega.storage import copies
-from streammega.storage.backends.local import LocalStore, LocalWriter
-from streammega.storage.copies import FileRange
+from streammega.storage.backends import local
+from streammega.storage.backends.local import FileRange, LocalStore, LocalWriter
 from streammega.storage.store import Bytes
 from tests.conftest import write_random_pair
 
@@ -34,7 +33,7 @@ PART = 1000
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "CHECK_BYTES", PART)
     monkeypatch.setattr(checksums, "WRITE_BACK_BYTES", PART // 2)
-    monkeypatch.setattr(copies, "COPY_BYTES", 300)
+    monkeypatch.setattr(local, "COPY_BYTES", 300)
 
 
 def file_of(path: Path, size: int) -> bytes:

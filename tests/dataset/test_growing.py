@@ -770,13 +770,13 @@ def test_a_server_that_does_not_keep_conditions_is_told(
     root = f"s3://{moto.new_bucket()}"
     web, first = (put(made, f"{root}/{name}", storage) for name in ("web", "web-a"))
 
-    def writes_over(self: ObstoreStore, key: str, data: bytes) -> bool:
+    def writes_over(self: ObstoreStore, key: str, data: bytes, **_: Any) -> bool:
         writer = self.open_writer(key)
         writer.write(data)
         writer.commit()
         return True
 
-    monkeypatch.setattr(ObstoreStore, "create", writes_over)
+    monkeypatch.setattr(ObstoreStore, "put", writes_over)
     with pytest.raises(StorageError, match=r"writes over what is there.*--alone"):
         append(web, [first], storage)
     assert newest_version(web, storage) == 0

@@ -30,7 +30,7 @@ from streammega.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from streammega.storage.backends.mapping import map_file
+from streammega.storage.backends.local import map_file
 from tests.conftest import write_random_pair
 from tests.support import oracle
 from tests.support.rank_programs import open_and_sum
@@ -202,7 +202,7 @@ def test_a_writer_that_failed_says_so_and_publishes_nothing(
         raise failure
 
     monkeypatch.setattr("streammega.dataset.checksums.read_files", failing)
-    monkeypatch.setattr("streammega.storage.backends.local.LocalStore.read_ranges", failing)
+    monkeypatch.setattr("streammega.storage.backends.local.LocalStore.fetch", failing)
     with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16, kind=kind) as writer:
         with pytest.raises(ObjectNotFoundError):
             writer.add_index(str(tmp_path / "nothing"))

@@ -263,13 +263,13 @@ def test_one_client_serves_all_of_an_opening(
     served: tuple[Running, Path], tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    open_client = ObstoreStore._open
+    open_client = ObstoreStore._open_client
 
     def counted(store: ObstoreStore, policy: Any) -> Any:
         made.append(store.root)  # not the store, which would keep its client
         return open_client(store, policy)
 
-    monkeypatch.setattr(ObstoreStore, "_open", counted)
+    monkeypatch.setattr(ObstoreStore, "_open_client", counted)
     server, _ = served
     for number, name in enumerate(("bin/web-00000-of-00060", "bin/web", "zst/")):
         config = config_of(server, name, order, tmp_path)
@@ -315,10 +315,10 @@ class Together(MockStore):
             self.looks.wait(60)
         return super().info(key)
 
-    def read_ranges(self, key: str, starts: Any, stops: Any, etag: str = "") -> Any:
-        if stops == [34]:
+    def fetch(self, key: str, spans: Any, etag: str = "") -> Any:
+        if [stop for _, stop in spans] == [34]:
             self.reads.wait(60)
-        return super().read_ranges(key, starts, stops, etag)
+        return super().fetch(key, spans, etag)
 
 
 def test_shards_and_datasets_are_looked_up_at_once() -> None:

@@ -75,9 +75,9 @@ def test_what_is_written_is_read(
     assert Path(f"{pair}.idx").read_bytes() == Path(f"{folder}/shard.idx").read_bytes()
     tokens = Path(f"{pair}.bin").read_bytes()
     low, high = sorted(int(share * len(tokens)) for share in at)
-    assert bytes(b.store.read_ranges(b.bin_key, [0, low], [len(tokens), high])[0]) == tokens
+    assert bytes(b.store.read(b.bin_key, [(0, len(tokens)), (low, high)])[0]) == tokens
     out = np.empty(high - low, np.uint8)
-    b.store.read_into(b.bin_key, [(low, high)], [out])
+    b.store.fetch_into(b.bin_key, [(low, high)], [out])
     assert out.tobytes() == tokens[low:high]
     for x, y in zip(a[:], b[:], strict=True):
         np.testing.assert_array_equal(
@@ -363,7 +363,7 @@ def test_an_object_of_several_that_changes_is_noticed(
         writer.end_document()
     with pytest.raises((ObjectChangedError, StreammegaError)):
         out = np.empty(64, np.uint8)
-        indexed.store.read_into(indexed.bin_key, [(0, 64)], [out])
+        indexed.store.fetch_into(indexed.bin_key, [(0, 64)], [out])
 
 
 @settings(max_examples=25)

@@ -488,14 +488,14 @@ def test_a_place_without_conditional_writes_is_refused(
     web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from streammega.storage.backends.local import LocalStore
-    from streammega.storage.store import written_whole
+    from streammega.storage.store import atomic_writer
 
-    def writes_over(self: LocalStore, key: str, data: bytes) -> bool:
-        with written_whole(self, key) as writer:
+    def writes_over(self: LocalStore, key: str, data: bytes, **_: Any) -> bool:
+        with atomic_writer(self, key) as writer:
             writer.write(data)
         return True
 
-    monkeypatch.setattr(LocalStore, "create", writes_over)
+    monkeypatch.setattr(LocalStore, "put", writes_over)
     with (
         opened(config_of(web)) as loader,
         pytest.raises(ConfigError, match=r"what is there is written over.*data\.follow\.record"),

@@ -138,7 +138,7 @@ def test_every_part_of_a_mock_index_is_that_of_the_whole(
     assert store.info(key).size == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
-    assert bytes(store.read_ranges(key, [start], [stop])[0]) == whole[start:stop]
+    assert bytes(store.read(key, [(start, stop)])[0]) == whole[start:stop]
 
 
 def test_a_mock_dataset_of_any_size_is_opened_in_little_memory() -> None:

@@ -356,7 +356,7 @@ class _Stuck:
         self.asked = 0
         self.go_on = threading.Event()
 
-    def read_into(self, key: str, spans: Any, outs: Any, etag: str = "") -> None:
+    def fetch_into(self, key: str, spans: Any, outs: Any, etag: str = "") -> None:
         for (start, stop), out in zip(spans, outs, strict=True):
             if start == self.place:
                 self.asked += 1
@@ -409,7 +409,7 @@ def wait_for(happens: Callable[[], bool]) -> None:
 
 
 class _Never:
-    def read_into(self, *arguments: Any) -> None:
+    def fetch_into(self, *arguments: Any) -> None:
         raise StorageError("is fetched by another process")
 
     def url(self, key: str) -> str:

@@ -96,10 +96,7 @@ class CloudContract(StoreContract):
             writer.write(bytes([number]) * (1 << 20))
         writer.commit()
         assert store.info(key).size == 66 << 20
-        assert (
-            bytes(store.read_ranges(key, [(33 << 20) - 2], [(33 << 20) + 2])[0])
-            == b"\x20\x20\x21\x21"
-        )
+        assert bytes(store.read(key, [((33 << 20) - 2, (33 << 20) + 2)])[0]) == b"\x20\x20\x21\x21"
 
     @pytest.mark.guarantee("gs-holds-contract")
     def test_pairs_are_written_and_read(self, store: ObstoreStore, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from streammega.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from streammega.storage.retry import _Outages
 from tests.support.streams import (
     FAULTS,
     blend_of,
@@ -143,7 +142,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("streammega.storage.retry._outages", _Outages())
+    monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     # so that a few seconds hold a dozen pauses
     monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
     endpoint, root = server
@@ -159,10 +158,10 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     said = [
         record.getMessage()
         for record in caplog.records
-        if "storage has failed for" in record.getMessage()
+        if "storage requests have failed for" in record.getMessage()
     ]
     assert len(said) == 1
-    assert "given up after 600 s" in said[0]
+    assert "retrying for up to 600 s" in said[0]
 
 
 @pytest.mark.guarantee("403-404-changed")
@@ -274,8 +273,12 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
 
 @pytest.mark.guarantee("server-answers-ranges")
 def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
-    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: tuple[Running, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     endpoint, root = server
     endpoint.behave(plain_200=True)
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=600)

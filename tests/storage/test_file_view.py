@@ -258,12 +258,10 @@ class Recorded:
     def url(self, key: str) -> str:
         return f"test://{key}"
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[memoryview]:
-        self.spans += zip(starts, stops, strict=True)
+    def read(self, key: str, spans: Sequence[tuple[int, int]], etag: str = "") -> list[memoryview]:
+        self.spans += spans
         self.held.wait()
-        return [memoryview(bytes(stop - start)) for start, stop in zip(starts, stops, strict=True)]
+        return [memoryview(bytes(stop - start)) for start, stop in spans]
 
 
 def reader_of(store: Any) -> ObjectReader:

@@ -65,7 +65,7 @@ def no_other_transport(monkeypatch: pytest.MonkeyPatch) -> None:
 def _use_all(store: Store, key: str) -> list[Any]:
     """What every method of a store tells in this process."""
     size = store.info(key).size
-    part = bytes(store.read_ranges(key, [2, 0], [5, 1])[0])
+    part = bytes(store.read(key, [(2, 5), (0, 1)])[0])
     put(store, "folder/made", b"abc")
     listed = [item.key for item in store.list("folder/")]
     created = create_object(store, "folder/made", b"other")
@@ -107,7 +107,7 @@ def objects(tmp_path: Path) -> Iterator[Running]:
 
 def _read(url: str) -> bytes:
     store, key = open_store(url, StorageConfig())
-    return bytes(store.read_ranges(key, [5], [8])[0])
+    return bytes(store.read(key, [(5, 8)])[0])
 
 
 @pytest.mark.guarantee("forked-processes-read")
@@ -171,7 +171,7 @@ failures = []
 
 def read(count):
     for _ in range(count):
-        (part,) = store.read_ranges(key, [256], [70_000])
+        (part,) = store.read(key, [(256, 70_000)])
         if bytes(part[:3]) != b"\\x00\\x01\\x02":
             failures.append("other bytes")
 
@@ -232,7 +232,7 @@ options = {"anon": True, "endpoint_url": sys.argv[1]}
 store, key = open_store("s3://data/key", StorageConfig(storage_options=options))
 for _ in range(2):
     if os.fork() == 0:
-        print(len(store.read_ranges(key, [0], [9])[0]), flush=True)
+        print(len(store.read(key, [(0, 9)])[0]), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """

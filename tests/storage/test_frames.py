@@ -38,9 +38,9 @@ def framed(sizes: Sequence[int]) -> tuple[Frames, Bytes, bytes]:
 
 def shown(frames: Frames, stored: Bytes, start: int, stop: int) -> bytes:
     """Bytes by the view, with a margin that shows what is written beside them."""
-    low, high = frames.stored(start, stop)
+    low, high = frames.stored_range(start, stop)
     room = np.full(stop - start + 32, 0xAB, np.uint8)
-    frames.show([stored[low:high]], [(start, stop)], [room[16:-16]])
+    frames.decode([stored[low:high]], [(start, stop)], [room[16:-16]])
     assert (room[:16] == 0xAB).all()
     assert (room[-16:] == 0xAB).all()
     return room[16:-16].tobytes()
@@ -82,7 +82,7 @@ def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
 @pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_damaged_frame_is_named_by_its_place() -> None:
     frames, stored, whole = framed(SIZES)
-    low, high = frames.stored(41_000, 90_000)
+    low, high = frames.stored_range(41_000, 90_000)
     stored[low + (high - low) // 2] ^= 0x55
     with pytest.raises(FormatError, match=rf"x.bin.zst: frame 3, bytes \[{low}, {high}\), is dam"):
         shown(frames, stored, 0, len(whole))
@@ -115,16 +115,16 @@ def test_several_reads_are_shown_together_each_in_its_place() -> None:
     spans = [(5, 39_000), (0, 0), (100_000, len(whole)), (39_990, 40_010)]
     bodies = []
     for start, stop in spans:
-        low, high = frames.stored(start, stop) if start < stop else (0, 0)
+        low, high = frames.stored_range(start, stop) if start < stop else (0, 0)
         bodies.append(stored[low:high])
     outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
-    frames.show(bodies[1:2], spans[1:2], outs[1:2])
-    frames.show(bodies, spans, outs)
+    frames.decode(bodies[1:2], spans[1:2], outs[1:2])
+    frames.decode(bodies, spans, outs)
     assert [out.tobytes() for out in outs] == [whole[start:stop] for start, stop in spans]
     bodies[2] = bodies[2].copy()
     bodies[2][-100] ^= 1
     with pytest.raises(FormatError, match=r"frame 5, .* is damaged"):
-        frames.show(bodies, spans, outs)
+        frames.decode(bodies, spans, outs)
 
 
 def test_memory_that_is_not_that_of_a_read_is_refused_before_an_address_is_followed() -> None:

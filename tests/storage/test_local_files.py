@@ -26,7 +26,7 @@ from streammega import (
 )
 from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore
-from streammega.storage.store import fill
+from streammega.storage.store import copy_into
 from tests.support.processes import launch
 from tests.support.typed import map_style, tokens
 
@@ -181,9 +181,9 @@ class TestViews:
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:
     for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="4 bytes are to be written"):
-            fill("key", [(0, 4)], [memoryview(b"abcd")], [out])
+            copy_into("key", [(0, 4)], [memoryview(b"abcd")], [out])
     with pytest.raises(ValueError, match="zip"):
-        fill("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
+        copy_into("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
 
 
 @pytest.mark.guarantee("mapped-file-opened")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streammega.storage.backends.mapping import map_file
+from streammega.storage.backends.local import map_file
 
 
 def map_path(path: Path, size: int) -> np.ndarray:

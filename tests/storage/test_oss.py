@@ -30,8 +30,8 @@ from streammega.errors import (
 )
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
-from streammega.storage.backends.oss2_store import OssNativeStore
-from streammega.storage.backends.oss_store import OssStore
+from streammega.storage.backends.oss import OssStore
+from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.backends.s3_writer import PART_BYTES, part_bytes
 from tests.storage.test_storage import StoreContract, put
 from tests.support.oss_server import DOMAIN, KEY, SECRET, Oss
@@ -53,7 +53,7 @@ class OssContract(StoreContract):
         assert store.info(key).size == 66 << 20
         assert store.info(key).etag.endswith('-3"'), "an ETag of several parts"
         at = PART_BYTES - 128
-        assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
+        assert bytes(store.read(key, [(at, at + 256)])[0]) == part[-128:] + part[:128]
         assert not [
             request
             for request in oss.take_log()
@@ -76,7 +76,7 @@ class OssContract(StoreContract):
     def test_a_listing_of_several_pages_is_whole(self, store: Store, key: str, oss: Oss) -> None:
         bucket = f"bucket-{oss.buckets}"
         oss.fill(bucket, 2345)
-        prefix = "many/" if isinstance(store, OssStore) else f"{bucket}/many/"
+        prefix = "many/"
         found = store.list(prefix)
         assert [item.key for item in found] == [f"{prefix}{i:05d}" for i in range(2345)]
         assert {(item.size, item.etag) for item in found} == {
@@ -91,11 +91,11 @@ class OssContract(StoreContract):
         opened = store.info(key).etag
         spans = [(0, 4), (6, 10)]
         outs = [np.empty(4, np.uint8), np.empty(4, np.uint8)]
-        store.read_into(key, spans, outs, opened)
+        store.fetch_into(key, spans, outs, opened)
         assert [bytes(out) for out in outs] == [b"0123", b"6789"]
         put(store, key, b"9876543210")
         with pytest.raises(ObjectChangedError, match="was replaced"):
-            store.read_into(key, spans, outs, opened)
+            store.fetch_into(key, spans, outs, opened)
 
     def test_names_are_encoded_once(self, store: Store, key: str) -> None:
         name = f"{key} with +%20=&?ü"
@@ -121,11 +121,13 @@ class TestOssThroughObstore(OssContract):
 class TestOssThroughOss2(OssContract):
     @pytest.fixture
     def store(self, oss: Oss) -> Store:
-        return OssNativeStore("oss", StorageConfig(storage_options=oss.options, retries=2))
+        return Oss2Store(
+            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, retries=2)
+        )
 
     @pytest.fixture
-    def key(self, oss: Oss) -> str:
-        return f"{oss.new_bucket()}/folder/object"
+    def key(self) -> str:
+        return "folder/object"
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -149,7 +151,7 @@ def test_buckets_are_named_by_the_host_and_each_dialect_has_hosts_of_its_own(
 ) -> None:
     store, key = opened(oss, transport)
     put(store, key, b"abc")
-    assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+    assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
     dialect = "s3." if transport == "obstore" else ""
     assert {request["host"] for request in oss.take_log()} == {
         f"bucket-{oss.buckets}.{dialect}{DOMAIN}"
@@ -168,7 +170,7 @@ def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Os
             f"oss://{bucket}/key", config_of(oss, transport, secret="another-secret")
         )
         with pytest.raises(AccessDeniedError, match="SignatureDoesNotMatch"):
-            store.read_ranges(key, [0], [3])
+            store.read(key, [(0, 3)])
         with pytest.raises(AccessDeniedError) as denied:
             store.info(key)
         assert "another-secret" not in str(denied.value)
@@ -185,7 +187,7 @@ def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
     for _ in range(33):
         writer.write(bytes(1 << 20))
     writer.commit()
-    store.read_ranges(key, [0], [3])
+    store.read(key, [(0, 3)])
     store.delete(key)
     log = [(request["method"], request["headers"]) for request in oss.take_log()]
     bodies = [headers for method, headers in log if method == "PUT"]
@@ -269,7 +271,7 @@ def test_nothing_of_aws_reaches_oss(
         monkeypatch.setenv(name, "true")
     store, key = opened(oss, transport)
     put(store, key, b"abc" * 100)
-    store.read_ranges(key, [0, 5], [3, 9])
+    store.read(key, [(0, 3), (5, 9)])
     store.list(key)
     store.delete(key)
     log = oss.take_log()
@@ -289,24 +291,24 @@ def test_public_buckets_are_read_without_a_signature(oss: Oss, transport: Any) -
         transport=transport, storage_options={"endpoint": oss.endpoint, "anon": True}
     )
     store, key = open_store(f"oss://{bucket}/key", anonymous)
-    assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+    assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
     assert not any("authorization" in request["headers"] for request in oss.take_log())
 
 
 @pytest.mark.guarantee("sent-bodies-signed")
 def test_an_endpoint_of_no_known_region_is_signed_the_older_way(oss: Oss) -> None:
     """By oss2: its newer signature needs a region, which an accelerate endpoint does not name."""
-    store = OssNativeStore("oss", StorageConfig(storage_options=oss.options))
     bucket = oss.new_bucket()
-    put(store, f"{bucket}/new", b"abc")
+    store = Oss2Store("oss", bucket, StorageConfig(storage_options=oss.options))
+    put(store, "new", b"abc")
     assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {
         "OSS4-HMAC-SHA256"
     }
     options = {"endpoint": "http://oss-accelerate.aliyuncs.com", "key": KEY, "secret": SECRET}
-    store = OssNativeStore("oss", StorageConfig(storage_options=options))
-    put(store, f"{bucket}/old", b"abc" * 3)
-    put(store, f"{bucket}/named like ?uploads&x=1", b"abc")
-    assert [item.size for item in store.list(f"{bucket}/")] == [3, 3, 9]
+    store = Oss2Store("oss", bucket, StorageConfig(storage_options=options))
+    put(store, "old", b"abc" * 3)
+    put(store, "named like ?uploads&x=1", b"abc")
+    assert [item.size for item in store.list("")] == [3, 3, 9]
     assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {"OSS"}
 
 
@@ -319,7 +321,7 @@ def test_a_range_past_the_end_is_told_without_reading_the_whole_object(
     for start, stop in (((8 << 20) - 4, (8 << 20) + 4), (9 << 20, (9 << 20) + 4)):
         began = time.monotonic()
         with pytest.raises(ShortReadError, match="dir/object"):
-            store.read_ranges(key, [start], [stop])
+            store.read(key, [(start, stop)])
         assert time.monotonic() - began < 5
 
 
@@ -347,9 +349,9 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     known["STS.1"]["expires"] = time.time() - 1  # type: ignore[assignment]
     oss.know(**known)
     with pytest.raises(AccessDeniedError, match="SecurityTokenExpired"):
-        store.read_ranges(key, [0], [3])
+        store.read(key, [(0, 3)])
     path.write_text(json.dumps(second))
-    got = store.read_ranges(key, [0, 1, 2, 3], [3, 4, 5, 6])
+    got = store.read(key, [(0, 3), (1, 4), (2, 5), (3, 6)])
     assert [bytes(part) for part in got] == [b"abc", b"bcd"[:3], b"cde", b"def"]
     assert store.info(key).size == 6
     assert [item.size for item in store.list("key" if transport == "obstore" else key)] == [6]
@@ -369,14 +371,14 @@ def test_a_provider_is_asked_now_and_then_not_with_every_request(oss: Oss, trans
     store, key = open_store(f"oss://{oss.new_bucket()}/key", config)
     put(store, key, b"0123456789")
     for _ in range(20):
-        store.read_ranges(key, [0, 3], [3, 9])
+        store.read(key, [(0, 3), (3, 9)])
     assert len(calls) <= 3
 
 
 def _read_in_child(url: str, config: StorageConfig, answers: Any) -> None:
     try:
         store, key = open_store(url, config)
-        answers.put((store.info(key).size, bytes(store.read_ranges(key, [1], [4])[0])))
+        answers.put((store.info(key).size, bytes(store.read(key, [(1, 4)])[0])))
     except Exception as error:
         answers.put((0, repr(error)))
 
@@ -410,7 +412,7 @@ def test_a_missing_driver_names_the_extra_to_install(
     store, key = opened(oss, "fsspec")
     for call in (
         lambda: store.info(key),
-        lambda: store.read_ranges(key, [0], [1]),
+        lambda: store.read(key, [(0, 1)]),
         lambda: store.open_writer(key).commit(),
     ):
         with pytest.raises(ConfigError, match=r"pip install 'streammega\[oss\]'"):
@@ -438,7 +440,7 @@ def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
     )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10
-    assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
+    assert bytes(store.read(key, [(2, 5)])[0]) == b"234"
 
 
 @pytest.mark.guarantee("corpora-datasets-lie")
@@ -498,5 +500,5 @@ def test_s3_buckets_by_virtual_host_are_read_and_written(oss: Oss, transport: An
     )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10
-    assert [bytes(part) for part in store.read_ranges(key, [0, 4], [2, 9])] == [b"01", b"45678"]
+    assert [bytes(part) for part in store.read(key, [(0, 2), (4, 9)])] == [b"01", b"45678"]
     assert {request["host"] for request in oss.take_log()} == {f"{bucket}.s3.{DOMAIN}"}

@@ -16,7 +16,7 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 from streammega.storage.backends import oss_credentials
-from streammega.storage.backends.oss import obstore_arguments, oss_endpoint
+from streammega.storage.backends.oss import OssStore, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey, key_of
 from streammega.storage.backends.s3_options import s3_arguments
 from tests.support.servers import http_server
@@ -88,11 +88,15 @@ def test_a_missing_or_impossible_endpoint_says_what_to_set() -> None:
         assert "hunter2" not in str(caught.value)
 
 
+def arguments_of(config: StorageConfig) -> dict[str, Any]:
+    return OssStore("oss", "web", config)._s3_arguments()
+
+
 @pytest.mark.guarantee("settings-aws-obstore")
 def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     options = FIXED | {"endpoint": "oss-cn-hangzhou-internal.aliyuncs.com", "token": "sts-token"}
     config = StorageConfig(storage_options=options)
-    made = obstore_arguments("web", config, lambda: credential(options))
+    made = arguments_of(config)
     assert made["config"]["endpoint"] == "https://web.s3.oss-cn-hangzhou-internal.aliyuncs.com"
     assert made["config"]["virtual_hosted_style_request"] is True
     assert made["config"]["region"] == "cn-hangzhou"
@@ -102,22 +106,22 @@ def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -
         *FIXED.values(),
         "sts-token",
     )
-    address = obstore_arguments(
-        "web", StorageConfig(storage_options={"endpoint": "http://127.0.0.1:9"}), None
+    address = arguments_of(
+        StorageConfig(storage_options={"endpoint": "http://127.0.0.1:9", "anon": True})
     )
     assert address["config"]["virtual_hosted_style_request"] is False, (
         "an address has no sub-domains"
     )
     assert address["config"]["skip_signature"] is True
     with pytest.raises(ConfigError, match="endpoint_ulr"):
-        obstore_arguments("web", StorageConfig(storage_options={"endpoint_ulr": "x"}), None)
+        arguments_of(StorageConfig(storage_options={"endpoint_ulr": "x", "anon": True}))
     for name, value in (
         ("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms"),
         ("AWS_CHECKSUM_ALGORITHM", "SHA256"),
     ):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"{name} is set"):
             patch.setenv(name, value)
-            obstore_arguments("web", config, None)
+            arguments_of(config)
 
 
 @pytest.mark.guarantee("anonymous-reads-environment")
@@ -127,8 +131,8 @@ def test_options_of_ossfs_that_are_not_used_are_taken_and_certificates_are(tmp_p
         "default_block_size": 1 << 20,
         "default_cache_type": "none",
     }
-    endpoint = {"endpoint": "oss-cn-hangzhou.aliyuncs.com"}
-    made = obstore_arguments("web", StorageConfig(storage_options=endpoint | unused), None)
+    endpoint = {"endpoint": "oss-cn-hangzhou.aliyuncs.com", "anon": True}
+    made = arguments_of(StorageConfig(storage_options=endpoint | unused))
     assert not set(unused) & set(made["config"])
     assert "allow_invalid_certificates" not in made["client_options"]
     for verify, name, value in (
@@ -137,7 +141,7 @@ def test_options_of_ossfs_that_are_not_used_are_taken_and_certificates_are(tmp_p
     ):
         (tmp_path / "ca").write_bytes(b"pem")
         given = StorageConfig(storage_options=endpoint | {"client_kwargs": {"verify": verify}})
-        assert obstore_arguments("web", given, None)["client_options"][name] == value
+        assert arguments_of(given)["client_options"][name] == value
 
 
 def credential(options: dict[str, Any]) -> OssKey:

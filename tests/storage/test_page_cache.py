@@ -64,7 +64,7 @@ class Through:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def read_into(
+    def fetch_into(
         self, key: str, spans: Sequence[tuple[int, int]], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         for (start, stop), out in zip(spans, outs, strict=True):
@@ -121,7 +121,7 @@ def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
         store = CachedStore(Through(source), cached)  # type: ignore[arg-type]
         spans = [(10, 200), (PAGE_BYTES - 5, PAGE_BYTES + 5), (SIZE - 7, SIZE)]
         outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
-        store.read_into("k", spans, outs)
+        store.fetch_into("k", spans, outs)
         for (start, stop), out in zip(spans, outs, strict=True):
             np.testing.assert_array_equal(out, source.data[start:stop])
         assert source.fetched == fetched
@@ -132,7 +132,7 @@ def test_small_reads_make_no_pages(tmp_path: Path) -> None:
     source = Source(data_of())
     cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
     assert cached is not None
-    CachedStore(Through(source), cached).read_into("k", [(10, 200)], [np.empty(190, np.uint8)])  # type: ignore[arg-type]
+    CachedStore(Through(source), cached).fetch_into("k", [(10, 200)], [np.empty(190, np.uint8)])  # type: ignore[arg-type]
     assert source.asked == [(10, 200)]
     assert not list(tmp_path.glob("chunks/*/*.data"))
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from streammega import StorageConfig
 from streammega.errors import EndpointError, ShortReadError, StorageError
 from streammega.storage import open_store
-from streammega.storage.backends.ranges import check_range
+from streammega.storage.http_errors import check_range
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
 DATA = bytes(range(256)) * 8
@@ -80,10 +80,10 @@ def test_an_answer_of_other_bytes_is_never_taken_and_told_as_what_was_sent(
     store, key = store_of(server, scheme, transport)
     server.answer_range = WRONG[wrong]
     with pytest.raises(ShortReadError, match=r"sent other bytes.*\[16, 32\).*given up") as caught:
-        store.read_ranges(key, [START], [STOP], '"1"')
+        store.read(key, [(START, STOP)], '"1"')
     assert "endpoint did not answer" not in str(caught.value)
     server.answer_range = None
-    assert bytes(store.read_ranges(key, [START], [STOP], '"1"')[0]) == DATA[START:STOP]
+    assert bytes(store.read(key, [(START, STOP)], '"1"')[0]) == DATA[START:STOP]
 
 
 LEGAL: dict[str, Answer] = {
@@ -103,7 +103,7 @@ def test_an_answer_that_names_the_right_bytes_is_taken(
     server.answer_range = LEGAL[legal]
     for spans in ([(START, STOP)], [(START, STOP), (0, 8), (2000, 2048)]):
         starts, stops = zip(*spans, strict=True)
-        bodies = store.read_ranges(key, starts, stops, '"1"')
+        bodies = store.read(key, list(zip(starts, stops, strict=True)), '"1"')
         assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
 
 
@@ -116,11 +116,11 @@ def test_a_server_that_ignores_ranges_is_told_so_at_once(
     store, key = store_of(server, scheme, transport)
     server.answer_range = lambda data, first, last: (200, "", data)
     with pytest.raises(StorageError, match=r"does not serve ranges.*status 200") as caught:
-        store.read_ranges(key, [START], [STOP], '"1"')
+        store.read(key, [(START, STOP)], '"1"')
     assert not caught.value.transient
     asked = [method for method, _, _ in server.requests if method == "GET"]
     assert len(asked) <= 2, "one request by each transport"
-    whole = store.read_ranges(key, [0], [len(DATA)], '"1"')[0]
+    whole = store.read(key, [(0, len(DATA))], '"1"')[0]
     assert bytes(whole) == DATA, "the whole object is what was asked for here"
 
 
@@ -161,7 +161,7 @@ def test_a_body_that_drips_or_stalls_is_given_up_in_time(
     server.seconds_per_byte = seconds_per_byte
     began = time.monotonic()
     with pytest.raises(EndpointError, match="given up after"):
-        store.read_ranges(key, [0], [1000])
+        store.read(key, [(0, 1000)])
     assert time.monotonic() - began < 60
 
 
@@ -189,7 +189,7 @@ def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
     store, key = open_store("hanging://bucket/key", StorageConfig(timeout=0.3, give_up_after=0.5))
     ask: dict[str, Callable[[], Any]] = {
         "info": lambda: store.info(key),
-        "read": lambda: store.read_ranges(key, [0], [4]),
+        "read": lambda: store.read(key, [(0, 4)]),
         "delete": lambda: store.delete(key),
     }
     with pytest.raises(EndpointError, match="given up after"):
@@ -215,5 +215,5 @@ def test_a_fall_back_is_warned_of_once(
     server.answer_range = LEGAL["of unknown size"]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            store.read_ranges(key, [START], [STOP])
+            store.read(key, [(START, STOP)])
     assert len(caplog.records) == (transport == "obstore")

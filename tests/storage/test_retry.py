@@ -34,11 +34,10 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.storage import endpoints, http_errors, open_store, retry, thread_pool
-from streammega.storage.endpoints import Endpoint
+from streammega.storage import http_errors, open_store, retry, thread_pool
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
-from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
+from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, Endpoint, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
@@ -61,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock.monotonic)
     monkeypatch.setattr(retry, "interruptible_pause", clock.sleep)
-    monkeypatch.setattr(retry, "_outages", retry._Outages())
+    monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     return clock
 
 
@@ -193,7 +192,7 @@ def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_wa
     with pytest.raises(EndpointError, match="this endpoint never answered"):
         policy.call(silent(clock))
     assert clock.now == pytest.approx(30)
-    assert "given up after 30 s (first_answer_within)" in caplog.text
+    assert "retrying for up to 30 s (first_answer_within)" in caplog.text
 
     policy = RetryPolicy.of(StorageConfig(), Endpoint())
     with pytest.raises(ObjectNotFoundError):
@@ -239,7 +238,7 @@ def upload(store: Any, key: str) -> None:
 
 ASK: dict[str, Callable[[Any, str], Any]] = {
     "info": lambda store, key: store.info(key),
-    "read": lambda store, key: store.read_ranges(key, [0], [4]),
+    "read": lambda store, key: store.read(key, [(0, 4)]),
     "list": lambda store, key: store.list(key),
     "write": upload,
     "delete": lambda store, key: store.delete(key),
@@ -287,11 +286,11 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
     # has no connection that is still open
     other, other_key = open_store("s3://other/key", replace(config, max_requests=7))
     there = pickle.dumps(store)
-    monkeypatch.setattr(endpoints, "_endpoints", {})  # as a process has it that was spawned
+    monkeypatch.setattr(retry, "_endpoints", {})  # as a process has it that was spawned
     spawned = pickle.loads(there)  # noqa: S301 - of our own making
     with ThreadPoolExecutor() as threads_of_readers:
         reads = [
-            threads_of_readers.submit(kept.read_ranges, kept_key, [0], [4])
+            threads_of_readers.submit(kept.read, kept_key, [(0, 4)])
             for kept, kept_key in ((spawned, key), (other, other_key))
         ]
         for read in reads:
@@ -340,7 +339,7 @@ def test_reads_outlive_an_outage_longer_than_six_pauses(
         store, key = open_store(
             "s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server))
         )
-        assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"cde"
+        assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"cde"
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -368,7 +367,9 @@ class Scripted:
     def __init__(self, act: Callable[[int], None]) -> None:
         self.act = act
 
-    def read_into(
+    owns_bodies = False
+
+    def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         for (start, _), out in zip(spans, outs, strict=True):
@@ -583,7 +584,7 @@ def test_answers_that_no_second_try_changes_are_raised_at_once(transport: Any, s
         )
         for call in (
             lambda: store.info(key),
-            lambda: store.read_ranges(key, [0], [3]),
+            lambda: store.read(key, [(0, 3)]),
             lambda: store.delete(key),
         ):
             before = len(server.requests)

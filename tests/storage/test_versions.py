@@ -77,9 +77,7 @@ def test_an_object_whose_answers_tell_different_things_is_read(
             f"{server.url}/p.bin", StorageConfig(transport=transport, retries=0)
         )
         info = store.info(key)
-        assert bytes(store.read_ranges(info.key, [0, 8], [4, 12], info.etag)[1]) == bytes(
-            [5, 0, 5, 0]
-        )
+        assert bytes(store.read(info.key, [(0, 4), (8, 12)], info.etag)[1]) == bytes([5, 0, 5, 0])
 
 
 def test_a_weak_etag_is_that_of_the_strong_one(tmp_path: Path) -> None:
@@ -88,10 +86,10 @@ def test_a_weak_etag_is_that_of_the_strong_one(tmp_path: Path) -> None:
         store, key = open_store(f"{server.url}/p.bin", StorageConfig(retries=0))
         info = store.info(key)
         server.etags["/p.bin"] = 'W/"1"'
-        assert bytes(store.read_ranges(info.key, [0], [2], info.etag)[0]) == bytes([5, 0])
+        assert bytes(store.read(info.key, [(0, 2)], info.etag)[0]) == bytes([5, 0])
         server.etags["/p.bin"] = 'W/"2"'
         with pytest.raises(ObjectChangedError, match="was replaced"):
-            store.read_ranges(info.key, [0], [2], info.etag)
+            store.read(info.key, [(0, 2)], info.etag)
 
 
 def test_a_replaced_object_without_etag_is_noticed_by_its_time(tmp_path: Path) -> None:
@@ -100,9 +98,9 @@ def test_a_replaced_object_without_etag_is_noticed_by_its_time(tmp_path: Path) -
         server.left_out = {(method, "ETag") for method in ("HEAD", "GET")}
         store, key = open_store(f"{server.url}/p.bin", StorageConfig(retries=0))
         info = store.info(key)
-        assert bytes(store.read_ranges(info.key, [0], [2], info.etag)[0]) == bytes([5, 0])
+        assert bytes(store.read(info.key, [(0, 2)], info.etag)[0]) == bytes([5, 0])
         with pytest.raises(ObjectChangedError, match="was replaced"):
-            store.read_ranges(info.key, [0], [2], version_of(None, LATER))
+            store.read(info.key, [(0, 2)], version_of(None, LATER))
 
 
 @pytest.mark.guarantee("versions-objects-compared")
@@ -154,7 +152,7 @@ def test_answers_that_cannot_be_compared_are_told_of_once(caplog: pytest.LogCapt
         server.left_out = {("GET", "ETag"), ("GET", "Last-Modified")}
         for name in ("a", "b", "a"):
             store, key = open_store(f"{server.url}/{name}", StorageConfig())
-            assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"234"
+            assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"234"
     assert (
         len(
             [

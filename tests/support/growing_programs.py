@@ -48,7 +48,7 @@ def append_and_die(folder: str, event: int) -> None:
     append(f"{folder}/web", [f"{folder}/web-a", f"{folder}/web-b"])
 
 
-REQUESTS = ("info", "read_ranges", "list", "create")
+REQUESTS = ("info", "read", "list", "put")
 """Methods of a store by which a producer talks to a bucket."""
 
 
@@ -64,7 +64,7 @@ def append_and_die_at_a_request(
     def dies_in(name: str) -> bool:
         nonlocal seen
         seen += 1
-        return name == "create" and seen > 2 if request < 0 else seen == request
+        return name == "put" and seen > 2 if request < 0 else seen == request
 
     def watched(name: str) -> Callable[..., Any]:
         real = getattr(ObstoreStore, name)

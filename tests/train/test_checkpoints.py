@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.cli.main import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
-from streammega.storage.backends.pread import PreadStore
-from streammega.storage.store import written_whole
+from streammega.storage.backends.local import PreadStore
+from streammega.storage.store import atomic_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
 from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.checkpoints.chunks import chunk_of
@@ -290,14 +290,14 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
 def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
     run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = PreadStore.read_ranges
+    read = PreadStore.read
 
     def failing(self: PreadStore, key: str, *rest: Any) -> Any:
         if key.endswith(".distcp"):
             raise EndpointError(f"{key}: the endpoint did not answer")
         return read(self, key, *rest)
 
-    monkeypatch.setattr(PreadStore, "read_ranges", failing)
+    monkeypatch.setattr(PreadStore, "read", failing)
     with pytest.raises(
         EndpointError, match=r"step-00000006/__0_0.distcp: the endpoint did not answer"
     ):
@@ -540,8 +540,8 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
             "what is dropped is dropped with its files"
         )
         data = bytes(
-            place._store.read_ranges(
-                "deep/run/metrics.jsonl", [0], [place._store.info("deep/run/metrics.jsonl").size]
+            place._store.read(
+                "deep/run/metrics.jsonl", [(0, place._store.info("deep/run/metrics.jsonl").size)]
             )[0]
         )
         assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
@@ -596,7 +596,7 @@ def test_a_flipped_bit_in_an_object_store_falls_back(
     for name in (METADATA, "__0_0.distcp"):
         (tmp_path / name).write_bytes(files.read(name))
     flip(tmp_path)
-    with written_whole(files.store, files.key("__0_0.distcp")) as writer:
+    with atomic_writer(files.store, files.key("__0_0.distcp")) as writer:
         writer.write((tmp_path / "__0_0.distcp").read_bytes())
     second = resumed(run_file, *overrides)
     assert second.step == 4
@@ -838,9 +838,9 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     assert (
         json.loads(
             bytes(
-                place._store.read_ranges(
-                    "run/lock.json", [0], [place._store.info("run/lock.json").size]
-                )[0]
+                place._store.read("run/lock.json", [(0, place._store.info("run/lock.json").size)])[
+                    0
+                ]
             )
         )
         == other
@@ -907,9 +907,7 @@ def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     monkeypatch.setattr(checkpoint_hold._ObjectHold, "_read", read_before_the_first_wrote)
     with pytest.raises(ConfigError, match=r"run: another job trains there \(process 7"):
         place.hold()
-    stored = place._store.read_ranges(
-        "run/lock.json", [0], [place._store.info("run/lock.json").size]
-    )
+    stored = place._store.read("run/lock.json", [(0, place._store.info("run/lock.json").size)])
     assert json.loads(bytes(stored[0])) == first
 
 

@@ -401,7 +401,7 @@ def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
         done = 0
         while time.perf_counter() < stop:
             start = done % (frames.size - BLOCK_BYTES) // BLOCK_BYTES * BLOCK_BYTES
-            low, high = frames.stored(start, start + BLOCK_BYTES)
+            low, high = frames.stored_range(start, start + BLOCK_BYTES)
             reader = decompressor.stream_reader(stored[low:high], read_across_frames=True)
             done += reader.readinto(buffer)
         return done
@@ -442,8 +442,8 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     # Kernels are compiled, or loaded, before the clock starts.
     costs.HandingOut(mode, BLOCK_BYTES).make([bytes(BLOCK_BYTES)])
-    first = stored[slice(*frames.stored(0, 2))]
-    frames.show([np.asarray(first)], [(0, 2)], [np.empty(2, np.uint8)])
+    first = stored[slice(*frames.stored_range(0, 2))]
+    frames.decode([np.asarray(first)], [(0, 2)], [np.empty(2, np.uint8)])
     stop = time.perf_counter() + seconds
 
     def decompress(number: int) -> tuple[int, float]:
@@ -464,8 +464,8 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
                 spans.append((start, start + block_bytes))
                 outs.append(held[turn % len(held)])
             making.make(outs)  # what was held longest
-            bodies = [np.asarray(stored[slice(*frames.stored(*span))]) for span in spans]
-            frames.show(bodies, spans, outs)
+            bodies = [np.asarray(stored[slice(*frames.stored_range(*span))]) for span in spans]
+            frames.decode(bodies, spans, outs)
             done += costs.JOB
         return done * BLOCK_BYTES, time.thread_time() - cpu_before
 
@@ -620,7 +620,7 @@ def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) ->
         began = time.perf_counter()
         for start in range(0, size, 8 << 20):
             stop = min(start + (8 << 20), size)
-            indexed.store.read_ranges(indexed.bin_key, [start], [stop])
+            indexed.store.read(indexed.bin_key, [(start, stop)])
         rates.append(size / (time.perf_counter() - began))
     harness.row(
         f"zstd level {level}, frames of {frame} KiB",

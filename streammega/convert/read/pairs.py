@@ -110,8 +110,10 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
     if not len(_gaps(sizes, offsets)):  # one request brings them all
         starts = starts[:1]
         stops = stops[-1:]
-    bodies = indexed.store.read_ranges(
-        indexed.bin_key, starts.tolist(), stops.tolist(), indexed.bin_info.etag
+    bodies = indexed.store.read(
+        indexed.bin_key,
+        list(zip(starts.tolist(), stops.tolist(), strict=True)),
+        indexed.bin_info.etag,
     )
     stored = indexed.dtype.newbyteorder("<")
     arrays = [np.frombuffer(body, stored) for body in bodies]

@@ -18,10 +18,9 @@ from streammega.config import StorageConfig
 from streammega.convert.read.suffixes import split_query, without_queries
 from streammega.errors import EndpointError
 from streammega.storage.backends.fsspec import driver_error
-from streammega.storage.endpoints import endpoint_of
 from streammega.storage.fsspec_adapter import StoreFiles
 from streammega.storage.open import file_system, is_remote, local_path
-from streammega.storage.retry import RetryPolicy
+from streammega.storage.retry import RetryPolicy, endpoint_of
 
 SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""

@@ -18,7 +18,8 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.kernels.plan import copy_bytes
-from streammega.storage.copies import FileRange, copy_buffer, file_ranges, read_files
+from streammega.storage.backends.local import FileRange, copy_buffer, read_files
+from streammega.storage.derived_stores import file_ranges
 from streammega.storage.store import Bytes, Span, address_of
 
 CHUNK_BYTES = 32 << 20
@@ -329,7 +330,9 @@ def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[By
         chunk_stop = min(chunk_start + CHUNK_BYTES, stop)
         starts = list(range(chunk_start, chunk_stop, CHUNK_BYTES // REQUESTS_OF_A_CHUNK))
         stops = [*starts[1:], chunk_stop]
-        for body in indexed.store.read_ranges(indexed.bin_key, starts, stops, etag):
+        for body in indexed.store.read(
+            indexed.bin_key, list(zip(starts, stops, strict=True)), etag
+        ):
             yield np.frombuffer(body, np.uint8)
 
 

@@ -19,7 +19,7 @@ def load_bytes(url: str, storage: StorageConfig) -> Bytes:
     """A small file of the work folder. Raises StorageError."""
     store, key = open_store(url, storage)
     info = store.info(key)
-    (stored,) = store.read_ranges(key, [0], [info.size], info.etag)
+    (stored,) = store.read(key, [(0, info.size)], info.etag)
     return np.frombuffer(stored, np.uint8)
 
 

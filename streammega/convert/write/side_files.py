@@ -15,7 +15,6 @@ from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write.records import load_bytes
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.backends.local import LocalStore
 
 SideRows = dict[str, NDArray[np.uint64]]
 
@@ -54,7 +53,8 @@ def read_side(job: Job, name: str, documents: int) -> SideRows:
 
 def _stored_values(url: str, storage: StorageConfig) -> NDArray[np.uint64]:
     store, key = open_store(url, storage)
-    if isinstance(store, LocalStore):
+    path = store.local_path(key)
+    if path is not None:
         # Mapped, since a bucket needs a stretch of every file.
-        return np.memmap(key, "<u8", "r")
+        return np.memmap(path, "<u8", "r")
     return load_bytes(url, storage).view("<u8")

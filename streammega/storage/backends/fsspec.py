@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import inspect
 import logging
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 import fsspec.asyn
@@ -26,16 +28,15 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact
 from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.ranges import check_range, read_side_by_side
+from streammega.storage.backends.remote import CONNECT_WITHIN, RemoteStore
 from streammega.storage.backends.s3_options import S3_OPTIONS
 from streammega.storage.backends.s3_writer import part_bytes
-from streammega.storage.endpoints import endpoint_of
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
-from streammega.storage.fork_lock import process_lock
 from streammega.storage.http_errors import (
     NO_BUCKET,
     NO_CREDENTIALS,
+    check_range,
     denied,
     failure_of_status,
     is_of_network,
@@ -44,21 +45,20 @@ from streammega.storage.http_errors import (
     no_answer,
     no_size,
     status_of,
+    throttled,
+    truncated,
     unreachable,
 )
-from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import (
-    Buffer,
-    Bytes,
     ObjectInfo,
+    ObjectWriter,
     Span,
     check_object_key,
-    ended_early,
-    fill,
     listed_etag,
-    throttled,
 )
 from streammega.storage.thread_pool import Pool
+
+log = logging.getLogger(__name__)
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
@@ -67,10 +67,6 @@ _of_parents: list[Any] = []
 
 Kept, for those of s3fs would try to close their parent's connections, and print why not.
 """
-MOST_THREADS = 32
-"""Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
-CONNECT_WITHIN = 10.0
-"""Seconds, or `timeout` where that is less: a server that is there takes connections at once."""
 _BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)")
 """In what drivers say where the server asks for fewer requests; they tell no status then."""
 _FAILED_SIGNS = ("InternalError", "(500)")
@@ -89,63 +85,52 @@ def driver_options(scheme: str, config: StorageConfig) -> dict[str, Any]:
     return options
 
 
-class FsspecStore:
-    """One fsspec file system. Implements `storage.store.Store`; opened lazily, per process."""
+class FsspecStore(RemoteStore):
+    """One fsspec file system.
 
-    def __init__(self, scheme: str, config: StorageConfig) -> None:
-        self.scheme = scheme
-        self._config = config
-        self._lock = process_lock()  # of what is opened at the first use: once for all threads
-        self._opened: tuple[int, Any, Pool] | None = None  # (process, driver, threads)
-        self._policy = RetryPolicy.of(config, endpoint_of(scheme, "", config.storage_options))
+    root: the bucket or host that keys lack. Without one, keys are whole paths, and URLs for http.
+    """
+
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        super().__init__(scheme, root, config)
         self._checked: dict[tuple[str, str], float] = {}  # when, by key and ETag
 
-    def __repr__(self) -> str:
-        return f"FsspecStore({self.scheme}://)"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "scheme": self.scheme,
-            "config": self._config,
-            "answered": self._policy.has_answered,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["scheme"], state["config"])  # type: ignore[misc]
-        self._policy.inherit(state["answered"])
+    def _path(self, key: str) -> str:
+        """A key as the driver has it."""
+        if not self.root:
+            return key
+        if self.scheme in _HTTP:
+            return f"{self.scheme}://{self.root}/{quote(key)}"
+        return f"{self.root}/{key}"
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
-        # Keys of http are URLs.
-        whole = key if "://" in key else f"{self.scheme}://{key.lstrip('/')}"
+        path = self._path(key)
+        whole = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
         return redact(whole, self._config.storage_options)
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
-        self._check_object_key(key)
-        fs, pool = self._filesystem()
+        self._check_key(key)
+        path = self._path(key)
 
-        def head() -> ObjectInfo:
-            """One request for size and checksum, in this store's errors."""
-            try:
-                meta = self._ask(fs, "info", key)
-                if meta.get("type") == "directory":
-                    raise FileNotFoundError(key)
-                etag = _etag_of(meta) or self._checksum(fs, key)
-                if meta["size"] is None:
-                    raise no_size(self.url(key))
-            except BaseException as error:
-                raise self._error(key, error) from None
+        def head(fs: Any) -> ObjectInfo:
+            meta = self._ask(fs, "info", path)
+            if meta.get("type") == "directory":
+                raise FileNotFoundError(path)
+            etag = _etag_of(meta) or self._checksum(fs, path)
+            if meta["size"] is None:
+                raise no_size(self.url(key))
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
-        return pool.call(lambda: self._policy.call(head))
+        return self._call(key, head)
 
-    def _checksum(self, fs: Any, key: str) -> str:
+    def _checksum(self, fs: Any, path: str) -> str:
         """What a driver makes of its own knowledge of an object, in place of an ETag."""
         # Of http that is the URL alone, which tells no versions apart.
         if self.scheme in _HTTP:
             return ""
-        return str(fs.ukey(key))
+        return str(fs.ukey(path))
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """One call of the driver within `timeout`.
@@ -157,41 +142,25 @@ class FsspecStore:
         call = getattr(fs, f"_{method}")
         return fsspec.asyn.sync(fs.loop, call, *args, timeout=self._config.timeout, **kwargs)
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
-        """Concurrent range requests; each body's length is checked, failures are tried again."""
-        _, pool = self._filesystem()
-        return read_side_by_side(self, key, starts, stops, etag, self._policy, pool)
-
-    def read_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
-    ) -> None:
-        """One request each. The head of each answer is checked by s3 and http.
+    def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
+        """The head of each answer is checked by s3 and http.
 
         Other drivers do not show it, nor the ETag, so the object's is asked for now and then.
         """
-        self._check_object_key(key)
-        fs, _ = self._filesystem()
-        url = self.url(key)
-        try:
-            if self.scheme == "s3" or self.scheme in _HTTP:
-                get = _get_from_s3 if self.scheme == "s3" else _get_by_http
-                timeout = self._config.timeout
-                answers = fsspec.asyn.sync(
-                    fs.loop, _get_all, get, fs, key, url, spans, etag, timeout=timeout
-                )
-                bodies = [body for body, _ in answers]
-                if not all(is_compared for _, is_compared in answers):
-                    self._recheck(key, etag)
-            else:
-                bodies = [
-                    self._ask(fs, "cat_file", key, start=start, end=stop) for start, stop in spans
-                ]
-                self._recheck(key, etag)
-            fill(url, spans, [memoryview(body) for body in bodies], outs)
-        except BaseException as error:
-            raise self._error(key, error) from None
+        path = self._path(key)
+        if self.scheme != "s3" and self.scheme not in _HTTP:
+            bodies = [
+                self._ask(client, "cat_file", path, start=start, end=stop) for start, stop in spans
+            ]
+            self._recheck(key, etag)
+            return bodies
+        get = _get_from_s3 if self.scheme == "s3" else _get_by_http
+        arguments = (get, client, path, self.url(key), spans, etag)
+        timeout = self._config.timeout
+        answers = fsspec.asyn.sync(client.loop, _get_all, *arguments, timeout=timeout)
+        if not all(is_compared for _, is_compared in answers):
+            self._recheck(key, etag)
+        return [body for body, _ in answers]
 
     def _recheck(self, key: str, etag: str) -> None:
         """Compare the ETag if that was not done in the last `RECHECK` seconds."""
@@ -205,11 +174,11 @@ class FsspecStore:
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, with which their keys begin; it may end inside a name."""
-        fs, pool = self._filesystem()
+        path = self._path(prefix)
         # Drivers list by folders: more than asked for, which is left out below.
-        folder = prefix.rpartition("/")[0]
+        folder = path.rpartition("/")[0]
 
-        def find() -> Any:
+        def find(fs: Any) -> Any:
             """One listing of the folder, by name; nothing where there is none."""
             try:
                 if recursive:
@@ -218,14 +187,12 @@ class FsspecStore:
                 return {entry["name"]: entry for entry in entries if entry["type"] == "file"}
             except FileNotFoundError:
                 return {}
-            except BaseException as error:
-                raise self._error(prefix, error) from None
 
-        files = pool.call(lambda: self._policy.call(find))
+        files = self._call(prefix, find)
         # What other drivers call an ETag may be anything.
         spell = listed_etag if self.scheme == "s3" else str
         listed = []
-        asked = prefix.lstrip("/")
+        asked = path.lstrip("/")
         for name, meta in files.items():
             found = name.lstrip("/")
             if found.startswith(asked):
@@ -235,9 +202,10 @@ class FsspecStore:
                 listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
         return sorted(listed, key=lambda info: info.key)
 
-    def open_writer(self, key: str) -> FsspecWriter | RenamingWriter:
+    def open_writer(self, key: str) -> ObjectWriter:
         """A writer that shows nothing under `key` before it commits."""
-        self._check_object_key(key)
+        self._check_key(key)
+        path = self._path(key)
         # A driver of its own, for of this one the calls are tried again.
         fs = self._open()
 
@@ -247,9 +215,9 @@ class FsspecStore:
         try:
             if self.scheme == "s3":
                 fs.call_s3 = self._trying_again(key, fs.call_s3)
-                file = fs.open(key, "wb", autocommit=False)
+                file = fs.open(path, "wb", autocommit=False)
                 return FsspecWriter(file, wrap)
-            return RenamingWriter(fs, key, wrap)
+            return RenamingWriter(fs, path, wrap)
         except BaseException as error:
             raise self._error(key, error) from None
 
@@ -262,58 +230,42 @@ class FsspecStore:
             except BaseException as error:
                 raise self._error(key, error) from None
 
-        def until_it_succeeds(*args: Any, **kwargs: Any) -> Any:
-            return self._policy.call(lambda: attempt(*args, **kwargs))
+        return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
 
-        return until_it_succeeds
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
+    ) -> bool:
+        """s3fs has a condition for new objects; other drivers have none."""
+        if self.scheme != "s3" or not if_absent:
+            return super().put(key, data, if_absent=if_absent, if_match=if_match)
+        self._check_key(key)
 
-    def create(self, key: str, data: bytes) -> bool:
-        """One PUT under the condition that nothing is there, by s3fs.
-
-        Raises StorageError for drivers that have no such.
-        """
-        self._check_object_key(key)
-        if self.scheme != "s3":
-            raise StorageError(f"{self.url(key)}: its driver has no conditional writes")
-        fs, _ = self._filesystem()
-
-        def attempt() -> bool:
+        def attempt(fs: Any) -> bool:
             try:
-                fs.pipe_file(key, data, mode="create")
+                fs.pipe_file(self._path(key), bytes(data), mode="create")
             except FileExistsError:
                 return False
-            except BaseException as error:
-                raise self._error(key, error) from None
             return True
 
-        return self._policy.call(attempt)
+        return self._call(key, attempt)
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
-        self._check_object_key(key)
-        fs, _ = self._filesystem()
-        remove = self._trying_again(key, self._ask)
-        try:
-            remove(fs, "rm_file", key)
-        except ObjectNotFoundError:
-            pass
+        self._check_key(key)
+        with contextlib.suppress(ObjectNotFoundError):
+            self._call(key, lambda fs: self._ask(fs, "rm_file", self._path(key)))
 
-    def _check_object_key(self, key: str) -> None:
+    def _check_key(self, key: str) -> None:
         if self.scheme == "s3":  # other drivers may send keys as they are
             check_object_key(self.url(key), key)
 
-    def _filesystem(self) -> tuple[Any, Pool]:
-        this_process = os.getpid()
+    def _client(self) -> tuple[Any, Pool]:
+        # Its threads do not survive a fork, and s3fs closes connections as a driver is collected.
         with self._lock:
-            if self._opened is not None:
-                process, fs, pool = self._opened
-                if process == this_process:
-                    return fs, pool
+            if self._opened is not None and self._opened[0] != os.getpid():
                 _of_parents.append(self._opened)
-            fs = self._open()
-            pool = Pool(min(MOST_THREADS, self._config.max_requests))
-            self._opened = (this_process, fs, pool)
-            return fs, pool
+                self._opened = None
+        return super()._client()
 
     def _open(self) -> Any:
         """A driver that tries once, where drivers can be told to.
@@ -390,7 +342,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
     if text == _NO_SIZE:
         return no_size(url)
     if any(sign in text for sign in _PAST_END_SIGNS):
-        return ended_early(url, text)
+        return truncated(url, text)
     # What s3fs makes of a bare 503.
     busy = isinstance(error, OSError) and error.errno == errno.EBUSY
     if busy or any(sign in text for sign in _BUSY_SIGNS):
@@ -466,14 +418,12 @@ def _range_of(span: Span) -> str:
     return f"bytes={start}-{stop - 1}"  # a range of HTTP holds its end
 
 
-log = logging.getLogger(__name__)
-
 Wrap = Callable[[BaseException], BaseException]
 """The streammega error for one of a driver's."""
 _GLOB_SIGNS = "*?["
 
 
-class RenamingWriter:
+class RenamingWriter(ObjectWriter):
     """For drivers that publish a file when it is closed, or while it is written.
 
     It has another name until then, and is renamed.
@@ -521,7 +471,7 @@ def _rename(fs: Any, old: str, new: str) -> None:
         fs.mv(old, new)
 
 
-class FsspecWriter:
+class FsspecWriter(ObjectWriter):
     """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
 
     def __init__(self, file: Any, wrap: Wrap) -> None:

@@ -1,22 +1,45 @@
-"""Local files by mmap: reads are views of the page cache, without a copy."""
+"""Local files: mapped, so that reads are views of the page cache, or read by `pread`.
+
+Mapping keeps no descriptor. Python's `mmap` keeps a duplicate of one for each file, so a dataset of
+a thousand shards would use up the usual `ulimit -n`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import itertools
+import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.atomic_file import create_beside
-from streammega.storage.backends.mapping import map_file
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import blame_limit
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, checked, fill
+from streammega.storage.http_errors import truncated
+from streammega.storage.retry import RetryPolicy
+from streammega.storage.store import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Span,
+    Store,
+    check_length,
+    check_room,
+)
 
 LARGE_BYTES = 256 << 10
 """Writes from this size on go past the buffer: a copy into it would cost more than the call."""
@@ -25,6 +48,33 @@ WRITE_BACK_BYTES = 8 << 20
 the next ones: `commit` waits for the last of them, not for all. Fewer would cut the disk's requests
 up; of many more, too much is left to wait for.
 """
+COPY_BYTES = 1 << 20
+"""Copied at a time: it stays in the processor's cache while its checksum is taken."""
+PASSING = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.ENOTCONN,
+        errno.EHOSTDOWN,
+        errno.ECONNRESET,
+    }
+)
+"""Errors of a server behind a file system, which may answer the next time."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,  # off_t
+)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +86,8 @@ class _Mapped:
     view: memoryview
 
 
-class LocalStore:
-    """The local disk. Keys are file paths; implements `storage.store.Store`."""
+class LocalStore(Store):
+    """The local disk, mapped. Keys are file paths."""
 
     def __init__(self) -> None:
         self._maps: dict[str, _Mapped] = {}
@@ -48,6 +98,15 @@ class LocalStore:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__()  # type: ignore[misc]
+
+    @property
+    def is_local(self) -> bool:
+        """Files are mapped."""
+        return True
+
+    def local_path(self, key: str) -> str | None:
+        """The key itself."""
+        return key
 
     def url(self, key: str) -> str:
         """The path itself."""
@@ -63,23 +122,10 @@ class LocalStore:
             raise ObjectNotFoundError(f"{key}: is a folder, not a file")
         return ObjectInfo(key=key, size=stat.st_size, etag=etag_of(stat))
 
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """Views of the mapped file; no bytes move until they are used."""
         view = self.view(key, etag)
-        bodies = []
-        for start, stop in zip(starts, stops, strict=True):
-            bodies.append(checked(key, start, stop, view[start:stop]))
-        return bodies
-
-    def read_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
-    ) -> None:
-        """A copy out of the mapped file."""
-        view = self.view(key, etag)
-        bodies = [view[start:stop] for start, stop in spans]
-        fill(key, spans, bodies, outs)
+        return [check_length(key, (start, stop), view[start:stop]) for start, stop in spans]
 
     def view(self, key: str, etag: str = "") -> memoryview:
         """The whole file, read-only: the one that had `etag` when it was opened, mapped once.
@@ -115,10 +161,14 @@ class LocalStore:
         """A writer into a temporary file beside the target, renamed by `commit`."""
         return LocalWriter(key)
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Write a small file where none is, whole; False if one is there. Of several at once one
-        does: by a hard link, which alone refuses a name that is taken and never shows half a file.
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
+    ) -> bool:
+        """Of several that put a new file at once one does, by a hard link: that alone refuses a
+        name that is taken and never shows half a file.
         """
+        if not if_absent:
+            return super().put(key, data, if_match=if_match)
         writer = LocalWriter(key)
         try:
             writer.write(data)
@@ -139,6 +189,89 @@ class LocalStore:
             raise local_error(key, error) from None
 
 
+class PreadStore(LocalStore):
+    """The local disk, read by `pread`.
+
+    For file systems that fail: NFS, FUSE, a disk that is dying. An I/O error under a map ends the
+    process (SIGBUS); here it is an error like any other, tried again as those of the network are.
+    Every read opens the file, compares it with the one that was opened first, and closes it.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._retry = RetryPolicy.of(config)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"config": self._config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def is_local(self) -> bool:
+        """Reads are like those of the network: ahead, and tried again."""
+        return False
+
+    def local_path(self, key: str) -> str | None:
+        """Nobody else is to read these files, who would not try again."""
+        return None
+
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """Copies of the bytes."""
+        # A span that ends before it begins is refused below, by an error that names the object.
+        outs = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
+        self.fetch_into(key, spans, outs, etag)
+        return [out.data for out in outs]
+
+    def fetch_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """Reads straight into `outs`, one after the other."""
+        try:
+            fd = os.open(key, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _told_apart(key, error) from None
+        try:
+            stat = os.fstat(fd)
+            check_version(key, etag, etag_of(stat))
+            for (start, stop), out in zip(spans, outs, strict=True):
+                check_room(out, stop - start)
+                if not 0 <= start <= stop <= stat.st_size:
+                    raise truncated(key, f"bytes [{start}, {stop}) of {stat.st_size}")
+                _read(fd, key, start, out)
+        except OSError as error:
+            raise _told_apart(key, error) from None
+        finally:
+            os.close(fd)
+
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        """What file servers may mend is tried again."""
+        return self._retry.call(lambda: self.fetch(key, spans, etag))
+
+
+def _read(fd: int, path: str, start: int, out: Bytes) -> None:
+    """Fill `out`."""
+    filled = 0
+    # One call gives no more than 2 GiB, and less where a signal comes.
+    while filled < len(out):
+        rest = out[filled:]
+        got = os.preadv(fd, [rest], start + filled)  # type: ignore[list-item]
+        if not got:
+            raise truncated(path, f"bytes from {start + filled} on, while they were read")
+        filled += got
+
+
+def _told_apart(path: str, error: OSError) -> StorageError:
+    """The error, and whether trying again may help."""
+    # Ours are OSErrors by their second base, and told apart already.
+    if isinstance(error, StorageError):
+        return error
+    storage_error = local_error(path, error)
+    storage_error.transient = error.errno in PASSING
+    return storage_error
+
+
 def _files_below(prefix: str) -> list[str]:
     root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
     return [str(path) for path in root.rglob("*") if path.is_file()]
@@ -153,8 +286,10 @@ def _files_beside(prefix: str) -> list[str]:
         return []
 
 
-class LocalWriter:
+class LocalWriter(ObjectWriter):
     """Writes beside the target, flushes to disk, then renames: readers see all or nothing."""
+
+    can_write_at = True
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -194,7 +329,7 @@ class LocalWriter:
         self.write_back(start, self._size)
 
     def reserve(self, size: int) -> int:
-        """As of `PlacedWriter`: what is written next lies behind that room."""
+        """What is written next comes after that room."""
         try:
             self._file.flush()
             start = self._size
@@ -206,7 +341,7 @@ class LocalWriter:
             raise local_error(self._path, error) from None
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """As of `PlacedWriter`: by several threads at once, if they like."""
+        """By several threads at once, if they like."""
         view = data.data
         try:
             while view:
@@ -312,3 +447,110 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
         raise local_error(path, error) from None
     finally:
         os.close(fd)
+
+
+class _Mapping:
+    """What arrays of mapped bytes refer to: it is unmapped when the last of them is gone."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, True),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        unmap = weakref.finalize(self, _libc.munmap, address, size)
+        # Other threads may still copy from it, and the process ends anyway.
+        unmap.atexit = False
+
+
+def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
+    """The first `size` bytes of an open file, read-only, uint8 [size].
+
+    The descriptor may be closed at once. The bytes stay mapped as long as this array or a view of
+    it lives, also when the file is removed or renamed over. A file that is *shortened* while it is
+    mapped ends the process at the next access (SIGBUS): the kernel knows no other way.
+
+    `path` is for messages. Raises OSError when the file has fewer bytes, or cannot be mapped.
+    """
+    file_size = os.fstat(fd).st_size
+    if file_size < size:
+        reason = f"has {file_size} bytes, not the {size} that it should have"
+        raise OSError(errno.EIO, reason, os.fspath(path))
+    # The kernel maps no empty ranges.
+    if size == 0:
+        return np.empty(0, np.uint8)
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(path))
+    return np.asarray(_Mapping(address, size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRange:
+    """Bytes [start, stop) of a local file. etag: of the file that was opened; empty: of any."""
+
+    path: str
+    start: int
+    stop: int
+    etag: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    def part(self, low: int, high: int) -> FileRange:
+        """Bytes [low, high) of it, counted from its start."""
+        return replace(self, start=self.start + low, stop=self.start + high)
+
+
+def read_files(ranges: Iterable[FileRange], buffer: Bytes) -> Iterator[Bytes]:
+    """The bytes of ranges, end to end, as views of `buffer`: each is overwritten by the next.
+
+    Raises ObjectChangedError for another file than was opened, ShortReadError for one that ends
+    before, StorageError.
+    """
+    # Ranges of one file follow each other as a rule: it is opened once for them.
+    for _, of_file in itertools.groupby(ranges, lambda wanted: (wanted.path, wanted.etag)):
+        first, *others = of_file
+        with _opened(first) as fd:
+            for wanted in (first, *others):
+                yield from _read_range(fd, wanted, buffer)
+
+
+@contextmanager
+def _opened(wanted: FileRange) -> Iterator[int]:
+    """A descriptor of the file that was opened, and of no other one."""
+    try:
+        fd = os.open(wanted.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise local_error(wanted.path, error) from None
+    try:
+        check_version(wanted.path, wanted.etag, etag_of(os.fstat(fd)))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_range(fd: int, wanted: FileRange, buffer: Bytes) -> Iterator[Bytes]:
+    place = wanted.start
+    while place < wanted.stop:
+        room = buffer[: wanted.stop - place]
+        try:
+            got = os.preadv(fd, [room.data], place)
+        except OSError as error:
+            raise local_error(wanted.path, error) from None
+        if not got:
+            reason = f"bytes [{wanted.start}, {wanted.stop}), of which there are none from {place}"
+            raise truncated(wanted.path, reason)
+        yield room[:got]
+        place += got
+
+
+def copy_buffer(size: int = COPY_BYTES) -> Bytes:
+    """Room for `read_files`; no more than `size` bytes of it are of use."""
+    return np.empty(min(size, COPY_BYTES), np.uint8)

@@ -1,5 +1,4 @@
-"""`storage_options` for Alibaba OSS, in the manner of ossfs: endpoints, regions, and the arguments
-of obstore's S3 client.
+"""Alibaba OSS: its endpoints and regions in the manner of ossfs, and the store that reads it by obstore.
 
 OSS speaks two dialects at hosts of their own: its native one
 (`bucket.oss-cn-hangzhou.aliyuncs.com`) and S3's (`bucket.s3.oss-cn-hangzhou.aliyuncs.com`). Both
@@ -18,9 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
-from streammega.errors import ConfigError
-from streammega.storage.backends.oss_credentials import OssKey
+from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
+from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
+from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.backends.s3_options import client_options
+from streammega.storage.http_errors import truncated
+from streammega.storage.store import ObjectWriter
 
 OSS_OPTIONS = frozenset(
     (
@@ -54,6 +56,7 @@ _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
 """Settings of AWS that obstore takes from the environment, and its arguments cannot take back."""
 _CREDENTIALS_LAST = timedelta(minutes=10)
 """obstore asks again five minutes before that."""
+_CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,49 +158,60 @@ def check_options(bucket: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def obstore_arguments(
-    bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None
-) -> dict[str, Any]:
-    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key.
+class OssStore(ObstoreStore):
+    """One bucket, by obstore's S3 client at OSS's S3-compatible endpoint."""
 
-    Without it requests are anonymous. Raises ConfigError.
-    """
-    options = config.storage_options
-    check_options(bucket, options)
-    for name in _OBSTORE_ENVIRONMENT:
-        if os.environ.get(name):
-            raise ConfigError(
-                f"oss://{bucket}: {name} is set, and obstore would send it to OSS; unset it, or "
-                f"set transport='fsspec'"
-            )
-    endpoint = oss_endpoint(bucket, options, os.environ)
-    url = endpoint.s3_url(bucket)
-    # obstore reads AWS_* too, so that everything of them that would show is said here.
-    store: dict[str, Any] = {
-        "endpoint": url,
-        "aws_endpoint_url_s3": url,  # would win over `endpoint`
-        "region": endpoint.region or _REGION_OF_NO_REGION,
-        "virtual_hosted_style_request": not endpoint.is_address,
-        "skip_signature": current is None,
-        "unsigned_payload": False,
-        "request_payer": False,
-        "s3_express": False,
-        # OSS asks for a Content-MD5 there, which obstore does not send
-        "disable_bulk_delete": True,
-    }
-    arguments: dict[str, Any] = {
-        "config": store,
-        "client_options": client_options(config, url, options.get("client_kwargs") or {}),
-    }
-    if current is not None:
-        arguments["credential_provider"] = _provider(current)
-    return arguments
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        super().__init__(scheme, root, config)
+        self._credentials = OssCredentials.of(root, config.storage_options)
+        self._given: OssKey | None = None
+        """The key that the client now open was given last."""
 
+    def open_writer(self, key: str) -> ObjectWriter:
+        """A multipart upload that is completed by `commit`, aborted by `abort`."""
+        # With a key that was read just now: parts cannot be sent again by another one.
+        if self._credentials is not None:
+            self._credentials.refresh()
+        return super().open_writer(key)
 
-def _provider(current: Callable[[], OssKey]) -> Any:
-    def provide() -> dict[str, Any]:
+    def _s3_arguments(self) -> dict[str, Any]:
+        options = self._config.storage_options
+        check_options(self.root, options)
+        for name in _OBSTORE_ENVIRONMENT:
+            if os.environ.get(name):
+                raise ConfigError(
+                    f"oss://{self.root}: {name} is set, and obstore would send it to OSS; unset "
+                    f"it, or set transport='fsspec'"
+                )
+        endpoint = oss_endpoint(self.root, options, os.environ)
+        url = endpoint.s3_url(self.root)
+        # obstore reads AWS_* too, so that everything of them that would show is said here.
+        store: dict[str, Any] = {
+            "endpoint": url,
+            "aws_endpoint_url_s3": url,  # would win over `endpoint`
+            "region": endpoint.region or _REGION_OF_NO_REGION,
+            "virtual_hosted_style_request": not endpoint.is_address,
+            "skip_signature": self._credentials is None,
+            "unsigned_payload": False,
+            "request_payer": False,
+            "s3_express": False,
+            # OSS asks for a Content-MD5 there, which obstore does not send
+            "disable_bulk_delete": True,
+        }
+        arguments: dict[str, Any] = {
+            "config": store,
+            "client_options": client_options(self._config, url, options.get("client_kwargs") or {}),
+        }
+        if self._credentials is not None:
+            # So that missing ones are told by our error, not from within obstore.
+            self._credentials.current()
+            arguments["credential_provider"] = self._provide
+        return arguments
+
+    def _provide(self) -> dict[str, Any]:
         """The key of now, as obstore asks for it."""
-        key = current()
+        assert self._credentials is not None
+        key = self._given = self._credentials.current()
         soon = datetime.now(UTC) + _CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
@@ -206,4 +220,36 @@ def _provider(current: Callable[[], OssKey]) -> Any:
             "expires_at": min(soon, key.expires) if key.expires else soon,
         }
 
-    return provide
+    def _renewal(self) -> Callable[[], bool] | None:
+        credentials = self._credentials
+        if credentials is None:
+            return None
+        # Seen before the request: its client may have a newer key, which is then taken for renewed,
+        # but never an older one.
+        used = self._given or credentials.current()
+
+        def renew() -> bool:
+            if not credentials.renew(used):
+                return False
+            with self._lock:
+                # Else another thread has renewed it meanwhile.
+                if self._given is None or self._given == used:
+                    # A client holds the key it was given until that expires.
+                    self._opened = None
+                    self._given = None
+            return True
+
+        return renew
+
+    def _error(self, key: str, error: BaseException) -> BaseException:
+        text = str(error)
+        of_obstore = isinstance(error, Exception) and not isinstance(error, StreammegaError)
+        if of_obstore and "non-partial response" in text:
+            return truncated(
+                self.url(key), "OSS answers a range that reaches past the end with the whole object"
+            )
+        ours = super()._error(key, error)
+        code = _CODE.search(text)
+        if isinstance(ours, AccessDeniedError) and ours is not error and code:
+            return AccessDeniedError(f"{ours}; OSS says {code[1]}")
+        return ours

@@ -11,6 +11,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
+from streammega.storage.store import ObjectWriter
 from streammega.storage.thread_pool import Pool
 
 ABORT_WITHIN = 5.0
@@ -26,7 +27,7 @@ LOOK_AGAIN = 0.2
 """Seconds between two looks whether the thread that takes parts still lives."""
 
 
-class ObstoreWriter:
+class ObstoreWriter(ObjectWriter):
     """Streams parts from a thread; small objects are one plain PUT."""
 
     def __init__(

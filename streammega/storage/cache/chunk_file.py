@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from streammega.storage.backends.mapping import map_file
+from streammega.storage.backends.local import map_file
 from streammega.storage.store import Bytes, address_of
 
 PAGE_BYTES = 128 << 10

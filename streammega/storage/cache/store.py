@@ -6,47 +6,30 @@ from collections.abc import Sequence
 
 from streammega.storage.cache import PAGE_BYTES, CachedObject
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store
+from streammega.storage.store import Bytes, Span, Store, WrapperStore
 
 SMALL = PAGE_BYTES // 4
 """Reads below this size are not worth their pages: what is missing of them is fetched as it is."""
 
 
-class CachedStore:
-    """One object of a store behind its cached pages.
-
-    Implements `storage.store.Store` for reading that object.
-    """
+class CachedStore(WrapperStore):
+    """One object of a store behind its cached pages: `fetch_into` reads through them."""
 
     def __init__(self, store: Store, cached: CachedObject) -> None:
-        self.store = store
+        super().__init__(store)
         self.cached = cached
         self.hit_bytes = 0
         self.fetched_bytes = 0
         self._lock = process_lock()  # of both counts: threads of the fetcher add to them
         self._closed = False
 
-    def url(self, key: str) -> str:
-        """That of the object itself."""
-        return self.store.url(key)
-
-    def info(self, key: str) -> ObjectInfo:
-        """From the object itself."""
-        return self.store.info(key)
-
-    def read_ranges(
-        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
-    ) -> list[Buffer]:
-        """From the object itself."""
-        return self.store.read_ranges(key, starts, stops, etag)
-
-    def read_into(
+    def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From pages where they are there; large reads bring their pages to the cache."""
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
-            self.store.read_into(key, [(start, stop)], [out], etag)
+            self.inner.fetch_into(key, [(start, stop)], [out], etag)
             self._count(0, stop - start)
 
         missing_spans = []
@@ -66,21 +49,9 @@ class CachedStore:
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From the object itself, and counted: for reads that must not wait for those of others."""
-        self.store.read_into(key, spans, outs, etag)
+        self.inner.fetch_into(key, spans, outs, etag)
         fetched = sum(stop - start for start, stop in spans)
         self._count(0, fetched)
-
-    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """From the store."""
-        return self.store.list(prefix, recursive)
-
-    def open_writer(self, key: str) -> ObjectWriter:
-        """From the store."""
-        return self.store.open_writer(key)
-
-    def delete(self, key: str) -> None:
-        """From the store."""
-        self.store.delete(key)
 
     def close(self) -> None:
         """End all waiting for pages that others fetch: nobody wants them any more."""

@@ -30,7 +30,7 @@ from streammega.storage.fetch.requests import (
     send,
 )
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.retry import RetryPolicy, given_up
+from streammega.storage.retry import RetryPolicy, retries_exhausted
 from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
@@ -351,7 +351,7 @@ class Fetcher:
         pause = self._policy.pause(error, request.failures, elapsed)
         if pause is None:
             if isinstance(error, StorageError):
-                error = given_up(error, request.failures, elapsed)
+                error = retries_exhausted(error, request.failures, elapsed)
             self.counters.errors += 1
             # Whoever waits gets this error first: nobody will ask for what is needed later.
             self._first_failed = min(self._first_failed, request.serial)
@@ -359,7 +359,7 @@ class Fetcher:
                 request.group.error = error
                 self._complete(request.group)
             return
-        self._policy.say(error, elapsed)
+        self._policy.warn(error, elapsed)
         self.counters.retries += 1
         if self.flow.pace.interval and is_refusal:
             # The pace holds all of them back. With longer pauses of their own, what is needed

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
-from streammega.storage.store import Bytes, Store, address_of, gives_bodies
+from streammega.storage.store import Buffer, Bytes, Store, address_of
 
 MIN_KEPT_BODY = 64 << 10
 """Smallest body that is kept in the memory it came in: smaller ones waste too much around them."""
@@ -87,7 +89,7 @@ class FetchGroup:
         self.keeps_body = (
             len(requests) == 1
             and size == requests[0].size >= MIN_KEPT_BODY
-            and gives_bodies(requests[0].store)
+            and requests[0].store.owns_bodies
         )
         self.missing = len(requests)
         """Requests that are not done."""
@@ -218,16 +220,15 @@ def send(batch: list[RangeRequest], *, past_cache: bool) -> Response:
     try:
         if any(request.group.keeps_body for request in batch):
             store = batch[0].store
-            assert gives_bodies(store)
             spans = [(request.start, request.stop) for request in batch]
-            bodies = store.read_bodies(batch[0].key, spans, batch[0].etag)
+            bodies = store.fetch(batch[0].key, spans, batch[0].etag)
             return Response(bodies=list(map(_place, batch, bodies)))
         by_object = defaultdict(list)
         for request in batch:
             by_object[id(request.store), request.key, request.etag].append(request)
         for (_, key, etag), requests in by_object.items():
             store = requests[0].store
-            read = store.read_into
+            read = store.fetch_into
             if past_cache and isinstance(store, CachedStore):
                 read = store.read_past_cache
             spans = [(request.start, request.stop) for request in requests]
@@ -237,11 +238,12 @@ def send(batch: list[RangeRequest], *, past_cache: bool) -> Response:
     return Response()
 
 
-def _place(request: RangeRequest, body: Bytes) -> Bytes:
+def _place(request: RangeRequest, buffer: Buffer) -> Bytes:
     """The body of a request, copied to the buffer of its group if the group has one.
 
     A body that begins at an address where kernels may not read tokens is copied as well.
     """
+    body = np.frombuffer(buffer, np.uint8)
     if not request.group.keeps_body:
         request.out[:] = body
         return request.out
@@ -271,4 +273,4 @@ def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> b
 
 def _unpacks(request: RangeRequest) -> bool:
     """Whether a request is of a local file that is shown in another form."""
-    return isinstance(request.store, DerivedStore) and request.store.local
+    return isinstance(request.store, DerivedStore) and request.store.is_local

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.store import create_object, replace_object, written_whole
+from streammega.storage.store import atomic_writer, create_object, replace_object
 from streammega.train.small_objects import read_version
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class _ObjectHold:
         return replace_object(self._store, self._key, record, self._seen_etag)
 
     def _write(self) -> None:
-        with written_whole(self._store, self._key) as writer:
+        with atomic_writer(self._store, self._key) as writer:
             writer.write(self._next_record())
 
     def _next_record(self) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import DamagedError, Files
 from streammega.train.checkpoints.hold import Hold, hold_object
@@ -180,7 +180,7 @@ class CheckpointBucket:
         self._put(f"{name}.json", text.encode())
 
     def _put(self, name: str, data: bytes) -> None:
-        with written_whole(self._store, self._key(name)) as writer:
+        with atomic_writer(self._store, self._key(name)) as writer:
             writer.write(data)
 
     def _remove(self, name: str) -> None:

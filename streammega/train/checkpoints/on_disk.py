@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.storage.backends.pread import PreadStore
+from streammega.storage.backends.local import PreadStore
 from streammega.train.checkpoints.files import Files
 from streammega.train.checkpoints.hold import Hold, hold_file
 from streammega.train.checkpoints.place import (

@@ -166,7 +166,7 @@ class Reader(StorageReader):
                 stops.append(min(start + PIECE_BYTES, run_stop))
         try:
             key = self._files.key(file_name)
-            pieces = iter(self._files.store.read_ranges(key, starts, stops))
+            pieces = iter(self._files.store.read(key, list(zip(starts, stops, strict=True))))
         except (ObjectNotFoundError, ShortReadError) as error:
             raise DamagedError(
                 f"{self._files.url(file_name)}: is missing or cut short ({error})"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from streammega.storage import Store
-from streammega.storage.store import written_whole
+from streammega.storage.store import atomic_writer
 from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.failures import root_failure
 from streammega.train.checkpoints.files import Checksums, Files
@@ -167,7 +167,7 @@ class _Objects(FileSystemBase):
         """Upload while it is written; what fails half-way leaves nothing."""
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
         with (
-            written_whole(self._store, path) as writer,
+            atomic_writer(self._store, path) as writer,
             _Stream(writer.write, self._all_ranks, hexes) as stream,
         ):
             yield stream

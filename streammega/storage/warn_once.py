@@ -1,0 +1,25 @@
+"""Warnings that come once, or once in a while, for each thing that they are about."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from streammega.storage.fork_lock import process_lock
+
+_lock = process_lock()
+_warned_at: dict[tuple[str, str], float] = {}
+"""When this process warned last, by logger and key."""
+
+
+def warn_once(
+    log: logging.Logger, key: str, text: str, *args: object, every: float = math.inf
+) -> None:
+    """Warn, unless this logger has warned of `key` in the last `every` seconds."""
+    now = time.monotonic()
+    with _lock:
+        if now - _warned_at.get((log.name, key), -math.inf) < every:
+            return
+        _warned_at[log.name, key] = now
+    log.warning(text, *args)
