@@ -51,7 +51,7 @@ integrations:  ## the tests against other trainers, in .venv-integrations with t
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	CUDA_VISIBLE_DEVICES= .venv-integrations/bin/python -m pytest -rs tests/integrations tests/loading/test_frameworks.py
 
-bench-peers:  ## .venv-bench, with the other loaders that tools/bench/storage.py measures (a few GB)
+bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py measures (a few GB)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	echo "torch==2.13.0" > .venv-bench/constraints.txt

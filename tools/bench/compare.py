@@ -7,7 +7,7 @@ in one run.
 
 The two checkouts take turns, and begin alternately, so that neither has the warmer caches. A ratio
 is that of the medians, with a 95 % bootstrap interval: above 1.00 this checkout does more. Files
-and server are those of storage.py.
+and server are those of runner.py.
 """
 
 from __future__ import annotations
@@ -15,118 +15,87 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.storage import EPOCH, PACKAGES, SHAPES, Bench, prepare
+from tools.bench.runner import EPOCH, PACKAGES, SHAPES, Bench, prepare
 
 HERE = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One thing that is measured: the side that does it, its arguments, the name of its result, the
-    server's manner.
+class Figure(NamedTuple):
+    """One thing that is measured: the name of its result, the arguments of the side that does it.
 
-    higher_is_better: False for seconds and bytes, whose ratio is turned round.
+    is_rate: False for seconds and bytes, whose ratio is turned round. shape: how the server behaves.
     """
 
     name: str
-    side: str = "ours"
-    arguments: dict[str, Any]
     result: str
+    arguments: dict[str, Any]
+    side: str = "ours"
     shape: str = "unshaped"
-    local: bool = False
-    higher_is_better: bool = True
+    is_local: bool = False
+    is_rate: bool = True
 
 
+WORKERS = {"workers": 2, "num_samples": EPOCH, "seconds": 0}
+CPU = "CPU seconds per 10^9 tokens"
 FIGURES = (
+    Figure("Megatron order, samples/s", "rate", {"order": "megatron", "warmup": 100}),
+    Figure("stream order, ids, tokens/s", "tokens", {"ids_only": True, "warmup": 2000}),
+    Figure("stream order, int64, tokens/s", "tokens", {"warmup": 2000}),
+    Figure(f"stream order, ids, {CPU}", "cpu", {"ids_only": True, "warmup": 2000}, is_rate=False),
+    Figure(f"stream order, int64, {CPU}", "cpu", {"warmup": 2000}, is_rate=False),
     Figure(
-        name="Megatron order, samples/s",
-        arguments={"order": "megatron", "warmup": 100},
-        result="rate",
+        "stream order, int64, 20 ms of latency, tokens/s", "tokens", {"warmup": 500}, shape="shaped"
     ),
     Figure(
-        name="stream order, ids, tokens/s",
-        arguments={"ids_only": True, "warmup": 2000},
-        result="tokens",
+        "2 GiB shuffled, first batch included, tokens/s",
+        "whole_rate",
+        {"num_samples": 260_000, "seconds": 0},
     ),
-    Figure(name="stream order, int64, tokens/s", arguments={"warmup": 2000}, result="tokens"),
+    Figure("first batch, seconds", "first", {"first_only": True}, is_rate=False),
     Figure(
-        name="stream order, ids, CPU seconds per 10^9 tokens",
-        arguments={"ids_only": True, "warmup": 2000},
-        result="cpu",
-        higher_is_better=False,
-    ),
-    Figure(
-        name="stream order, int64, CPU seconds per 10^9 tokens",
-        arguments={"warmup": 2000},
-        result="cpu",
-        higher_is_better=False,
+        "local files, Megatron order, tokens/s",
+        "tokens",
+        {"order": "megatron", "warmup": 1000},
+        is_local=True,
     ),
     Figure(
-        name="stream order, int64, 20 ms of latency, tokens/s",
-        arguments={"warmup": 500},
-        result="tokens",
-        shape="shaped",
+        "local files, stream order, tokens/s",
+        "tokens",
+        {"warmup": 1000, "num_samples": 10**7},
+        is_local=True,
     ),
     Figure(
-        name="2 GiB shuffled, first batch included, tokens/s",
-        arguments={"num_samples": 260_000, "seconds": 0},
-        result="whole_rate",
+        "DataLoader, 2 forked workers, local files, tokens/s",
+        "tokens",
+        {"workers": 2, "warmup": 64},
+        "ours_workers",
+        is_local=True,
     ),
-    Figure(
-        name="first batch, seconds",
-        arguments={"first_only": True},
-        result="first",
-        higher_is_better=False,
+    *(
+        Figure(
+            f"DataLoader, 2 {method}ed workers, 1 GiB, {CPU}",
+            "cpu",
+            {**WORKERS, "method": method},
+            "ours_workers",
+            is_rate=False,
+        )
+        for method in ("fork", "spawn")
     ),
-    Figure(
-        name="local files, Megatron order, tokens/s",
-        arguments={"order": "megatron", "warmup": 1000},
-        result="tokens",
-        local=True,
-    ),
-    Figure(
-        name="local files, stream order, tokens/s",
-        arguments={"warmup": 1000, "num_samples": 10**7},
-        result="tokens",
-        local=True,
-    ),
-    Figure(
-        name="DataLoader, 2 forked workers, local files, tokens/s",
-        side="ours_workers",
-        arguments={"workers": 2, "warmup": 64},
-        result="tokens",
-        local=True,
-    ),
-    Figure(
-        name="DataLoader, 2 forked workers, 1 GiB, CPU seconds per 10^9 tokens",
-        side="ours_workers",
-        arguments={"workers": 2, "method": "fork", "num_samples": EPOCH, "seconds": 0},
-        result="cpu",
-        higher_is_better=False,
-    ),
-    Figure(
-        name="DataLoader, 2 spawned workers, 1 GiB, CPU seconds per 10^9 tokens",
-        side="ours_workers",
-        arguments={"workers": 2, "method": "spawn", "num_samples": EPOCH, "seconds": 0},
-        result="cpu",
-        higher_is_better=False,
-    ),
-    Figure(name="peak memory, bytes", arguments={}, result="peak", higher_is_better=False),
+    Figure("peak memory, bytes", "peak", {}, is_rate=False),
 )
 
 
 def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> float | None:
     """One run of a figure by one checkout; None if it failed."""
     arguments = {"seconds": seconds, **figure.arguments}
-    if figure.local:
+    if figure.is_local:
         arguments["prefix"] = str(bench.folder / "objects" / "data" / "web")
     else:
         arguments |= {"prefix": "s3://data/web", "endpoint": bench.server.endpoint}
@@ -150,7 +119,7 @@ def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float
         return
     before = statistics.median(measured["before"])
     after = statistics.median(measured["after"])
-    if figure.higher_is_better:
+    if figure.is_rate:
         ratio = after / before
         low, high = harness.interval(measured["after"], measured["before"])
     else:

@@ -85,7 +85,7 @@ def main() -> int:
     if chosen.side:
         result = SIDES[chosen.side](**json.loads(chosen.arguments))
         result["peak"] = peak_bytes()
-        print(json.dumps(result))
+        harness.print_result(result)
         return 0
     scale = Scale(runs=chosen.runs, corpus=chosen.corpus, pair=chosen.pair)
     if chosen.before:
@@ -134,13 +134,10 @@ def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[
     """
     os.sync()
     program = __file__ if checkout is None else str(checkout / "tools" / "bench" / "convert.py")
-    command = [sys.executable, program, "--side", name, "--arguments", json.dumps(arguments)]
+    command = [program, "--side", name, "--arguments", json.dumps(arguments)]
     # each side finds its own checkout
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found = harness.run_side(command, timeout=3600, environment=environment)
     tell(f"{name} {arguments}: {found['rate']:,.0f} a second")
     return found
 

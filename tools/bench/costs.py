@@ -8,7 +8,7 @@ obstore alone reads random ranges as long as the loader's requests are on averag
 as the loader had in flight, several by one call as the loader does, and drops their bytes; with
 `--held` it keeps as many bytes of the latest as the loader held, and drops the oldest. Every
 side runs in a process of its own, in turns; the server (tools/bench/object_server.py) and both run
-on the same cores. Files are those of storage.py.
+on the same cores. Files are those of runner.py.
 
     .venv/bin/python tools/bench/costs.py --floors       # what no loader can do without
 
@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -43,7 +42,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.storage import PACKAGES, SHAPES, S, prepare
+from tools.bench.runner import PACKAGES, SHAPES, S, prepare
 
 Result = dict[str, Any]
 STORED_BYTES = 2
@@ -279,11 +278,7 @@ SIDES: dict[str, Callable[..., Result]] = {"loader": loader, "transport": transp
 
 def side(name: str, **arguments: Any) -> Result:
     """A side in a process of its own. Raises SystemExit, with what it said, if it failed."""
-    command = [sys.executable, __file__, "--side", name, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
-    result: Result = json.loads(done.stdout.splitlines()[-1])
+    result: Result = harness.run_side([__file__, "--side", name, json.dumps(arguments)])
     result["kinds"] = {kind: Spent(*spent) for kind, spent in result["kinds"].items()}
     return result
 
@@ -419,7 +414,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.side:
         name, arguments = chosen.side
-        print(json.dumps(SIDES[name](**json.loads(arguments)), default=float))
+        harness.print_result(SIDES[name](**json.loads(arguments)))
         return 0
     prepare(chosen.folder, peers=False)
     print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")

@@ -7,12 +7,15 @@ within one run, who goes first changes from round to round, and ratios are those
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -105,3 +108,54 @@ def table(*columns: str) -> None:
 def row(*columns: object) -> None:
     """A line of a table, printed at once."""
     print("| " + " | ".join(str(column) for column in columns) + " |", flush=True)
+
+
+RESULT = "RESULT "
+"""Begins the line that a side prints: some libraries print lines of their own."""
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """What a side in a process of its own gives to `run_side`."""
+    print(RESULT + json.dumps(result, default=float), flush=True)
+
+
+def run_side(
+    command: Sequence[object], timeout: float = 600, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a side in a process of its own, by a Python program and its arguments.
+
+    Raises SystemExit, with what it said, if it gave no result.
+    """
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    # a checkout that this one is compared with may print the result alone, as its last line
+    lines = lines or done.stdout.splitlines()[-1:]
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(words[1:])[:200]} failed:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
+    return result
+
+
+Figure = Callable[..., None]
+
+
+class Figures(dict[str, Figure]):
+    """The figures of a bench, by the names of the functions that measure and print them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_default: list[str] = []
+
+    def figure(self, *, by_default: bool = True) -> Callable[[Figure], Figure]:
+        """Register a function. by_default: whether it is measured when no figure is named."""
+
+        def add(function: Figure) -> Figure:
+            self[function.__name__] = function
+            if by_default:
+                self.by_default.append(function.__name__)
+            return function
+
+        return add

@@ -17,7 +17,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -179,12 +178,7 @@ SIDES = {"first_batch": first_batch, "opening": opening}
 def side(name: str, **arguments: Any) -> dict[str, float]:
     """What a side gives, run in a process of its own."""
     arguments["began"] = time.time()
-    command = [sys.executable, str(Path(__file__).resolve()), "--side", name]
-    done = subprocess.run(
-        [*command, json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=True
-    )
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return harness.run_side([__file__, "--side", name, json.dumps(arguments)], timeout=300)
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -259,7 +253,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.side:
         name, arguments = chosen.side
-        print(json.dumps(SIDES[name](json.loads(arguments))))
+        harness.print_result(SIDES[name](json.loads(arguments)))
         return 0
     prepare(chosen.folder)
     if chosen.prepare:

@@ -7,7 +7,7 @@ of many fixed numbers of requests in flight.
 
 The loader has its defaults; the other side is the same loader with `max_requests` fixed, of which
 the best of a grid is taken: what somebody would find who tried them all. Sides take turns; the
-share is that of the medians. Server and files are those of storage.py.
+share is that of the medians. Server and files are those of runner.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.storage import PACKAGES, Bench, prepare
+from tools.bench.runner import PACKAGES, Bench, prepare
 
 KIB = 1 << 10
 SERVERS: dict[str, dict[str, Any]] = {

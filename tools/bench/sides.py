@@ -2,7 +2,7 @@
 """One side of a storage bench, in a process of its own: runs for some seconds, prints one line of
 JSON.
 
-Called by storage.py, with the Python that has what the side needs: `sides.py NAME '{"endpoint":
+Called by runner.py, with the Python that has what the side needs: `sides.py NAME '{"endpoint":
 ..., ...}'`.
 """
 
@@ -17,13 +17,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+
 S = 4096
 Result = dict[str, Any]
 
@@ -173,7 +174,7 @@ def control_beside(a: Result) -> subprocess.Popen[str]:
 def result_of(process: subprocess.Popen[str]) -> Result:
     """What a side in another process told."""
     told, _ = process.communicate()
-    result: Result = json.loads(told.removeprefix("RESULT "))
+    result: Result = json.loads(told.removeprefix(harness.RESULT))
     return result
 
 
@@ -217,40 +218,6 @@ def paced(a: Result) -> Result:
         "control": result_of(beside),
         "stats": stats,
     }
-
-
-def ceiling(a: Result) -> Result:
-    """obstore by itself: random ranges of one size, so many at once, nothing done
-    with the bytes.
-    """
-    import obstore
-    from obstore.store import S3Store
-
-    client: Any = {"allow_http": True}
-    store = S3Store(
-        "data",
-        config={"endpoint": a["endpoint"], "region": "us-east-1"},
-        skip_signature=True,
-        client_options=client,
-    )
-    size = a["size"]
-    at_once = a["at_once"]
-    key = a["key"]
-    total = int(obstore.head(store, key)["size"])
-    starts = (
-        np.random.default_rng(0)
-        .integers(0, total - size, max(at_once * 4, a["bytes"] // size))
-        .tolist()
-    )
-
-    def get(start: int) -> int:
-        return len(obstore.get_range(store, key, start=start, length=size))
-
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(get, starts[:at_once]))
-        began = time.perf_counter()
-        done = sum(pool.map(get, starts))
-        return {"bytes_per_second": done / (time.perf_counter() - began)}
 
 
 # --- megatron-core ------------------------------------------------------------------------------------------------------------
@@ -375,23 +342,6 @@ def mosaic(a: Result) -> Result:
     return consume(loader, a["batch"], a["seconds"])
 
 
-def webdataset(a: Result) -> Result:
-    import torch
-    import webdataset as wds
-
-    urls = [f"pipe:curl -s {a['endpoint']}/data/wds/{n:06d}.tar" for n in range(a["shards"])]
-
-    def decode(sample: Any) -> Any:
-        ids = np.frombuffer(sample["bin"], np.uint16).astype(np.int64)
-        return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
-
-    dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(1000).map(decode)
-    loader: Any = torch.utils.data.DataLoader(
-        dataset, batch_size=a["batch"], num_workers=a["workers"]
-    )
-    return consume(loader, a["batch"], a["seconds"])
-
-
 def s3torch(a: Result) -> Result:
     import torch
     from s3torchconnector import S3ClientConfig, S3IterableDataset
@@ -425,14 +375,11 @@ def s3torch(a: Result) -> Result:
 SIDES: dict[str, Callable[[Result], Result]] = {
     function.__name__: function
     for function in (
-        ours, ours_workers, imports_only, control, paced, ceiling, megatron, megatron_loader, litdata, mosaic, webdataset, s3torch,
+        ours, ours_workers, imports_only, control, paced, megatron, megatron_loader, litdata, mosaic, s3torch,
     )
 }  # fmt: skip
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(
-        "RESULT " + json.dumps(SIDES[sys.argv[1]](json.loads(sys.argv[2])), default=float),
-        flush=True,
-    )
+    harness.print_result(SIDES[sys.argv[1]](json.loads(sys.argv[2])))
     os._exit(0)  # some loaders leave processes that would be waited for

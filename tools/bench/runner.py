@@ -1,0 +1,165 @@
+"""What benches of reading share: the corpus on a local object server, and sides that run in processes
+of their own.
+
+The server is tools/bench/object_server.py, on the same cores as everything else: "unshaped" is as
+fast as loopback goes, "shaped" sends the first byte after 20 ms and 90 MB/s per connection. Files
+are made under a folder (about 10 GB with those of the other loaders).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from streammega.dataset.idx import encode_index
+from tools.bench import harness
+from tools.bench.object_server import Running
+
+HERE = Path(__file__).resolve().parents[2]
+S = 4096
+CORPUS = 4 << 30
+EQUAL_CORPUS = 1 << 30
+"""Bytes of what is read by us and by the other loaders: the same tokens, each side in its format."""
+EQUAL_TOKENS = EQUAL_CORPUS // 2 // (S + 1) // 256 * 256 * (S + 1)
+EPOCH = EQUAL_TOKENS // S // 256 * 256
+"""Samples of an epoch of it, whole global batches."""
+SHAPES: dict[str, dict[str, float]] = {
+    "unshaped": {},
+    "shaped": {"latency": 0.02, "bandwidth": 90e6},
+}
+PACKAGES = (
+    "numpy", "torch", "obstore", "megatron-core", "multi-storage-client", "litdata", "mosaicml-streaming", "s3torchconnector",
+)  # fmt: skip
+WIDE = {"block_bytes": 1 << 20, "lanes": 256}
+WHOLE_EPOCH: dict[str, Any] = {"prefix": "s3://data/equal", "num_samples": EPOCH, "seconds": 0}
+OUR_WORKERS: dict[str, dict[str, Any]] = {
+    "forked": {"method": "fork"},
+    "spawned": {"method": "spawn"},
+}
+Result = dict[str, Any]
+
+
+class Bench:
+    """A server, and the two Pythons that sides run in."""
+
+    def __init__(self, server: Running, folder: Path, runs: int, seconds: float) -> None:
+        self.server = server
+        self.folder = folder
+        self.runs = runs
+        self.seconds = seconds
+
+    def side(self, name: str, checkout: Path = HERE, **arguments: Any) -> Result:
+        """Run one side in a process of its own, with the library of a checkout.
+
+        A side that fails is {} and says why on stderr.
+        """
+        arguments = {"index_cache": str(self.folder / "idx"), **arguments}
+        environment = os.environ | {
+            "AWS_ENDPOINT_URL": self.server.endpoint, "S3_ENDPOINT_URL": self.server.endpoint, "AWS_ACCESS_KEY_ID": "bench",
+            "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+            "MSC_CONFIG": str(self.folder / "msc.json"), "TMPDIR": str(self.folder / "tmp"),
+        }  # fmt: skip
+        script = str(checkout / "tools" / "bench" / "sides.py")
+        try:
+            timeout = arguments.get("seconds", 0) + 180
+            return harness.run_side([script, name, json.dumps(arguments)], timeout, environment)
+        except (SystemExit, subprocess.TimeoutExpired) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return {}
+        finally:
+            shutil.rmtree(self.folder / "tmp", ignore_errors=True)
+            (self.folder / "tmp").mkdir()
+
+    def ours(self, **arguments: Any) -> Result:
+        """streammega from the server."""
+        return self.side(
+            "ours", **{"endpoint": self.server.endpoint, "prefix": "s3://data/web", **arguments}
+        )
+
+
+# --- the files ------------------------------------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path, peers: bool) -> None:
+    """A corpus of 4 GiB in documents of a lognormal length; with `peers` one of 1 GiB, in our format
+    and in those of the other loaders.
+    """
+    data = folder / "objects" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    (folder / "tmp").mkdir(exist_ok=True)
+    if not (data / "web.idx").exists():
+        write_pair(data / "web", CORPUS // 2)
+    options = {"base_path": "data", "region_name": "us-east-1"}
+    profile = {"storage_provider": {"type": "s3", "options": options}}
+    (folder / "msc.json").write_text(json.dumps({"profiles": {"data": profile}}))
+    if peers:
+        if not (data / "equal.idx").exists():
+            write_pair(data / "equal", EQUAL_TOKENS)
+        rows = np.memmap(data / "equal.bin", np.uint16, "r").reshape(-1, S + 1)
+        for name, write in (
+            ("raw", write_raw),
+            ("mds", write_mds),
+            ("litdata", write_litdata),
+        ):
+            if not (data / name).exists():
+                print(f"writing {name} ...", file=sys.stderr)
+                write(rows, data / name)
+
+
+def write_pair(prefix: Path, tokens: int) -> None:
+    """So many random tokens as `.bin` and `.idx`."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(7.0, 1.0, 4_000_000), 16, 200_000).astype(np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    lengths = lengths[: int(np.searchsorted(ends, tokens)) + 1]
+    lengths[-1] -= ends[len(lengths) - 1] - tokens  # the last document is what is left
+    with prefix.with_suffix(".bin").open("wb") as file:
+        for at in range(0, tokens, 1 << 25):
+            rng.integers(0, 65_535, min(1 << 25, tokens - at), dtype=np.uint16).tofile(file)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        for piece in encode_index(np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None):
+            file.write(piece)
+
+
+def write_raw(rows: Any, folder: Path) -> None:
+    folder.mkdir()
+    for at in range(0, len(rows), 8192):
+        rows[at : at + 8192].tofile(folder / f"{at // 8192:05d}.bin")
+
+
+def write_mds(rows: Any, folder: Path) -> None:
+    from tools.bench.sides import stub_torchvision
+
+    stub_torchvision()
+    from streaming import MDSWriter
+
+    with MDSWriter(
+        out=str(folder), columns={"tokens": f"ndarray:uint16:{S + 1}"}, size_limit=64 << 20
+    ) as writer:
+        for row in rows:
+            writer.write({"tokens": np.array(row)})
+
+
+def write_litdata(rows: Any, folder: Path) -> None:
+    code = (
+        "import sys, numpy as np, torch, litdata as ld\n"
+        "path, out, count, width = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])\n"
+        "rows = np.memmap(path, np.uint16, 'r')[: count * width].reshape(count, width)\n"
+        "def some(n):\n    return torch.from_numpy(np.array(rows[n * 256 : n * 256 + 256]).reshape(-1))\n"
+        "if __name__ == '__main__':\n"
+        "    ld.optimize(fn=some, inputs=list(range(count // 256)), output_dir=out, chunk_bytes='64MB', num_workers=2,\n"
+        "                item_loader=ld.TokensLoader(block_size=width))\n"
+    )
+    script = folder.with_name("litdata_write.py")
+    script.write_text(code)
+    arguments = [str(folder.with_name("equal.bin")), str(folder), str(len(rows)), str(S + 1)]
+    subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
+    script.unlink()
