@@ -90,6 +90,14 @@ def parse_size(text: str, option: str) -> int:
     return int(float(parsed["number"]) * BYTES_OF_UNIT[parsed["unit"]])
 
 
+def format_size(size: int) -> str:
+    """A number of bytes as `parse_size` reads it: "4G" for 4 << 30."""
+    for unit in "tgmk":
+        if size % BYTES_OF_UNIT[unit] == 0:
+            return f"{size // BYTES_OF_UNIT[unit]}{unit.upper()}"
+    return str(size)
+
+
 def with_flags(
     *settings: type, only: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -129,7 +137,7 @@ def _flags(settings: type, only: Collection[str] | None) -> Iterator[inspect.Par
         )
         default = None if _repeats(kind) or item.default is MISSING else item.default
         if default is not None and _is_size(item.name):
-            default = f"{default >> 30}G"
+            default = format_size(default)
         yield inspect.Parameter(
             item.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,

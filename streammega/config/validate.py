@@ -133,6 +133,7 @@ def flag_name(name: str, flag: Flag) -> str:
     return flag.name or "--" + name.replace("_", "-")
 
 
+@cache
 def field_docs(settings: type) -> dict[str, str]:
     """The docstring below each field of a class, on one line."""
     module = ast.parse(Path(inspect.getfile(settings)).read_text(encoding="utf-8"))

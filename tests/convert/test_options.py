@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import streammega.convert
 from streammega.cli.main import app
+from streammega.cli.options import format_size, parse_size
 from streammega.convert import ConvertOptions, Runner
 from streammega.errors import ConfigError
 
@@ -116,3 +117,11 @@ def test_overwriting_and_storage_are_as_asked(
     given = given_by("--overwrite --storage anon=true", monkeypatch)
     assert given["overwrite"]
     assert given["storage"].storage_options == {"anon": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(4 << 30, "4G"), (1536 << 20, "1536M"), (1000, "1000")]
+)
+def test_sizes_are_read_as_they_are_written(size: int, words: str) -> None:
+    assert format_size(size) == words
+    assert parse_size(words, "--memory") == size
