@@ -13,8 +13,8 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import find_inputs
+from streammega.convert.read.open import Item, Skipped, Slice
 from streammega.convert.read.readers import read_slice
-from streammega.convert.read.slices import Item, Skipped, Slice
 from streammega.convert.read.suffixes import without_queries
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.dataset import IndexedDataset

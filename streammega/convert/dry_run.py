@@ -15,14 +15,13 @@ from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.pipes import is_pipe
-from streammega.convert.read.slices import Skipped
+from streammega.convert.read.open import Skipped
+from streammega.convert.read.stdin import is_pipe
 from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed
 from streammega.convert.setup import check_may_write, plan
+from streammega.convert.tokenize.encode import encoder_of
 from streammega.convert.tokenize.tokenizers import Tokenizer
-from streammega.convert.write.encoders import encoder_of
-from streammega.convert.write.segments import token_dtype
-from streammega.convert.write.selection import Selection
+from streammega.convert.write.segments import Selection, token_dtype
 from streammega.convert.write.units import batches_of
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls

@@ -5,8 +5,10 @@ A unit is a stretch of the inputs that one worker handles, planned from their si
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,14 @@ from streammega.config import StorageConfig
 from streammega.convert.digests import digest_of_json
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.json_values import HEAD_BYTES, holds_lines
-from streammega.convert.read.pairs import dataset_name, document_runs
-from streammega.convert.read.slices import Slice, open_plain, read_head
+from streammega.convert.read.json import HEAD_BYTES, holds_lines
+from streammega.convert.read.megatron import dataset_name, document_runs
+from streammega.convert.read.open import Slice, open_plain, read_head
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
-from streammega.convert.write.records import load_json, save_json
 from streammega.dataset.indexed import IndexedDataset
-from streammega.storage import join_url
+from streammega.errors import StorageError
+from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage.store import Bytes
 
 SEGMENT_BYTES = 32 << 20
 """Token bytes after which a segment is written, where there is memory for it."""
@@ -244,3 +247,27 @@ def stored_bytes(pieces: Iterable[Slice]) -> int | None:
             return None
         total += piece.stored_bytes
     return total
+
+
+def load_bytes(url: str, storage: StorageConfig) -> Bytes:
+    """A small file of the work folder. Raises StorageError."""
+    store, key = open_store(url, storage)
+    info = store.info(key)
+    (stored,) = store.read(key, [(0, info.size)], info.etag)
+    return np.frombuffer(stored, np.uint8)
+
+
+def load_json(url: str, storage: StorageConfig) -> dict[str, Any] | None:
+    """A record of the work folder; None where there is none that can be read."""
+    try:
+        stored = load_bytes(url, storage)
+        record: Any = json.loads(bytes(stored))
+    except (StorageError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def save_json(url: str, value: Any, storage: StorageConfig) -> None:
+    """Write a record, at once."""
+    text = json.dumps(value, indent=1)
+    save_bytes(url, text.encode(), storage)

@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.convert.job import HISTOGRAM_BINS, UnitRecord
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.pairs import dataset_name
+from streammega.convert.read.megatron import dataset_name
 from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs

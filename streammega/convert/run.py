@@ -14,7 +14,7 @@ from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.read.inputs import described
-from streammega.convert.read.pipes import (
+from streammega.convert.read.stdin import (
     check_output,
     forget_pipes,
     is_pipe,

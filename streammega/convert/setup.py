@@ -16,13 +16,12 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import PROBE, Input, OwnOutput, find_inputs
-from streammega.convert.read.pipes import check_output
+from streammega.convert.read.stdin import check_output
 from streammega.convert.read.suffixes import TEXT_FORMATS
-from streammega.convert.tokenize.encode import BatchEncoder
+from streammega.convert.tokenize.encode import BatchEncoder, share_tokenizer
 from streammega.convert.tokenize.template_loader import as_option, find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer
 from streammega.convert.work_dir import can_resume, work_folder
-from streammega.convert.write.encoders import share_tokenizer
 from streammega.convert.write.manifest_metadata import labels_of
 from streammega.dataset.shard import split_name
 from streammega.dataset.versions import check_not_grown

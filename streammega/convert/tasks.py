@@ -16,7 +16,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.read.pipes import check_output, is_pipe
+from streammega.convert.read.stdin import check_output, is_pipe
 from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert_files
 from streammega.convert.setup import check_may_write, merge_settings, plan

@@ -17,7 +17,7 @@ import filelock
 
 from streammega.config import StorageConfig
 from streammega.convert.job import Job, UnitRecord, read_record
-from streammega.convert.read.pipes import KEPT as KEPT_PIPE
+from streammega.convert.read.stdin import KEPT as KEPT_PIPE
 from streammega.convert.write.publish import RECORD
 from streammega.convert.write.shards import ShardLayout, read_shard
 from streammega.dataset.local_cache import default_cache_dir

@@ -15,7 +15,7 @@ from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job
 from streammega.convert.ray_workers import SharedFiles
-from streammega.convert.write.encoders import encoder_of
+from streammega.convert.tokenize.encode import encoder_of
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 

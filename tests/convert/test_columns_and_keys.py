@@ -16,8 +16,8 @@ import pytest
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.read.columns import _token_lists
-from streammega.convert.read.keys import MISSING, value_at
+from streammega.convert.read.fields import MISSING, value_at
+from streammega.convert.read.tables import _token_lists
 from streammega.errors import ConvertError
 
 

@@ -24,7 +24,7 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.cli.plotting import latest, restarts, smoothed, sparkline
 from streammega.convert import convert
-from streammega.convert.read.slices import open_stream
+from streammega.convert.read.open import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
 from tests.conftest import write_random_pair

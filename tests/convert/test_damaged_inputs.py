@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
-from streammega.convert.read.decompressed import PieceReader, decompressed
+from streammega.convert.read.open import PieceReader, decompressed
 from streammega.errors import ConfigError, ConvertError
 from tests.convert.test_columns_and_keys import texts
 

@@ -162,7 +162,7 @@ def test_a_folder_that_a_glob_matches_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
-    from streammega.convert.read.slices import unreadable
+    from streammega.convert.read.open import unreadable
 
     denied = PermissionError(errno.EACCES, "Permission denied", "a.jsonl")
     assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied, {})
@@ -528,7 +528,7 @@ def test_a_package_that_is_missing_is_named(
     suffix: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(fsspec.core.compr, {".lz4": "lz4", ".snappy": "snappy"}[suffix], False)
-    monkeypatch.setattr("streammega.convert.read.slices.infer_compression", lambda name: None)
+    monkeypatch.setattr("streammega.convert.read.open.infer_compression", lambda name: None)
     root = tree(tmp_path, [f"a.jsonl{suffix}"])
     with pytest.raises(ConvertError, match=rf"{suffix} needs .*pip install {package}"):
         convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)

@@ -142,7 +142,7 @@ def test_every_form_gives_megatrons_bytes(
     wanted = by_megatron(folder / "theirs", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.UNIT_BYTES", unit)
-        patch.setattr("streammega.convert.read.json_values.READ_BYTES", unit)
+        patch.setattr("streammega.convert.read.json.READ_BYTES", unit)
         for form, (name, make, options) in PACKABLE.items():
             data = PACKED[packed](make(texts))
             (folder / f"{name}{packed}").write_bytes(data)

@@ -22,8 +22,8 @@ from streammega.convert import convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import find_inputs
+from streammega.convert.read.open import Skipped, Slice
 from streammega.convert.read.readers import read_slice
-from streammega.convert.read.slices import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
 from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running

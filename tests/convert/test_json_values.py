@@ -29,7 +29,7 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
+from streammega.convert.read.json import HEAD_BYTES, holds_lines, read_values
 from streammega.errors import ConvertError
 from tests.support.servers import S3
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.read import lines
-from streammega.convert.read.lines import LongLine, read_lines
+from streammega.convert.read import open as read_open
+from streammega.convert.read.open import LongLine, read_lines
 from streammega.errors import ConvertError
 
 MAX_BYTES = 3000
@@ -43,7 +43,7 @@ def test_lines_are_lines_however_reads_end(
 ) -> None:
     data = b"\n".join(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "READ_BYTES", read)
+        patch.setattr(read_open, "READ_BYTES", read)
         found = list(read_lines(data[:begun], io.BytesIO(data[begun:]), max_bytes))
     expected = list(io.BytesIO(data))
     assert len(found) == len(expected)
@@ -108,8 +108,8 @@ def test_a_record_that_is_too_large_is_refused_or_skipped(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
-    monkeypatch.setattr(lines, "READ_BYTES", 700)
-    monkeypatch.setattr("streammega.convert.read.json_values.READ_BYTES", 700)
+    monkeypatch.setattr(read_open, "READ_BYTES", 700)
+    monkeypatch.setattr("streammega.convert.read.json.READ_BYTES", 700)
     monkeypatch.setattr("streammega.convert.read.readers.HEAD_BYTES", 64)
     write, place = FORMS[form]
     (tmp_path / form).write_bytes(write(["first", "second", LARGE, "last"]))

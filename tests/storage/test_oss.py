@@ -20,7 +20,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.slices import open_stream
+from streammega.convert.read.open import open_stream
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,

@@ -13,7 +13,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.slices import Item, Skipped, Slice, open_stream
+from streammega.convert.read.open import Item, Skipped, Slice, open_stream
 from streammega.convert.read.suffixes import is_compressed
 from streammega.dataset.idx import MOST_TOKENS
 from streammega.errors import ConvertError

@@ -14,21 +14,24 @@ from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.folders import PassedOver, chosen, is_of_split, splits_of
+from streammega.convert.read.folders import (
+    PassedOver,
+    Place,
+    Row,
+    chosen,
+    failure_of,
+    is_of_split,
+    open_place,
+    split_pattern,
+    splits_of,
+    walk,
+    within,
+)
 from streammega.convert.read.suffixes import (
     FORMAT_READ_AS,
     Format,
     format_of,
     split_query,
-)
-from streammega.convert.read.walk import (
-    Place,
-    Row,
-    failure_of,
-    open_place,
-    split_pattern,
-    walk,
-    within,
 )
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.manifest import MANIFEST

@@ -11,7 +11,7 @@ from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import Input, described, find_inputs
-from streammega.convert.read.pipes import is_pipe
+from streammega.convert.read.stdin import is_pipe
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 

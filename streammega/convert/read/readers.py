@@ -10,27 +10,29 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.arrays import read_npy, read_raw
-from streammega.convert.read.columns import read_arrow, read_csv, read_parquet
-from streammega.convert.read.foreign import read_litdata, read_mds
-from streammega.convert.read.json_values import (
+from streammega.convert.read.json import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
     holds_lines,
     read_values,
 )
-from streammega.convert.read.lines import LongLine, read_lines, skip_line
-from streammega.convert.read.pairs import read_pair
-from streammega.convert.read.slices import (
+from streammega.convert.read.mds_litdata import read_litdata, read_mds
+from streammega.convert.read.megatron import read_pair
+from streammega.convert.read.open import (
     Item,
+    LongLine,
     Reader,
     Skipped,
     Slice,
     fault,
     open_stream,
+    read_lines,
+    skip_line,
     too_large,
     unreadable,
 )
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
+from streammega.convert.read.tables import read_arrow, read_csv, read_parquet
 from streammega.convert.read.tar import read_tar
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize

@@ -21,20 +21,22 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.arrays import load_npy
-from streammega.convert.read.decompressed import DECOMPRESSORS, PieceReader, decompressed
-from streammega.convert.read.json_values import BYTE_ORDER_MARK
-from streammega.convert.read.keys import listed
-from streammega.convert.read.slices import (
+from streammega.convert.read.fields import listed
+from streammega.convert.read.folders import SIGNS
+from streammega.convert.read.json import BYTE_ORDER_MARK
+from streammega.convert.read.open import (
+    DECOMPRESSORS,
     Item,
+    PieceReader,
     Skipped,
     Slice,
+    decompressed,
     escapes_folder,
     fault,
     open_stream,
     too_large,
 )
 from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name, suffix_of
-from streammega.convert.read.walk import SIGNS
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line

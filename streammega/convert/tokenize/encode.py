@@ -1,28 +1,32 @@
-"""Raw documents to tokens, a batch at a time."""
+"""Raw documents to tokens, a batch at a time; each process loads the tokenizer once."""
 
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
+from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.keys import texts_at
-from streammega.convert.read.origins import origin_of
+from streammega.convert.read.fields import texts_at
+from streammega.convert.read.open import Skipped
+from streammega.convert.read.provenance import origin_of
 from streammega.convert.read.readers import with_line
-from streammega.convert.read.slices import Skipped
 from streammega.convert.read.suffixes import format_of, suffix_of
 from streammega.convert.tokenize.chat import ChatEncoder
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_text import LONG, encode_long
 from streammega.convert.tokenize.template_loader import find_template
-from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
+from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer, resolve_eod_id
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
@@ -388,3 +392,61 @@ def _sentence_splitter(language: str) -> Any:
         return pysbd.Segmenter(language=language, clean=False).segment
     except ValueError as error:
         raise ConfigError(f"split_sentences {language!r}: {error}") from None
+
+
+_encoders: dict[tuple[str, str], BatchEncoder] = {}
+# Held while a tokenizer is loaded: threads that begin together wait for it, rather than load four.
+_encoders_lock = threading.Lock()
+_loaded: WeakValueDictionary[tuple[str, ...], Tokenizer] = WeakValueDictionary()
+"""Those that conversions of this process have loaded to begin with, as long as they hold them."""
+
+
+def share_tokenizer(tokenizer: Tokenizer, options: ConvertOptions) -> None:
+    """Have the encoder of this process use a tokenizer that was loaded with these options: a large
+    vocabulary takes a second to load, and a hundred MB.
+    """
+    _loaded[_key_of_tokenizer(tokenizer.digest, options)] = tokenizer
+
+
+def _key_of_tokenizer(digest: str, options: ConvertOptions) -> tuple[str, ...]:
+    settings = [f"{name}={value}" for name, value in options.tokenizer_settings.items()]
+    return digest, str(options.tokenizer), *settings
+
+
+def encoder_of(job: Job) -> BatchEncoder:
+    """The encoder of this process.
+
+    Raises ConvertError when the inputs have text and no tokenizer was given.
+    """
+    if job.options.tokenizer is None:
+        raise ConvertError(
+            "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
+        )
+    key = (job.tokenizer_digest, job.options.digest())
+    with _encoders_lock:
+        if key not in _encoders:
+            # Of a former conversion in this process; it would only take memory.
+            _encoders.clear()
+            _encoders[key] = _load_encoder(job, job.options.tokenizer)
+        return _encoders[key]
+
+
+def eod_of(job: Job) -> int | None:
+    """The id that ends documents; None where nothing does."""
+    if job.options.tokenizer is None:
+        return job.options.eod_id
+    return encoder_of(job).eod
+
+
+def _load_encoder(job: Job, name: str) -> BatchEncoder:
+    tokenizer = _loaded.get(_key_of_tokenizer(job.tokenizer_digest, job.options))
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, **job.options.tokenizer_settings)
+    # Its tokens would be stored under the name of the other.
+    if tokenizer.digest != job.tokenizer_digest:
+        raise ConvertError(
+            f"{name}: is another tokenizer on {socket.gethostname()} than where the conversion was "
+            f"started, or was changed meanwhile; put the same one on all machines, and run the same "
+            f"command again"
+        )
+    return BatchEncoder(tokenizer, job.options, job.input_storage)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import bounds_of
-from streammega.convert.read.pairs import document_runs
+from streammega.convert.read.megatron import document_runs
 from streammega.convert.write.document_order import Integers, OrderedDocuments, ragged
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter

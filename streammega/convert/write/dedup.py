@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens
 from streammega.convert.job import Job
-from streammega.convert.write.document_order import DocumentSet
-from streammega.convert.write.side_files import read_side
+from streammega.convert.write.document_order import DocumentSet, read_side
 from streammega.storage import join_url, save_bytes
 
 COMPARED_BYTES = 64

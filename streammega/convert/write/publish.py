@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from streammega.convert.digests import digest_of_bytes
+from streammega.convert.job import load_json, save_json
 from streammega.convert.read.inputs import Input
 from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
-from streammega.convert.write.records import load_json, save_json
 from streammega.convert.write.shards import ShardLayout
 from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
 from streammega.dataset.provenance import ENDING

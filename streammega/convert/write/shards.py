@@ -17,17 +17,21 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.digests import digest_of_json
 from streammega.convert.documents import bounds_of
-from streammega.convert.job import Job, UnitRecord
+from streammega.convert.job import Job, UnitRecord, load_json, save_json
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.pairs import dataset_name
+from streammega.convert.read.megatron import dataset_name
+from streammega.convert.tokenize.encode import eod_of
 from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination
-from streammega.convert.write.document_order import DocumentSet, Integers, OrderedDocuments
-from streammega.convert.write.encoders import eod_of
+from streammega.convert.write.document_order import (
+    DocumentSet,
+    Integers,
+    OrderedDocuments,
+    row_names,
+    side_name,
+)
 from streammega.convert.write.origins import write_origins
 from streammega.convert.write.packing import PackCounts, copy_packed
-from streammega.convert.write.records import load_json, save_json
-from streammega.convert.write.side_files import row_names, side_name
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.shard import shard_name

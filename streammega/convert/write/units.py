@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.job import Job, UnitRecord, save_record, stored_bytes
-from streammega.convert.read.origins import of_file
+from streammega.convert.read.open import Item, Skipped
+from streammega.convert.read.provenance import of_file
 from streammega.convert.read.readers import read_slice
-from streammega.convert.read.slices import Item, Skipped
-from streammega.convert.write.encoders import encoder_of
+from streammega.convert.tokenize.encode import encoder_of
 from streammega.convert.write.segments import SegmentWriter
 from streammega.storage.progress import Progress
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.read.json_values import BYTE_ORDER_MARK
-from streammega.convert.read.slices import open_stream
+from streammega.convert.read.json import BYTE_ORDER_MARK
+from streammega.convert.read.open import open_stream
 from streammega.dataset.manifest import MANIFEST
 from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError, ConvertError, StreammegaError

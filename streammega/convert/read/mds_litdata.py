@@ -16,9 +16,8 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.decompressed import decompressed
-from streammega.convert.read.keys import MISSING, first_value
-from streammega.convert.read.slices import Item, Skipped, Slice, escapes_folder
+from streammega.convert.read.fields import MISSING, first_value
+from streammega.convert.read.open import Item, Skipped, Slice, decompressed, escapes_folder
 from streammega.errors import ConvertError
 from streammega.storage.open import open_file
 

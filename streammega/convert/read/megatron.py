@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.documents import Tokens
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.origins import of_shards
-from streammega.convert.read.slices import Item, Skipped, Slice
+from streammega.convert.read.open import Item, Skipped, Slice
+from streammega.convert.read.provenance import of_shards
 from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.storage.open import is_remote

@@ -11,7 +11,7 @@ import numpy as np
 
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.keys import MISSING, value_at
+from streammega.convert.read.fields import MISSING, value_at
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.provenance import (
     BYTE,

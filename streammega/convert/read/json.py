@@ -15,7 +15,7 @@ from typing import Any
 
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.slices import too_large
+from streammega.convert.read.open import too_large
 from streammega.errors import ConvertError
 
 HEAD_BYTES = 64 << 10

@@ -11,20 +11,21 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.json_values import BYTE_ORDER_MARK
-from streammega.convert.read.keys import listed, names_of, splits
-from streammega.convert.read.lines import LongLine, read_lines
-from streammega.convert.read.origins import id_fields, of_rows
-from streammega.convert.read.slices import (
+from streammega.convert.read.fields import listed, names_of, splits
+from streammega.convert.read.json import BYTE_ORDER_MARK
+from streammega.convert.read.open import (
     Item,
+    LongLine,
     Skipped,
     Slice,
     fault,
     open_plain,
     open_stream,
+    read_lines,
     too_large,
     unreadable,
 )
+from streammega.convert.read.provenance import id_fields, of_rows
 from streammega.convert.read.suffixes import bare_name, suffix_of
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
