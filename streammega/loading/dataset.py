@@ -19,7 +19,12 @@ from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
 from streammega.loading.steps import MicroSteps
 from streammega.loading.worker_state import IterationStart, IterationState
-from streammega.loading.worker_transfer import WorkerBatch
+from streammega.loading.worker_transfer import (
+    WorkerBatch,
+    batch_of_ids,
+    ids_tell_fields,
+    is_sent_unseen,
+)
 from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.cursor import parse_state
 from streammega.order.phase_starts import in_samples
@@ -203,9 +208,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         begun = self._state.begin()
         self.steps = self.steps.in_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
-        return Iteration(self._batches(self.steps, begun))
+        return Iteration(self._batches(self.steps, begun, is_sent_unseen(self)))
 
-    def _batches(self, steps: MicroSteps, begun: IterationStart) -> Generator[Batch, None, None]:
+    def _batches(
+        self, steps: MicroSteps, begun: IterationStart, unseen: bool
+    ) -> Generator[Batch, None, None]:
+        """unseen: no program looks at batches before they leave this worker."""
         if begun.start and begun.start == steps.num_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, "
@@ -216,7 +224,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         steps.begin(begun.start)
         next_sample: int | None = begun.start
         while next_sample is not None:
-            next_sample = yield from self._until_something_joins(steps, begun, next_sample)
+            next_sample = yield from self._until_something_joins(steps, begun, next_sample, unseen)
         self._state.check(begun)
         in_worker = torch.utils.data.get_worker_info() is not None
         if not in_worker and self._state.is_latest(begun):
@@ -225,7 +233,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             self._state.finish()
 
     def _until_something_joins(
-        self, steps: MicroSteps, begun: IterationStart, first_sample: int
+        self, steps: MicroSteps, begun: IterationStart, first_sample: int, unseen: bool
     ) -> Generator[Batch, None, int | None]:
         """The batches from a sample on, as far as nothing joins, and the sample where it then goes
         on: what was read ahead is of the order without it. None: at the end of the data.
@@ -235,17 +243,23 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         for steps_of_phase, positions, start in steps.by_phase(
             steps.positions(first_sample), first_sample
         ):
-            engine = Engine(steps_of_phase, positions, AHEAD, start=start)
+            as_ids = unseen and ids_tell_fields(steps_of_phase)
+            engine = Engine(steps_of_phase, positions, AHEAD, start=start, ids_only=as_ids)
             with closing(engine):
                 for consumed, batch in engine:
                     self._state.check(begun)
                     steps.reach(consumed)
                     if steps.joined_at != joined_at:
                         return consumed
+                    given: Any = batch
+                    if as_ids:
+                        given = batch_of_ids(batch, steps_of_phase)
+                    elif in_worker:
+                        given = WorkerBatch(batch)
                     if self._state.is_latest(begun):
                         self.advance(consumed)
-                    yield WorkerBatch(batch) if in_worker else batch
-                    del batch  # its memory is free as soon as the caller lets go
+                    yield given
+                    del batch, given  # its memory is free as soon as the caller lets go
         return None
 
     def set_epoch(self, epoch: int) -> None:

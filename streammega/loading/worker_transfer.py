@@ -4,12 +4,14 @@ torch sends each field as a file in shared memory, which takes a millisecond a f
 token. Most batches are told by two or four bytes a token: labels are the tokens one place later, the
 loss mask is ones, and positions count up. Such fields are sent as ids, and made where they arrive.
 
-The values decide, because a program in the worker may have written to them. torch sends all other
-fields.
+Where a program in the worker may look at batches, they are dicts of all fields, and the values decide
+how they are sent, because the program may have written to them. torch sends all other fields. Where
+nobody looks, the worker makes no fields: it gathers ids and sends them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +19,91 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import default_convert, get_worker_info
 
-from streammega.kernels.batch import join_labels
+from streammega.kernels.batch import join_labels, scan_ids
 from streammega.loading.batch_memory import received_memory
+from streammega.loading.steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions
+from streammega.samples.fields import Batch, fields_of_ids
+from streammega.samples.packed import are_packed
+from streammega.samples.source import all_files
+from streammega.samples.token_file import has_modes
 
 NARROW = (np.uint16, np.uint32)
 """What ids are sent as, where they fit."""
+
+
+DERIVED = ["tokens", "labels", "loss_mask", "position_ids"]
+"""The fields that ids tell."""
+
+
+class IdBatch:
+    """Ids [samples, S + 1] that nobody looks at in the worker. They arrive as a dict of fields."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpack, (dict.fromkeys(DERIVED), self._ids.numpy(), DERIVED)
+
+
+def is_sent_unseen(dataset: object) -> bool:
+    """Whether no program looks at batches in this worker. Only `__iter__` of `dataset` may ask.
+
+    That is so where torch itself iterates over `dataset`, and has no `collate_fn` of a user.
+    """
+    worker = get_worker_info()
+    if worker is None or worker.dataset is not dataset:
+        return False
+    # torch says nowhere what it does with batches, but to the object that begins the iteration
+    fetcher = sys._getframe(2).f_locals.get("self")
+    collate = getattr(fetcher, "collate_fn", None)
+    return collate is default_convert and getattr(fetcher, "auto_collation", None) is False
+
+
+def ids_tell_fields(steps: MicroSteps) -> bool:
+    """Whether the fields of all batches can be made of ids, but for padding."""
+    config = steps.config
+    asks_for_more = (
+        config.eod_mask_loss
+        or config.reset_position_ids
+        or config.reset_attention_mask
+        or config.create_attention_mask
+        or config.inter_document_masking
+        or config.dataset_ids
+        or config.seams != "joined"
+        or not config.add_extra_token
+    )
+    files = all_files(steps.samples)
+    some_unlearned = steps.samples.skipped is not None or has_modes(files) or are_packed(files)
+    return not asks_for_more and not some_unlearned
+
+
+def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
+    """What a worker gives for {"ids", "valid"}: ids, or where there is padding among them, fields.
+
+    Raises FormatError for an id outside of the vocabulary.
+    """
+    ids = fields["ids"]
+    if _all_are_tokens(ids, fields["valid"], steps):
+        return IdBatch(ids)
+    return WorkerBatch(fields_of_ids(ids, fields["valid"], steps.config, bounds=True))
+
+
+def _all_are_tokens(ids: Tensor, valid: Tensor, steps: MicroSteps) -> bool:
+    """Whether all ids can be widened as they are: none is padding, none has to be refused."""
+    config = steps.config
+    stored = ids.numpy()
+    if (valid.numpy() < stored.shape[1]).any():
+        return False
+    pad = config.effective_pad_id
+    if pad < 0 and stored.dtype.kind == "u" and config.vocab_size is None:
+        return True
+    padding, lowest, highest = scan_ids(stored, pad)
+    if config.vocab_size is not None and not 0 <= lowest <= highest < config.vocab_size:
+        return False  # they are refused where fields are made of them
+    return not padding
 
 
 class WorkerBatch(dict[str, Any]):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from streammega import DataConfig, StorageConfig, StreamingDataset
 from streammega.errors import FormatError
-from streammega.loading.worker_transfer import WorkerBatch
+from streammega.loading.worker_transfer import IdBatch, WorkerBatch
 from tests.support.streams import config_of, write_data
 
 SAMPLES = 160
@@ -163,6 +163,16 @@ def test_threads_receive_batches_of_their_own() -> None:
         list(pool.map(receive, range(8)))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
+def test_ids_that_nobody_looks_at_arrive_as_all_fields(dtype: torch.dtype) -> None:
+    ids = torch.arange(2 * 9).reshape(2, 9)
+    sent = ForkingPickler.dumps(IdBatch(ids.to(dtype)))
+    assert len(sent) < 500
+    batch = plain(ids)
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    check_same(pickle.loads(sent), {name: batch[name] for name in names})  # noqa: S301 - made here
+
+
 # Through a DataLoader.
 
 
@@ -234,6 +244,21 @@ def test_what_collate_fn_writes_in_a_worker_is_what_arrives(config: DataConfig) 
     for batch in expected:
         _negated(batch)
     check_batches(from_workers(dataset_of(config), collate_fn=_negated), expected)
+
+
+def _is_dict(batch: Any) -> bool:
+    return isinstance(batch, dict)
+
+
+def test_only_where_a_program_looks_fields_are_made_in_the_worker(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes most of a worker's time."""
+    assert all(from_workers(dataset_of(config), collate_fn=_is_dict))
+    monkeypatch.setattr(WorkerBatch, "__init__", None)
+    check_batches(from_workers(dataset_of(config)), expected_of(config))
+    with pytest.raises(TypeError):
+        from_workers(dataset_of(config), collate_fn=_is_dict)
 
 
 class Within(IterableDataset[Any]):
