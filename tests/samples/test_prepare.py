@@ -266,5 +266,5 @@ def test_a_report_needs_memory_for_what_it_looks_at_only(
     )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert "full shuffle" in capsys.readouterr().out
+    assert "full_shuffle" in capsys.readouterr().out
     assert peak < 200 << 20, "the modelled full shuffle is as large as the data"
