@@ -8,6 +8,7 @@
     │   ├── AccessDeniedError        the endpoint takes no such credentials, or forbids it
     │   ├── EndpointError            the endpoint refused, timed out or failed
     │   ├── ShortReadError           other bytes came than were asked for
+    │   ├── UnsupportedOperation     this storage cannot do that
     │   └── ObjectChangedError       the object is not the one that was opened
     ├── FormatError                  an .idx, .bin or other file that is not what it should be
     ├── CacheError                   the local cache cannot hold what it must
@@ -40,6 +41,7 @@ __all__ = [
     "StateError",
     "StorageError",
     "StreammegaError",
+    "UnsupportedOperation",
 ]
 
 
