@@ -186,7 +186,7 @@ class Conversion:
                     len(done),
                     len(numbers),
                 )
-            done = self._do_units(job, numbers, done, files)
+            done = self.do_units(job, numbers, done, files)
             records = [done[number] for number in numbers]
             check_errors(records, self.options, all_done=True)
             parts = parts_of_units(job, records)
@@ -229,7 +229,7 @@ class Conversion:
         job = self.job()
         numbers = range(first, len(job.units), step)
         before = finished_units(job, numbers)
-        records = self._do_units(job, numbers, before, None)
+        records = self.do_units(job, numbers, before, None)
         return list(records.values()), len(before), len(job.units)
 
     def publish(self, written: WrittenDataset) -> Manifest:
@@ -279,7 +279,7 @@ class Conversion:
         self.publisher.release()
         remove_work_dir(self.work, self.storage)
 
-    def _do_units(
+    def do_units(
         self,
         job: Job,
         numbers: Sequence[int],

@@ -126,14 +126,14 @@ class ConvertReport:
         packing = self.packing
         bins = max(1, packing["bins"])
         share = packing["padding"] / max(1, self.tokens)
-        told = (
+        text = (
             f"{pluralize(packing['bins'], 'bin')}, {share:.3%} padding; {packing['pieces'] / bins:.1f} "
             f"documents a bin, {packing['most_pieces']:,} at most"
         )
         for happened in ("split", "dropped"):
             if packing[happened]:
-                told += f"; {packing[happened]:,} longer than a bin were {happened}"
-        return told
+                text += f"; {packing[happened]:,} longer than a bin were {happened}"
+        return text
 
     def _line_of_speed(self) -> str:
         mean_tokens = self.tokens / max(1, self.documents)
@@ -142,7 +142,7 @@ class ConvertReport:
         megabytes_per_second = self.text_bytes / 1e6 / seconds
         dropped = ""
         for reason, count in sorted(self.dropped.items()):
-            # Empty documents are told of beside those that are not.
+            # Empty documents are counted in the first line.
             if reason != "empty":
                 dropped += f"; {count_of(reason, count)}"
         return (
@@ -238,9 +238,9 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
         messages += record.messages
         for reason, count in record.counts.items():
             counts[reason] = counts.get(reason, 0) + count
-    told = [f"; {count_of(reason, count)}" for reason, count in sorted(counts.items())]
-    told += [f"\n  {message}" for message in messages[:3]]
-    return "".join(told)
+    parts = [f"; {count_of(reason, count)}" for reason, count in sorted(counts.items())]
+    parts += [f"\n  {message}" for message in messages[:3]]
+    return "".join(parts)
 
 
 def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> None:

@@ -194,7 +194,7 @@ def clear_work_dir(work: str, storage: StorageConfig) -> None:
 
 
 def remove_work_dir(work: str, storage: StorageConfig) -> None:
-    """Remove the work folder of a conversion of which nothing is left to be done."""
+    """Remove the work folder of a conversion that is done."""
     if not is_remote(work):
         if os.path.isdir(work):
             remove_folder(work)

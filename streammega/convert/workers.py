@@ -40,7 +40,7 @@ PR_SET_PDEATHSIG = 1
 
 
 LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
-"""By which the tokenizers library is told how many threads it may use."""
+"""They set how many threads the tokenizers library uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +139,14 @@ def _prepare(threads: int) -> None:
 
 
 class _SharedCount:
-    """Bytes and tokens that were done: workers add to them, their parent tells of them."""
+    """Bytes and tokens that were done: workers add to them, their parent reports them."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._lock = context.Lock()
         self._bytes = context.RawValue("q", 0)
         self._tokens = context.RawValue("q", 0)
-        self._bytes_told = 0
-        self._tokens_told = 0
+        self._bytes_reported = 0
+        self._tokens_reported = 0
 
     def add(self, size: int, tokens: int) -> None:
         """As `Progress`, in a worker."""
@@ -154,13 +154,13 @@ class _SharedCount:
             self._bytes.value += size
             self._tokens.value += tokens
 
-    def tell(self, progress: Progress) -> None:
-        """Tell of what was added since this was asked for last."""
+    def report(self, progress: Progress) -> None:
+        """Report what was added since the last call."""
         # Without the lock: a worker that was killed while it had that would keep it for ever.
-        size = self._bytes.value - self._bytes_told
-        tokens = self._tokens.value - self._tokens_told
-        self._bytes_told += size
-        self._tokens_told += tokens
+        size = self._bytes.value - self._bytes_reported
+        tokens = self._tokens.value - self._tokens_reported
+        self._bytes_reported += size
+        self._tokens_reported += tokens
         if size or tokens:
             progress(size, tokens)
 
@@ -254,7 +254,7 @@ def _results(
             return
         # Not longer than POLL, since what is counted is to be seen while tasks run.
         done, running = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
-        count.tell(progress)
+        count.report(progress)
         for future in done:
             yield from future.result()
 

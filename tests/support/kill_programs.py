@@ -49,7 +49,7 @@ def convert_and_tell(
     os.environ["XDG_CACHE_HOME"] = cache
     plan.UNIT_BYTES = plan.LEAST_UNIT_BYTES = 20_000
     job.SEGMENT_BYTES = 8_000
-    telling(Conversion, "_do_units", "read", pipe.send)
+    telling(Conversion, "do_units", "read", pipe.send)
     telling(Publisher, "choose_names", "lay", pipe.send)
     telling(Publisher, "publish", "publish", pipe.send)
     telling(Conversion, "remove_work", "clean", pipe.send)

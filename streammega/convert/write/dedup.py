@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,60 +62,32 @@ def remove_duplicates(
     return parts_with_keep, total - num_kept
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """Documents that are compared with each other: arrays of a value for each.
-
-    low, high: halves of its hash. unit, number: where it comes in the corpus. part, document: where
-    it lies.
-    """
-
-    low: NDArray[np.uint64]
-    high: NDArray[np.uint64]
-    unit: NDArray[np.uint64]
-    number: NDArray[np.uint64]
-    part: NDArray[np.int64]
-    document: NDArray[np.int64]
-
-
 def _first_of_equal_ones(
     job: Job, parts: list[DocumentSet], number: int, passes: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(number of a part, its documents that are kept), of the documents of one pass."""
-    compared = _documents_of_pass(job, parts, number, passes)
-    # Equal ones end up side by side, the first of the corpus before the others.
-    order = np.lexsort((compared.number, compared.unit, compared.high, compared.low))
-    is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = _differs_from_former(compared.low[order])
-    is_first[1:] |= _differs_from_former(compared.high[order])
-    firsts = order[is_first]
-    part_of_first = compared.part[firsts]
-    document_of_first = compared.document[firsts]
-    for part_number in range(len(parts)):
-        yield part_number, document_of_first[part_of_first == part_number]
-
-
-def _differs_from_former(values: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """For each value but the first."""
-    differs: NDArray[np.bool_] = values[1:] != values[:-1]
-    return differs
-
-
-def _documents_of_pass(job: Job, parts: list[DocumentSet], number: int, passes: int) -> _Compared:
     columns: dict[str, list[NDArray[Any]]] = {}
     for part_number, part in enumerate(parts):
         side = read_side(job, part.side, part.documents)
-        low = side["hash_low"]
         # Equal documents have equal hashes, so they meet in the same pass.
-        documents = np.flatnonzero(low % np.uint64(passes) == number)
-        row = {
-            "low": low[documents],
+        documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == number)
+        rows = {
+            "low": side["hash_low"][documents],
             "high": side["hash_high"][documents],
             "unit": np.full(len(documents), part.unit, np.uint64),
             "number": side["number"][documents],
             "part": np.full(len(documents), part_number),
             "document": documents,
         }
-        for name, values in row.items():
+        for name, values in rows.items():
             columns.setdefault(name, []).append(values)
-    return _Compared(**{name: np.concatenate(arrays) for name, arrays in columns.items()})
+    compared = {name: np.concatenate(arrays) for name, arrays in columns.items()}
+    # Equal ones end up side by side, the first of the corpus before the others.
+    order = np.lexsort([compared[name] for name in ("number", "unit", "high", "low")])
+    low = compared["low"][order]
+    high = compared["high"][order]
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    firsts = order[is_first]
+    for part_number in range(len(parts)):
+        yield part_number, compared["document"][firsts][compared["part"][firsts] == part_number]

@@ -1,5 +1,5 @@
-"""What killed conversions have left beside a dataset, or what one that was replaced has: told, and
-removed when asked.
+"""Files that killed conversions or replaced datasets have left next to a dataset: listed, and removed
+when asked.
 """
 
 from __future__ import annotations
@@ -146,10 +146,5 @@ def _files_of(manifest: Manifest | None) -> set[str]:
     """The names of a dataset's files."""
     if manifest is None:
         return set()
-    suffix = SUFFIXES[manifest.kind]  # type: ignore[index]
-    names = set()
-    for shard in manifest.shards:
-        names.add(shard.name + suffix)
-        names.add(f"{shard.name}.idx")
-        names.add(shard.name + ORIGINS)
-    return names
+    endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
+    return {shard.name + ending for shard in manifest.shards for ending in endings}

@@ -5,6 +5,7 @@ inputs, where they agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -125,17 +126,9 @@ def _datasets_of(item: Input) -> list[str]:
 
 def _first_manifest(prefixes: Sequence[str], storage: StorageConfig) -> Manifest | None:
     for prefix in prefixes:
-        manifest = _read(prefix, storage)
-        if manifest is not None:
-            return manifest
+        with suppress(ObjectNotFoundError, FormatError):
+            return read_manifest(prefix + MANIFEST, storage)
     return None
-
-
-def _read(prefix: str, storage: StorageConfig) -> Manifest | None:
-    try:
-        return read_manifest(prefix + MANIFEST, storage)
-    except (ObjectNotFoundError, FormatError):
-        return None
 
 
 def _vocabulary(manifest: Manifest) -> Labels:

@@ -15,11 +15,15 @@ from streammega.convert.job import Job, Segment, UnitRecord, length_histogram, u
 from streammega.convert.tokenize.encode import eod_of
 from streammega.convert.write.dedup import document_hashes
 from streammega.convert.write.document_order import SideRows, permuted, save_side, shuffle_keys
-from streammega.convert.write.origins import save_origins
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
+from streammega.dataset.provenance import (
+    ENDING,
+    DocumentOrigins,
+    ProvenanceWriter,
+)
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url
+from streammega.storage import join_url, save_bytes
 
 
 class SegmentWriter:
@@ -72,7 +76,7 @@ class SegmentWriter:
             keys = keys[order]
         hashes = document_hashes(batch) if self._options.dedup else ()
         self._save_side(keys, numbers, hashes)
-        save_origins(self._job, self._next_segment, batch.origins, len(batch.documents))
+        _save_origins(self._job, self._next_segment, batch.origins, len(batch.documents))
         multimodal = batch.modes is not None
         with self._writer(dtype, multimodal=multimodal) as writer:
             stored = batch.tokens.view(np.uint8).data
@@ -219,3 +223,20 @@ class Selection:
 
     def _count(self, reason: str, which: NDArray[np.bool_]) -> None:
         self._record.count(reason, int(np.count_nonzero(which)))
+
+
+def _save_origins(job: Job, name: str, origins: DocumentOrigins | None, documents: int) -> None:
+    """Write those of a segment's documents beside it, if they are kept. Raises ConvertError where
+    they are not of as many: each would be told of another one's.
+    """
+    if not job.options.origins:
+        return
+    if origins is None or len(origins) != documents:
+        known = 0 if origins is None else len(origins)
+        raise ConvertError(
+            f"{name}: where {documents} documents came from is known of {known}; convert without "
+            "--origins, and report this"
+        )
+    writer = ProvenanceWriter()
+    writer.add(origins)
+    save_bytes(join_url(job.work, name + ENDING), writer.finish(), job.storage)

@@ -7,12 +7,13 @@ shard can be written by any worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from streammega.config import StorageConfig
 from streammega.convert.digests import digest_of_json
@@ -30,14 +31,20 @@ from streammega.convert.write.document_order import (
     row_names,
     side_name,
 )
-from streammega.convert.write.origins import write_origins
 from streammega.convert.write.packing import PackCounts, copy_packed
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import ShardEntry
+from streammega.dataset.provenance import (
+    ENDING,
+    DocumentOrigins,
+    ProvenanceWriter,
+    concat_origins,
+    open_provenance,
+)
 from streammega.dataset.shard import shard_name
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url, parent_url
+from streammega.storage import join_url, parent_url, save_bytes
 from streammega.storage.backends.s3_writer import sized_for
 from streammega.storage.progress import Progress
 
@@ -219,8 +226,9 @@ def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardEntry | None:
 def read_provenance_checksums(
     work: str, layout: ShardLayout, storage: StorageConfig
 ) -> tuple[list[str], int]:
-    """The checksums of the origins beside all shards, which are written, and how many of them have
-    an id. Raises ConvertError where a record of one is gone.
+    """The checksums of the origins of all shards, and how many documents have an id.
+
+    Raises ConvertError where a record is gone.
     """
     checksums = []
     num_ids = 0
@@ -275,7 +283,7 @@ def write_shard(
     if job.options.origins:
         portions = _documents_of_portions(documents, layout, number)
         in_order = portions if job.options.pack is None else placed
-        record["origins"], record["ids"] = write_origins(
+        record["origins"], record["ids"] = _write_origins(
             job, documents, in_order, layout.names[number]
         )
     save_json(_record_url(job.work, number), record, job.storage)
@@ -358,3 +366,43 @@ def _documents_of_portions(
 
 def _record_url(work: str, number: int) -> str:
     return join_url(work, f"shard-{number:06d}.json")
+
+
+def _write_origins(
+    job: Job,
+    documents: OrderedDocuments,
+    portions: Iterable[tuple[Integers, Integers]],
+    name: str,
+) -> tuple[str, int]:
+    """Write the origins of a shard to the work folder, from where they are published; returns their
+    xxh3-128, and how many of them have an id. portions: (part, document of it) of its documents, in
+    their order.
+    """
+    writer = ProvenanceWriter()
+    for parts, chosen in portions:
+        writer.add(_origins_of(job, documents, parts, chosen))
+    stored = writer.finish()
+    save_bytes(join_url(job.work, f"out/{name}{ENDING}"), stored, job.storage)
+    return xxhash.xxh3_128_hexdigest(stored), writer.num_ids
+
+
+def _origins_of(
+    job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers
+) -> DocumentOrigins:
+    """The origins of documents of some parts, in the order asked."""
+    found = []
+    rows = []
+    for part in np.unique(parts):
+        of_part = np.flatnonzero(parts == part)
+        prefix = documents.name(int(part))
+        stored = open_provenance(prefix, job.storage)
+        if stored is None:
+            raise ConvertError(
+                f"{prefix}{ENDING}: is gone; run the same command again with --restart"
+            )
+        first = int(chosen[of_part].min())
+        stretch = stored.between(first, int(chosen[of_part].max()) + 1)
+        found.append(stretch.take(chosen[of_part] - first))
+        rows.append(of_part)
+    in_order = np.argsort(np.concatenate(rows))
+    return concat_origins(found).take(in_order)
