@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from streammega.errors import StorageError
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Buffer, Part, Span, Store, WrapperStore
+from streammega.storage.store import Buffer, Bytes, Part, Span, Store, WrapperStore
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,11 @@ class FallbackStore(WrapperStore):
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self._read(lambda store: store.fetch(key, spans, etag))
+
+    def fetch_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        self._read(lambda store: store.fetch_into(key, spans, outs, etag))
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self._read(lambda store: store.read(key, spans, etag))
