@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,19 +68,19 @@ def test_every_side_of_the_conversion_bench_is_one_that_a_process_can_run(
 ) -> None:
     """Each figure alone: it asks for sides that exist, and prints its rows."""
     scale = convert.Scale(runs=1, corpus=1, pair=1)
-    asked = set()
 
-    def run_side(name: str, checkout: object = None, **arguments: object) -> dict[str, object]:
-        asked.add(name)
+    def in_process(side: Callable[..., object], **arguments: object) -> dict[str, object]:
+        assert getattr(convert, side.__name__) is side
+        inspect.signature(side).bind(**arguments)
         return {"rate": 2.0, "cpu": 1.0, "peak": 3e6, "kinds": {"handing out": 0.5}}
 
-    monkeypatch.setattr(convert, "run_side", run_side)
+    monkeypatch.setattr(harness, "in_process", in_process)
+    monkeypatch.setattr(os, "sync", lambda: None)
     monkeypatch.setattr(corpus, "made", lambda path, make: str(path))
-    for name in ("tokenize", "megatron", "shard", "merge", "verify", "memory", "shuffle", "zst"):
+    for name in ("megatron", "datatrove", "verify", "memory", "shuffle", "zst", "tar", "learning"):
         convert.FIGURES[name](scale)
         told = capsys.readouterr().out
         assert told.startswith("| "), f"{name} printed {told!r}"
-    assert asked <= set(convert.SIDES)
 
 
 def test_the_table_names_the_best_of_all_others_and_of_those_that_shuffle_over_everything(
@@ -101,9 +104,16 @@ def test_a_figure_that_fails_leaves_the_others_of_the_table(
     def tells(chosen: table.Chosen) -> None:
         table.tell("blend", "1")
 
-    monkeypatch.setattr(table, "FIGURES", {"epochs": fails, "blends": tells, "stalls": fails})
+    monkeypatch.setattr(table, "FIGURES", harness.Figures(epochs=fails, blends=tells, stalls=fails))
     monkeypatch.setattr("sys.argv", ["table.py", "--figures", "epochs", "blends"])
     assert table.main() == 1
     told = capsys.readouterr()
     assert told.out.endswith("| blend |  | 1 |  |  |\n")
     assert "KeyError" in told.err
+
+
+def test_a_side_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "web.bin").write_bytes(bytes(100))
+    found = harness.in_process(convert.side_cat, dataset=str(tmp_path / "web"))
+    assert found["rate"] > 0
+    assert found["peak"] > 1 << 20

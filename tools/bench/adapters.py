@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,15 +40,6 @@ def with_state(loader: sm.StreamLoader) -> Batches:
     """The bare loader, asked for its state after each batch, as some of the adapters are."""
     for batch in loader:
         loader.state_dict()
-        yield batch
-
-
-def with_dcp_state(loader: sm.StreamLoader) -> Batches:
-    from streammega.integrations.dcp import DataState
-
-    state = DataState(loader)
-    for batch in loader:
-        state.state_dict()
         yield batch
 
 
@@ -126,12 +116,6 @@ def causal_lm_batches(loader: sm.StreamLoader) -> Batches:
     return accelerate_batches(loader, prepare_batch=causal_lm_batch)
 
 
-def in_megatron_order(loader: sm.StreamLoader) -> Batches:
-    """The bare loader in the order that the next side has."""
-    config = replace(loader.dataset.config, order="megatron", num_samples=(SAMPLES, 0, 0))
-    return iter(sm.StreamLoader(config, micro_batch_size=ROWS, global_batch_size=ROWS))
-
-
 def megatron_dataset(loader: sm.StreamLoader) -> Batches:
     """Megatron's own builder and torch's DataLoader over our dataset class, without workers."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -180,7 +164,6 @@ def is_here() -> bool:
 SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "bare loader": ("torch", bare),
     "bare loader, its state at every batch": ("torch", with_state),
-    "DataState at every batch": ("torch", with_dcp_state),
     "next(loader)": ("torch", by_next),
     "prefetch_to, without the copies": ("torch", on_a_device),
     "Lightning's data module": ("pytorch_lightning", lightning_batches),
@@ -190,10 +173,8 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "StatefulDataLoader, no workers": ("torchdata", torchdata_stateful),
     "torchtitan's pairs": ("torch", torchtitan_pairs),
     "webdataset pipeline": ("webdataset", webdataset_pipeline),
-    "MegatronBatches": ("torch", megatron_batches),
     "MegatronBatches behind RerunDataIterator": ("megatron", megatron_replayed),
     "BridgeBatches": ("torch", bridge_batches),
-    "bare loader, Megatron order": ("torch", in_megatron_order),
     "StreamGPTDataset, no workers": ("megatron", megatron_dataset),
 }
 """A name, what has to be installed, and the batches."""

@@ -12,7 +12,6 @@ and server are those of runner.py.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from functools import partial
@@ -22,30 +21,24 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.runner import EPOCH, PACKAGES, SHAPES, Bench, prepare
-
-HERE = Path(__file__).resolve().parents[2]
+from tools.bench.runner import FOLDER, HERE, PACKAGES, SHAPES, Bench, prepare
 
 
 class Figure(NamedTuple):
     """One thing that is measured: the name of its result, the arguments of the side that does it.
 
-    is_rate: False for seconds and bytes, whose ratio is turned round. shape: how the server behaves.
+    is_rate: False for seconds, whose ratio is turned round. shape: how the server behaves.
     """
 
     name: str
     result: str
     arguments: dict[str, Any]
-    side: str = "ours"
     shape: str = "unshaped"
-    is_local: bool = False
     is_rate: bool = True
 
 
-WORKERS = {"workers": 2, "num_samples": EPOCH, "seconds": 0}
 CPU = "CPU seconds per 10^9 tokens"
 FIGURES = (
-    Figure("Megatron order, samples/s", "rate", {"order": "megatron", "warmup": 100}),
     Figure("stream order, ids, tokens/s", "tokens", {"ids_only": True, "warmup": 2000}),
     Figure("stream order, int64, tokens/s", "tokens", {"warmup": 2000}),
     Figure(f"stream order, ids, {CPU}", "cpu", {"ids_only": True, "warmup": 2000}, is_rate=False),
@@ -58,51 +51,14 @@ FIGURES = (
         "whole_rate",
         {"num_samples": 260_000, "seconds": 0},
     ),
-    Figure("first batch, seconds", "first", {"first_only": True}, is_rate=False),
-    Figure(
-        "local files, Megatron order, tokens/s",
-        "tokens",
-        {"order": "megatron", "warmup": 1000},
-        is_local=True,
-    ),
-    Figure(
-        "local files, stream order, tokens/s",
-        "tokens",
-        {"warmup": 1000, "num_samples": 10**7},
-        is_local=True,
-    ),
-    Figure(
-        "DataLoader, 2 forked workers, local files, tokens/s",
-        "tokens",
-        {"workers": 2, "warmup": 64},
-        "ours_workers",
-        is_local=True,
-    ),
-    *(
-        Figure(
-            f"DataLoader, 2 {method}ed workers, 1 GiB, {CPU}",
-            "cpu",
-            {**WORKERS, "method": method},
-            "ours_workers",
-            is_rate=False,
-        )
-        for method in ("fork", "spawn")
-    ),
-    Figure("peak memory, bytes", "peak", {}, is_rate=False),
 )
 
 
 def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> float | None:
     """One run of a figure by one checkout; None if it failed."""
     arguments = {"seconds": seconds, **figure.arguments}
-    if figure.is_local:
-        arguments["prefix"] = str(bench.folder / "objects" / "data" / "web")
-    else:
-        arguments |= {"prefix": "s3://data/web", "endpoint": bench.server.endpoint}
     index_cache = str(bench.folder / f"idx-{checkout.name}")
-    found = bench.side(figure.side, checkout=checkout, index_cache=index_cache, **arguments).get(
-        figure.result
-    )
+    found = bench.ours(checkout=checkout, index_cache=index_cache, **arguments).get(figure.result)
     return None if found is None else float(found)
 
 
@@ -131,23 +87,19 @@ def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, runs=7)
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--figures", nargs="*", default=[""], help="parts of their names")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
-    parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=4.0)
     chosen = parser.parse_args()
     other = chosen.other.resolve()
     if not (other / "streammega").is_dir():
         parser.error(f"{other} is no checkout of streammega")
-    prepare(chosen.folder, peers=False)
-    print(f"{harness.versions(PACKAGES)}; {chosen.runs} runs of each, medians\n")
+    prepare(FOLDER, peers=False)
+    harness.print_head(PACKAGES, chosen.runs)
     harness.table("figure", "before", "after", "ratio, above 1.00 is better")
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
+    with running(FOLDER / "objects") as server:
+        bench = Bench(server, FOLDER, chosen.runs, chosen.seconds)
         for figure in FIGURES:
             if any(part in figure.name for part in chosen.figures):
                 compare(bench, figure, other, chosen.runs, chosen.seconds)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Conversion, side by side with what it is measured against, in one run: the tokenizer library
-alone, a Megatron-style preprocess, datatrove, `cp`, `cat`; and training from what it makes.
+"""Conversion, side by side with what it is measured against, in one run: a Megatron-style
+preprocess, datatrove, `cat`; and training from what it makes.
 
 Sides take turns, several runs each; ratios are those of medians. What a figure needs is made when
 it is first asked for, and kept: `corpus.py` tells what it is. Each figure can be run alone
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from tools.bench import corpus, costs, harness
 from tools.bench.corpus import FOLDER, VOCAB_SIZE, tell
 from tools.bench.object_server import running
 
-DOCUMENT_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 18
 """Stored tokens of a block of the stream order."""
 WARM_UP_SAMPLES = 1 << 16
@@ -43,8 +41,10 @@ seconds would be those of the few tokens that it hands out meanwhile.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scale:
+TOKENIZER = str(FOLDER / "tokenizer.json")
+
+
+class Scale(argparse.Namespace):
     """How much is measured: runs of each side, MiB of text, MiB of tokens."""
 
     runs: int
@@ -67,87 +67,28 @@ class Scale:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
-    parser.add_argument("--runs", type=int, default=3)
+    parser = harness.parser(__doc__, FIGURES)
     parser.add_argument("--corpus", type=int, default=100, metavar="MIB", help="of text")
     parser.add_argument("--pair", type=int, default=1024, metavar="MIB", help="of tokens")
-    parser.add_argument(
-        "--before",
-        type=Path,
-        help="another checkout of streammega: its conversion beside this one's, and no more",
-    )
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", default="{}", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.side:
-        result = SIDES[chosen.side](**json.loads(chosen.arguments))
-        result["peak"] = peak_bytes()
-        harness.print_result(result)
-        return 0
-    scale = Scale(runs=chosen.runs, corpus=chosen.corpus, pair=chosen.pair)
-    if chosen.before:
-        compare(chosen.before.resolve(), scale)
-        return 0
-    names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
-    packages = [name for name in names if harness.installed(name)]
-    print(
-        f"{harness.machine()}; {harness.versions(packages)}; {scale.corpus} MiB of text, "
-        f"{scale.pair} MiB of tokens; {scale.runs} runs, medians\n"
+    scale = parser.parse_args(namespace=Scale())
+    harness.print_head(
+        ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash"), scale.runs
     )
     harness.table("figure", "other side", "streammega", "ratio")
-    for name in chosen.figures:
-        FIGURES[name](scale)
-    return 0
+    return harness.print_figures(FIGURES, scale)
 
 
-def peak_bytes() -> int:
-    """Of this process (whose threads do the work, on few cores)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
-def compare(before: Path, scale: Scale) -> None:
-    """Speed and peak memory of two checkouts on the same corpus, in turns."""
-    here = Path(__file__).resolve().parents[2]
-    text = scale.text
-    corpus.tokenizer()
-    sides = {
-        "after": partial(run_side, "ours", here, corpus=text),
-        "before": partial(run_side, "ours", before, corpus=text),
-    }
-    measured = harness.in_turns(scale.runs, sides)
-    harness.table("figure", "before", "after", "after / before")
-    for figure, title in (("rate", "text to tokens, tokens/s"), ("peak", "its peak memory, bytes")):
-        old, new = (
-            statistics.median(float(result[figure]) for result in measured[name])
-            for name in ("before", "after")
-        )
-        harness.row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
-
-
-def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    """A side in a process of its own, after the disk has come to rest; by the program of another
-    checkout, if one is given.
-    """
+def run_side(side: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+    """A side in a process of its own, after the disk has come to rest."""
     os.sync()
-    program = __file__ if checkout is None else str(checkout / "tools" / "bench" / "convert.py")
-    command = [program, "--side", name, "--arguments", json.dumps(arguments)]
-    # each side finds its own checkout
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    found = harness.run_side(command, timeout=3600, environment=environment)
-    tell(f"{name} {arguments}: {found['rate']:,.0f} a second")
+    found = harness.in_process(side, **arguments)
+    tell(f"{side.__name__} {arguments}: {found['rate']:,.0f} a second")
     return found
 
 
-def rate_of(name: str, **arguments: Any) -> Callable[[], float]:
+def rate_of(side: Callable[..., dict[str, Any]], **arguments: Any) -> Callable[[], float]:
     """Runs a side, for its rate."""
-    return lambda: float(run_side(name, **arguments)["rate"])
-
-
-TOKENIZER = str(FOLDER / "tokenizer.json")
+    return lambda: float(run_side(side, **arguments)["rate"])
 
 
 # --- sides, each in a process of its own ---------------------------------------------------------------------------------
@@ -280,15 +221,14 @@ def side_reshape(dataset: str, shard_bytes: int | None) -> dict[str, Any]:
     )
 
 
-def side_cp(prefix: str, sync: bool) -> dict[str, Any]:
-    """cp of a pair; with `sync`, to the disk, as a conversion is before it is published."""
+def side_cp(prefix: str) -> dict[str, Any]:
+    """cp of a pair, and sync to the disk, as a conversion is before it is published."""
     paths = [f"{prefix}.bin", f"{prefix}.idx"]
 
     def run(folder: str) -> int:
         subprocess.run(["cp", "--reflink=never", *paths, folder], check=True)
-        if sync:
-            copies = [f"{folder}/{os.path.basename(path)}" for path in paths]
-            subprocess.run(["sync", *copies], check=True)
+        copies = [f"{folder}/{os.path.basename(path)}" for path in paths]
+        subprocess.run(["sync", *copies], check=True)
         return os.stat(paths[0]).st_size
 
     return second(run)
@@ -306,14 +246,11 @@ def side_verify(dataset: str, small: str) -> dict[str, Any]:
     return {"rate": report.checked_bytes / (time.perf_counter() - began)}
 
 
-def side_cat(dataset: str, piped: bool) -> dict[str, Any]:
-    folder = Path(dataset).parent
-    paths = sorted(map(str, folder.glob("*.bin")))
-    size = sum(os.stat(path).st_size for path in paths)
-    command = f"cat {' '.join(paths)} {'| cat ' if piped else ''}> /dev/null"
-    began = time.perf_counter()
-    subprocess.run(command, shell=True, check=True)
-    return {"rate": size / (time.perf_counter() - began)}
+def side_cat(dataset: str) -> dict[str, Any]:
+    paths = sorted(Path(dataset).parent.glob("*.bin"))
+    size = sum(path.stat().st_size for path in paths)
+    cat = partial(subprocess.run, ["cat", *paths], stdout=subprocess.DEVNULL, check=True)
+    return {"rate": size / harness.seconds_of(cat)}
 
 
 def side_shuffle(corpus: str) -> dict[str, Any]:
@@ -496,100 +433,47 @@ def gpt_step() -> Callable[[dict[str, Any]], None]:
     return step
 
 
-SIDES: dict[str, Callable[..., dict[str, Any]]] = {
-    "ours": side_ours,
-    "bare": side_bare,
-    "megatron": side_megatron,
-    "datatrove": side_datatrove,
-    "reshape": side_reshape,
-    "cp": side_cp,
-    "verify": side_verify,
-    "cat": side_cat,
-    "shuffle": side_shuffle,
-    "train": side_train,
-    "frames": side_frames,
-    "blocks": side_blocks,
-}
-
-
 # --- figures -----------------------------------------------------------------------------------------------------------
 
 
-def tokenize(scale: Scale, theirs: str, title: str) -> None:
+def tokenize(scale: Scale, theirs: Callable[..., dict[str, Any]], title: str) -> None:
     """Ours beside another tokenizing of the same lines."""
-    if theirs == "datatrove" and not harness.installed("datatrove"):
-        tell("datatrove is not installed; its figure is left out")
-        return
-    text = scale.text
     corpus.tokenizer()
-    sides = {name: partial(run_side, name, corpus=text) for name in ("ours", theirs)}
-    found = harness.in_turns(scale.runs, sides)
-    other = found[theirs]
-    ours = found["ours"]
-    title_of_rate = f"jsonl to tokens, {title}"
-    row(title_of_rate, median_of(other, "rate"), median_of(ours, "rate"), 1, "tokens/s")
-    if theirs == "bare":
-        # Of a machine that others use, the time of the processor tells more.
-        title_of_cpu = f"CPU seconds per 10^6 tokens, {title}"
-        row(title_of_cpu, median_of(other, "cpu"), median_of(ours, "cpu"), 1, "s")
-
-
-def reshape(scale: Scale, title: str) -> None:
-    """A copy that is sharded or merged, beside `cp` with and without `sync`."""
-    ours = {
-        "shard": rate_of("reshape", dataset=scale.tokens, shard_bytes=256 << 20),
-        "merge": rate_of("reshape", dataset=scale.shards(), shard_bytes=None),
-    }
-    sides = {
-        title: ours[title],
-        "cp and sync": rate_of("cp", prefix=scale.tokens, sync=True),
-        "cp": rate_of("cp", prefix=scale.tokens, sync=False),
-    }
+    sides = {side.__name__: rate_of(side, corpus=scale.text) for side in (side_ours, theirs)}
     found = harness.medians(scale.runs, sides)
-    for theirs in ("cp and sync", "cp"):
-        row(f"{title}, {theirs}", found[theirs], found[title], 1e6, "MB/s")
+    row(f"jsonl to tokens, {title}", found[theirs.__name__], found["side_ours"], 1, "tokens/s")
 
 
 def verification(scale: Scale) -> None:
     dataset = scale.shards()
+    small = corpus.once(scale.corpus)
     sides = {
-        "verify": rate_of("verify", dataset=dataset, small=corpus.once(scale.corpus)),
-        "cat > /dev/null": rate_of("cat", dataset=dataset, piped=False),
-        "cat | cat": rate_of("cat", dataset=dataset, piped=True),
+        "verify": rate_of(side_verify, dataset=dataset, small=small),
+        "cat": rate_of(side_cat, dataset=dataset),
     }
     found = harness.medians(scale.runs, sides)
-    for theirs in ("cat > /dev/null", "cat | cat"):
-        row(f"verify, {theirs}", found[theirs], found["verify"], 1e6, "MB/s")
+    row("verify, cat > /dev/null", found["cat"], found["verify"], 1e6, "MB/s")
 
 
 def memory(scale: Scale) -> None:
     corpus.tokenizer()
     sizes = (scale.corpus, 4 * scale.corpus)
-    small, large = (run_side("ours", corpus=corpus.corpus(mib))["peak"] for mib in sizes)
+    small, large = (run_side(side_ours, corpus=corpus.corpus(mib))["peak"] for mib in sizes)
     title = f"peak memory of a process, a corpus of {sizes[0]} and {sizes[1]} MiB"
     row(title, small, large, 1e6, "MB")
-    sharded = run_side("reshape", dataset=scale.tokens, shard_bytes=256 << 20)["peak"]
-    shuffled = run_side("shuffle", corpus=scale.tokens)["peak"]
+    sharded = run_side(side_reshape, dataset=scale.tokens, shard_bytes=256 << 20)["peak"]
+    shuffled = run_side(side_shuffle, corpus=scale.tokens)["peak"]
     title = f"peak memory, {scale.pair} MiB of tokens sharded; shuffled in 256 MiB"
     row(title, sharded, shuffled, 1e6, "MB")
 
 
 def shuffle(scale: Scale) -> None:
-    found = harness.medians(scale.runs, {"shuffle": rate_of("shuffle", corpus=scale.tokens)})
+    found = harness.medians(scale.runs, {"shuffle": rate_of(side_shuffle, corpus=scale.tokens)})
     title = f"shuffle {scale.pair} MiB of tokens in 256 MiB of memory"
     harness.row(title, "", f"{found['shuffle'] / 1e6:,.0f} MB/s", "")
 
 
-def document(scale: Scale) -> None:
-    """Memory for one document of 1 GiB, by what it lies in."""
-    corpus.tokenizer()
-    for name in ("document.txt", "document.jsonl", "document.json", "document.parquet"):
-        path = corpus.document(name, DOCUMENT_BYTES)
-        peak = run_side("ours", corpus=path)["peak"]
-        harness.row(f"peak memory, {name} of 1 GiB", "", f"{peak / 1e6:,.0f} MB", "")
-
-
-LEVELS = ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256), (3, 1024))
+LEVELS = ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256))
 """Levels of zstd, and KiB of a frame, that are measured."""
 
 
@@ -635,7 +519,7 @@ def local_shards(scale: Scale, kind: str) -> None:
     train = {
         name: partial(
             run_side,
-            "train",
+            side_train,
             blend=scale.shards(name),
             options={},
             seconds=4,
@@ -647,13 +531,13 @@ def local_shards(scale: Scale, kind: str) -> None:
     titles = {"int64": ["plain .bin"]}
     if kind == "zst":
         library = "the zstandard library alone on all cores"
-        sides[library] = partial(run_side, "frames", dataset=dataset, seconds=4)
+        sides[library] = partial(run_side, side_frames, dataset=dataset, seconds=4)
         sides["ids"] = partial(train[kind], ids_only=True)
         titles["int64"].append(library)
         titles["ids"] = [library]
         for mode, others in titles.items():
             least = f"decompressing, and {mode} by bare kernels"
-            sides[least] = partial(run_side, "blocks", dataset=dataset, seconds=4, mode=mode)
+            sides[least] = partial(run_side, side_blocks, dataset=dataset, seconds=4, mode=mode)
             others.append(least)
     found = harness.in_turns(scale.runs, sides)
     for mode, others in titles.items():
@@ -684,7 +568,7 @@ def median_of(results: list[dict[str, Any]], figure: str) -> float:
 
 def learning(scale: Scale) -> None:
     sides = {
-        kind: rate_of("train", blend=scale.shards(kind), options={}, seconds=6, model=True)
+        kind: rate_of(side_train, blend=scale.shards(kind), options={}, seconds=6, model=True)
         for kind in ("bin", "zst")
     }
     found = harness.medians(scale.runs, sides)
@@ -705,7 +589,7 @@ def remote(scale: Scale, link: float, title: str) -> None:
         server.behave(link=link)
         sides = {
             kind: rate_of(
-                "train",
+                side_train,
                 blend=f"s3://data/{kind}-{scale.pair}/{kind}",
                 options=server.storage_options,
                 seconds=6,
@@ -724,23 +608,19 @@ def row(title: str, theirs: float, ours: float, unit: float, name: str) -> None:
     harness.row(title, *told, f"{ours / theirs:.2f}")
 
 
-FIGURES: dict[str, Callable[[Scale], None]] = {
-    "tokenize": partial(tokenize, theirs="bare", title="bare batch encoding"),
-    "megatron": partial(tokenize, theirs="megatron", title="Megatron-style preprocess"),
-    "datatrove": partial(tokenize, theirs="datatrove", title="datatrove"),
-    "shard": partial(reshape, title="shard"),
-    "merge": partial(reshape, title="merge"),
-    "verify": verification,
-    "memory": memory,
-    "shuffle": shuffle,
-    "document": document,
-    "zstd": zstd,
-    "zst": partial(local_shards, kind="zst"),
-    "tar": partial(local_shards, kind="tar"),
-    "learning": learning,
-    "link": partial(remote, link=100e6, title="on a link of 100 MB/s"),
-    "loopback": partial(remote, link=0.0, title="from object storage on loopback"),
-}
+FIGURES = harness.Figures(
+    megatron=partial(tokenize, theirs=side_megatron, title="Megatron-style preprocess"),
+    datatrove=partial(tokenize, theirs=side_datatrove, title="datatrove"),
+    verify=verification,
+    memory=memory,
+    shuffle=shuffle,
+    zstd=zstd,
+    zst=partial(local_shards, kind="zst"),
+    tar=partial(local_shards, kind="tar"),
+    learning=learning,
+    link=partial(remote, link=100e6, title="on a link of 100 MB/s"),
+    loopback=partial(remote, link=0.0, title="from object storage on loopback"),
+)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,27 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 FOLDER = Path("/tmp/streammega-bench/convert")
 VOCAB_SIZE = 32_000
 TRAINED_ON = 24 << 20
 """Characters that the tokenizer is trained on: the ids of more would hardly be others."""
 SHARDS_OF_A_PAIR = 4
+LOGNORMAL_MEAN = 1810
+LOGNORMAL_SIGMA = 1.3
+"""Tokens of a document of the web, and how their logarithms spread."""
+EOD = 0
+SOURCES = 6000
+"""Python files that are looked at, spread over all."""
+AT_ONCE = 64
+"""Files that are tokenised together: what the library holds of a text is many times its size."""
 
 
 def tell(message: str) -> None:
@@ -150,35 +159,48 @@ def convert_into(prefix: Path, inputs: list[str], **settings: Any) -> None:
     convert(inputs, str(prefix), overwrite=True, **settings)
 
 
-def document(name: str, size: int) -> str:
-    """A file that holds one text of so many bytes, in the form that its suffix tells."""
-    return made(FOLDER / name, lambda path: _write_document(path, size))
+@cache
+def lengths_of_sources() -> NDArray[np.int64]:
+    """Tokens of Python files of this installation, with the one that ends each."""
+    lengths: NDArray[np.int64] = np.load(made(FOLDER / "lengths.npy", _write_lengths))
+    return lengths
 
 
-def _write_document(path: Path, size: int) -> None:
-    """One text, written without being held; for Parquet it has to be."""
-    pieces = _until(size, itertools.cycle(sources()))
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+def _write_lengths(path: Path) -> None:
+    from tokenizers import Tokenizer
 
-        pq.write_table(pa.table({"text": pa.array(["".join(pieces)], pa.large_string())}), path)
-        return
-    before, behind = {
-        ".txt": ("", ""),
-        ".jsonl": ('{"text": "', '"}\n'),
-        ".json": ('[\n{"text": "', '"}\n]\n'),
-    }[path.suffix]
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(before)
-        for text in pieces:
-            file.write(json.dumps(text)[1:-1] if before else text)
-        file.write(behind)
+    model = Tokenizer.from_file(tokenizer())
+    texts = sources()
+    texts = texts[:: max(1, len(texts) // SOURCES)]
+    lengths = []
+    for first in range(0, len(texts), AT_ONCE):
+        encodings = model.encode_batch_fast(texts[first : first + AT_ONCE])
+        lengths += [len(encoding) + 1 for encoding in encodings]
+    with open(path, "wb") as file:
+        np.save(file, np.array(lengths, np.int64))
 
 
-def _until(size: int, texts: Iterator[str]) -> Iterator[str]:
-    """Texts up to so many bytes."""
-    while size > 0:
-        text = next(texts)
-        size -= len(text.encode())
-        yield text
+def sample_lengths(name: str, documents: int, seed: int = 0) -> NDArray[np.int64]:
+    """Lengths of so many documents of "sources" or of "lognormal", shuffled."""
+    rng = np.random.default_rng(seed)
+    if name == "lognormal":
+        center = np.log(LOGNORMAL_MEAN) - LOGNORMAL_SIGMA**2 / 2
+        drawn = rng.lognormal(center, LOGNORMAL_SIGMA, documents)
+        return np.maximum(2, drawn.astype(np.int64))
+    # each file as often as the others, to within one
+    lengths = lengths_of_sources()
+    times = -(-documents // len(lengths))
+    return rng.permutation(np.tile(lengths, times))[:documents]
+
+
+def write_random(prefix: str, lengths: NDArray[np.int64], vocab_size: int = 1000) -> None:
+    """A pair of random documents of these lengths, each ended by EOD."""
+    from streammega.dataset import IndexedDatasetWriter
+
+    rng = np.random.default_rng(1)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for part in np.array_split(lengths, max(1, len(lengths) // 4096)):
+            tokens = rng.integers(1, vocab_size, int(part.sum()), dtype=np.uint16)
+            tokens[np.cumsum(part) - 1] = EOD
+            ones = np.ones(len(part), np.int64)
+            writer.add_documents(tokens.view(np.uint8).data, part.astype(np.int32), ones)

@@ -24,8 +24,6 @@ for a lock or for the interpreter. Figures are medians of the runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -42,7 +40,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.runner import PACKAGES, SHAPES, S, prepare
+from tools.bench.runner import FOLDER, PACKAGES, S, prepare
 
 Result = dict[str, Any]
 STORED_BYTES = 2
@@ -273,12 +271,9 @@ def transport(
     }
 
 
-SIDES: dict[str, Callable[..., Result]] = {"loader": loader, "transport": transport}
-
-
-def side(name: str, **arguments: Any) -> Result:
-    """A side in a process of its own. Raises SystemExit, with what it said, if it failed."""
-    result: Result = harness.run_side([__file__, "--side", name, json.dumps(arguments)])
+def measured(function: Callable[..., Result], **arguments: Any) -> Result:
+    """What a side gives in a process of its own. Raises SystemExit, with what it said, if it failed."""
+    result = harness.in_process(function, **arguments)
     result["kinds"] = {kind: Spent(*spent) for kind, spent in result["kinds"].items()}
     return result
 
@@ -349,12 +344,12 @@ def measure(
     ours = []
     alone = []
     for _ in range(runs):
-        of_loader = side(
-            "loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
+        of_loader = measured(
+            loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
         )
         size = int(of_loader["size"])
-        of_transport = side(
-            "transport",
+        of_transport = measured(
+            transport,
             endpoint=endpoint,
             size=size,
             at_once=int(of_loader["at_once"]),
@@ -366,9 +361,9 @@ def measure(
     return ours, alone
 
 
-def floors(endpoint: str, mode: str, folder: Path, runs: int, seconds: float) -> None:
+def floors(endpoint: str, folder: Path, mode: str, runs: int, seconds: float) -> None:
     """One line for each thing that a loader cannot do without, and one for the loader."""
-    first = side("loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds)
+    first = measured(loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds)
     size = int(first["size"])
     alike: dict[str, Any] = {
         "endpoint": endpoint,
@@ -378,19 +373,19 @@ def floors(endpoint: str, mode: str, folder: Path, runs: int, seconds: float) ->
     }
     held = int(first["held"])
     sides = {
-        "obstore alone": partial(side, "transport", **alike),
-        "obstore, as much held": partial(side, "transport", held=held, **alike),
-        "obstore, handed out": partial(side, "transport", handed_out=mode, **alike),
+        "obstore alone": partial(measured, transport, **alike),
+        "obstore, as much held": partial(measured, transport, held=held, **alike),
+        "obstore, handed out": partial(measured, transport, handed_out=mode, **alike),
         "obstore, as much held and handed out": partial(
-            side, "transport", held=held, handed_out=mode, **alike
+            measured, transport, held=held, handed_out=mode, **alike
         ),
         "the loader": partial(
-            side, "loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
+            measured, loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
         ),
     }
-    measured = harness.in_turns(runs, sides)
-    rates = {name: statistics.median(map(rate, results)) for name, results in measured.items()}
-    for name, results in measured.items():
+    found = harness.in_turns(runs, sides)
+    rates = {name: statistics.median(map(rate, results)) for name, results in found.items()}
+    for name, results in found.items():
         harness.row(
             f"{mode}: {name}",
             f"{statistics.median(map(cpu, results)):.2f}",
@@ -400,46 +395,28 @@ def floors(endpoint: str, mode: str, folder: Path, runs: int, seconds: float) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--modes", nargs="*", choices=["ids", "int64"], default=["ids", "int64"])
-    parser.add_argument("--shape", choices=list(SHAPES), default="unshaped")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--held", action="store_true", help="obstore alone keeps bytes, too")
     parser.add_argument("--floors", action="store_true", help="what no loader can do without")
-    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.side:
-        name, arguments = chosen.side
-        harness.print_result(SIDES[name](**json.loads(arguments)))
-        return 0
-    prepare(chosen.folder, peers=False)
-    print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
+    prepare(FOLDER, peers=False)
+    harness.print_head(PACKAGES[:3], chosen.runs)
+    cost = "CPU s per 10^9 tokens"
     if chosen.floors:
-        harness.table("what", "CPU s per 10^9 tokens", "MB/s", "share of obstore alone")
-        with running(chosen.folder / "objects") as server:
-            server.behave(**SHAPES[chosen.shape])
-            for mode in chosen.modes:
-                floors(server.endpoint, mode, chosen.folder, chosen.runs, chosen.seconds)
-        return 0
-    harness.table(
-        "stream order, default blocks",
-        "CPU s per 10^9 tokens",
-        "us per MB",
-        "us per request",
-        "switches per request",
-        f"{'obstore keeping as much' if chosen.held else 'obstore alone'}, CPU s per 10^9 tokens",
-    )
-    with running(chosen.folder / "objects") as server:
-        server.behave(**SHAPES[chosen.shape])
+        harness.table("what", cost, "MB/s", "share of obstore alone")
+    else:
+        other = "obstore keeping as much" if chosen.held else "obstore alone"
+        columns = (cost, "us per MB", "us per request", "switches per request", f"{other}, {cost}")
+        harness.table("stream order, default blocks", *columns)
+    with running(FOLDER / "objects") as server:
         for mode in chosen.modes:
-            runs, alone = measure(
-                server.endpoint, chosen.folder, mode, chosen.runs, chosen.seconds, held=chosen.held
-            )
-            tell(mode, runs, alone)
+            options = (server.endpoint, FOLDER, mode, chosen.runs, chosen.seconds)
+            if chosen.floors:
+                floors(*options)
+            else:
+                tell(mode, *measure(*options, held=chosen.held))
     return 0
 
 

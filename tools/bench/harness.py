@@ -6,7 +6,9 @@ within one run, who goes first changes from round to round, and ratios are those
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -14,12 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+SIDE = "--side"
+"""Begins the arguments of a bench that runs one side: the name of a function, and its arguments as JSON."""
 RESAMPLES = 2000
 """Of an interval: enough that its ends differ by less than a percent between seeds."""
 
@@ -76,22 +82,16 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def installed(package: str) -> bool:
-    """Whether pip knows a package of this name here."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def versions(packages: Sequence[str]) -> str:
     """Packages with their versions, or that they are not installed."""
-    told = []
+    found = []
     for package in packages:
-        version = importlib.metadata.version(package) if installed(package) else "not installed"
-        told.append(f"{package} {version}")
-    return ", ".join(told)
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        found.append(f"{package} {version}")
+    return ", ".join(found)
 
 
 def machine() -> str:
@@ -108,6 +108,12 @@ def table(*columns: str) -> None:
 def row(*columns: object) -> None:
     """A line of a table, printed at once."""
     print("| " + " | ".join(str(column) for column in columns) + " |", flush=True)
+
+
+def peak_bytes() -> int:
+    """Of this process, whose threads do the work."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 RESULT = "RESULT "
@@ -139,15 +145,21 @@ def run_side(
     return result
 
 
+def in_process(side: Callable[..., Any], timeout: float = 3600, **arguments: Any) -> dict[str, Any]:
+    """Run a function of a bench, whose `main` calls `parser`, in a process of its own."""
+    words = [inspect.getfile(side), SIDE, side.__name__, json.dumps(arguments)]
+    return run_side(words, timeout)
+
+
 Figure = Callable[..., None]
 
 
 class Figures(dict[str, Figure]):
     """The figures of a bench, by the names of the functions that measure and print them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_default: list[str] = []
+    def __init__(self, **figures: Figure) -> None:
+        super().__init__(figures)
+        self.by_default = list(figures)
 
     def figure(self, *, by_default: bool = True) -> Callable[[Figure], Figure]:
         """Register a function. by_default: whether it is measured when no figure is named."""
@@ -159,3 +171,41 @@ class Figures(dict[str, Figure]):
             return function
 
         return add
+
+
+def parser(
+    description: str | None, figures: Figures | None = None, runs: int = 3
+) -> argparse.ArgumentParser:
+    """The options that benches share. A process that `in_process` started runs its side and ends."""
+    if sys.argv[1:2] == [SIDE]:
+        name, arguments = sys.argv[2:]
+        result = getattr(sys.modules["__main__"], name)(**json.loads(arguments))
+        print_result({**result, "peak": peak_bytes()})
+        sys.exit()
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--runs", type=int, default=runs, help="of each side (%(default)s)")
+    if figures is not None:
+        names = list(figures)
+        found.add_argument("--figures", nargs="+", choices=names, default=figures.by_default)
+    return found
+
+
+def print_head(packages: Sequence[str], runs: int) -> None:
+    """Print what the figures are of."""
+    print(f"{machine()}; {versions(packages)}; medians of {runs} runs\n", flush=True)
+
+
+def print_figures(figures: Mapping[str, Figure], chosen: argparse.Namespace) -> int:
+    """Measure the chosen figures. Returns the exit status: 1 if one failed, which ends no other."""
+    failed = 0
+    for name in chosen.figures:
+        began = time.perf_counter()
+        try:
+            figures[name](chosen)
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            failed = 1
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return failed

@@ -2,10 +2,10 @@
 """How long it takes to begin: from a process to its first batch, and opening blends, manifests and
 folders of many datasets, from a local object server.
 
-    .venv/bin/python tools/bench/opening.py            # all; --figures first or opening; --latency 0.02;
+    .venv/bin/python tools/bench/opening.py            # all; --figures first or opening;
                                                        # --open folder: that opening alone
 
-Every side is a process of its own, `--runs` times each; figures are medians. With a latency, every
+Every side is a process of its own, `--runs` times each; figures are medians. With 20 ms, every
 answer of the server comes so late, to HEAD requests and listings too. Of openings, "cold" is with
 an empty cache, "again" with the one that this filled, in the same process; "CPU": of the processor's
 time, which other work on the machine moves least, without the server's.
@@ -14,12 +14,11 @@ time, which other work on the machine moves least, without the server's.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ OPENINGS = {
     f"a manifest of {SHARDS:,} shards": "manifest",
     f"a folder of {SHARDS:,} pairs": "folder",
 }
+STEPS = ("start", "torch", "ours", "settled", "construction", "batch")
+LATENCIES = (0.0, 0.02)
 SETTLE = 1.0
 """Seconds between imports and the rest, where imports are warm: a program has much else to do."""
 
@@ -130,7 +131,7 @@ def config_of(blend: Sequence[str], length: int, arguments: dict[str, Any]) -> A
     )
 
 
-def first_batch(arguments: dict[str, Any]) -> dict[str, float]:
+def first_batch(**arguments: Any) -> dict[str, float]:
     """Seconds of each step to the first batch; "start": from before the process to its first
     line.
     """
@@ -150,14 +151,14 @@ def first_batch(arguments: dict[str, Any]) -> dict[str, float]:
     times.append(time.time())
     loader.close()
     steps = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
-    names = ("start", "torch", "ours", "settled", "construction", "batch")
-    return dict(zip(names, steps, strict=True))
+    return dict(zip(STEPS, steps, strict=True))
 
 
-def opening(arguments: dict[str, Any]) -> dict[str, float]:
+def opening(**arguments: Any) -> dict[str, float]:
     """Seconds to open a dataset cold, and again, and of the processor's time that took this process."""
     from streammega import StreamLoader
 
+    shutil.rmtree(arguments["cache"], ignore_errors=True)
     time.sleep(SETTLE)
     found = {}
     for name in ("cold", "again"):
@@ -172,102 +173,75 @@ def opening(arguments: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-SIDES = {"first_batch": first_batch, "opening": opening}
-
-
-def side(name: str, **arguments: Any) -> dict[str, float]:
-    """What a side gives, run in a process of its own."""
-    arguments["began"] = time.time()
-    return harness.run_side([__file__, "--side", name, json.dumps(arguments)], timeout=300)
+def medians_of(
+    server: Running, runs: int, side: Callable[..., dict[str, float]], **arguments: Any
+) -> dict[str, float]:
+    """The medians of what a side gives that reads from a server, in a process of its own."""
+    arguments |= {"options": server.storage_options, "cache": str(FOLDER / "cache")}
+    results = [harness.in_process(side, began=time.time(), **arguments) for _ in range(runs)]
+    return {key: statistics.median(result[key] for result in results) for key in results[0]}
 
 
 # --- figures -------------------------------------------------------------------------------------
 
 
-def medians_of(runs: int, name: str, **arguments: Any) -> dict[str, float]:
-    """The medians of what a side gives."""
-    results = [side(name, **arguments) for _ in range(runs)]
-    return {key: statistics.median(result[key] for result in results) for key in results[0]}
-
-
-def print_first(server: Running, cache: Path, runs: int, latency: float) -> None:
+def first(chosen: argparse.Namespace) -> None:
     """The table of the first batch."""
-    harness.table("to the first batch, seconds", "as near as loopback", f"{latency * 1e3:.0f} ms")
     columns = []
-    for delay in (0.0, latency):
-        server.behave(latency=delay, latency_of_all=True)
-        common = {"options": server.storage_options, "cache": str(cache)}
-        at_once = medians_of(runs, "first_batch", settle=0.0, **common)
-        warm = medians_of(runs, "first_batch", settle=SETTLE, **common)
-        columns.append(
-            {
-                "from construction, imports warm": warm["construction"] + warm["batch"],
-                "of that, construction": warm["construction"],
-                "from the start of the process": sum(at_once.values()) - at_once["settled"],
-                "of that, Python's start": at_once["start"],
-                "torch's import": at_once["torch"],
-                "our imports": at_once["ours"],
-                "construction": at_once["construction"],
-                "the batch": at_once["batch"],
-            }
-        )
+    with running(FOLDER / "objects") as server:
+        for delay in LATENCIES:
+            server.behave(latency=delay, latency_of_all=True)
+            at_once = medians_of(server, chosen.runs, first_batch, settle=0.0)
+            warm = medians_of(server, chosen.runs, first_batch, settle=SETTLE)
+            columns.append(
+                {
+                    "from construction, imports warm": warm["construction"] + warm["batch"],
+                    "from the start of the process": from_start(at_once),
+                    "of that, torch's import": at_once["torch"],
+                    "of that, our imports": at_once["ours"],
+                }
+            )
+    harness.table("seconds to the first batch", "loopback", "20 ms")
     for name in columns[0]:
         harness.row(name, *(f"{column[name]:.2f}" for column in columns))
+    print()
 
 
-def seconds_to_open(server: Running, cache: Path, what: str, runs: int) -> dict[str, float]:
+def from_start(steps: dict[str, float]) -> float:
+    """Seconds from the start of a process to its first batch."""
+    return sum(steps[name] for name in STEPS) - steps["settled"]
+
+
+def seconds_to_open(server: Running, what: str, runs: int) -> dict[str, float]:
     """Medians of what `opening` gives: with an empty cache, and with the one that this filled."""
-    results = []
-    for _ in range(runs):
-        shutil.rmtree(cache, ignore_errors=True)
-        common = {"options": server.storage_options, "cache": str(cache)}
-        results.append(side("opening", what=what, **common))
-    return {key: statistics.median(result[key] for result in results) for key in results[0]}
+    return medians_of(server, runs, opening, what=what)
 
 
-def print_openings(
-    server: Running, cache: Path, runs: int, latency: float, chosen: Sequence[str]
-) -> None:
+def openings(chosen: argparse.Namespace) -> None:
     """The table of those openings that are chosen."""
     columns = ("cold", "again", "cold, CPU", "again, CPU")
     harness.table("opening, seconds", "latency", *columns)
-    for delay in (0.0, latency):
-        server.behave(latency=delay, latency_of_all=True)
-        for name, what in OPENINGS.items():
-            if what not in chosen:
-                continue
-            seconds = seconds_to_open(server, cache, what, runs)
-            cells = [f"{seconds[column]:.2f}" for column in columns]
-            harness.row(name, f"{delay * 1e3:.0f} ms", *cells)
+    with running(FOLDER / "objects") as server:
+        for delay in LATENCIES:
+            server.behave(latency=delay, latency_of_all=True)
+            for name, what in OPENINGS.items():
+                if what not in chosen.open:
+                    continue
+                seconds = seconds_to_open(server, what, chosen.runs)
+                cells = [f"{seconds[column]:.2f}" for column in columns]
+                harness.row(name, f"{delay * 1e3:.0f} ms", *cells)
+
+
+FIGURES = harness.Figures(first=first, opening=openings)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--latency", type=float, default=0.02)
-    parser.add_argument("--figures", nargs="+", choices=("first", "opening"))
+    parser = harness.parser(__doc__, FIGURES)
     parser.add_argument("--open", nargs="+", choices=OPENINGS.values(), default=OPENINGS.values())
-    parser.add_argument("--prepare", action="store_true", help="make the files and nothing else")
-    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.side:
-        name, arguments = chosen.side
-        harness.print_result(SIDES[name](json.loads(arguments)))
-        return 0
-    prepare(chosen.folder)
-    if chosen.prepare:
-        return 0
-    print(f"{harness.machine()}; {harness.versions(PACKAGES)}; medians of {chosen.runs} runs\n")
-    figures = chosen.figures or ("first", "opening")
-    with running(chosen.folder / "objects") as server:
-        cache = chosen.folder / "cache"
-        if "first" in figures:
-            print_first(server, cache, chosen.runs, chosen.latency)
-            print()
-        if "opening" in figures:
-            print_openings(server, cache, chosen.runs, chosen.latency, chosen.open)
-    return 0
+    prepare(FOLDER)
+    harness.print_head(PACKAGES, chosen.runs)
+    return harness.print_figures(FIGURES, chosen)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write.packing import WINDOW_BINS, WINDOW_TOKENS, PackCounts, pack
-from tools.bench import harness, lengths
+from tools.bench import corpus, harness
 
 CAPACITIES = (2048, 4096, 8192, 32768)
 
@@ -37,7 +37,7 @@ def main() -> None:
         "documents a bin", "documents cut end to end", "tokens behind a cut", "M tokens/s",
     )  # fmt: skip
     for name in ("sources", "lognormal"):
-        sizes = lengths.sample(name, chosen.documents)
+        sizes = corpus.sample_lengths(name, chosen.documents)
         for capacity in CAPACITIES:
             pack_all(sizes[:1000], ConvertOptions(pack=capacity))  # compiles
             began = time.perf_counter()

@@ -24,6 +24,7 @@ from tools.bench import harness
 from tools.bench.object_server import Running
 
 HERE = Path(__file__).resolve().parents[2]
+FOLDER = Path("/tmp/streammega-bench")
 S = 4096
 CORPUS = 4 << 30
 EQUAL_CORPUS = 1 << 30

@@ -12,7 +12,6 @@ share is that of the medians. Server and files are those of runner.py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.runner import PACKAGES, Bench, prepare
+from tools.bench.runner import FOLDER, PACKAGES, Bench, prepare
 
 KIB = 1 << 10
 SERVERS: dict[str, dict[str, Any]] = {
@@ -50,31 +49,26 @@ def tokens_per_second(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--servers", nargs="*", default=[""], help="parts of their names")
-    parser.add_argument("--orders", nargs="*", default=["stream", "megatron"])
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mib", nargs="*", type=int, help="bytes in flight to compare, in MiB")
     chosen = parser.parse_args()
-    prepare(chosen.folder, peers=False)
-    print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
+    prepare(FOLDER, peers=False)
+    harness.print_head(PACKAGES[:3], chosen.runs)
     if chosen.mib:
         harness.table("server, latency", *(f"{mib} MiB: M tokens/s" for mib in chosen.mib))
     else:
         harness.table("server, order", "best fixed: M tokens/s", "by itself: M tokens/s", "share")
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
+    with running(FOLDER / "objects") as server:
+        bench = Bench(server, FOLDER, chosen.runs, chosen.seconds)
         for name, behaviour in SERVERS.items():
             if not any(part in name for part in chosen.servers):
                 continue
             if chosen.mib:
                 compare_bytes(bench, name, behaviour, chosen.mib)
                 continue
-            for order in chosen.orders:
+            for order in ("stream", "megatron"):
                 compare(bench, name, order, behaviour)
     return 0
 

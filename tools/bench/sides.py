@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +87,13 @@ def config_of(a: Result) -> Any:
 def ours(a: Result) -> Result:
     import streammega as sm
 
-    # imports torch and numba
     batch = a.get("batch", 16)
     config = config_of(a)
-    kind = sm.StreamLoader
     created = time.perf_counter()
     spent = cpu_seconds()
-    loader = kind(
+    loader = sm.StreamLoader(
         config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False)
     )
-    if a.get("resume"):
-        loader.seek(int(a["num_samples"] * a["resume"]) // 256 * 256)
     result: Result = {}
     with loader:
         iterator = iter(loader)
@@ -147,40 +142,9 @@ def imports_only(a: Result) -> Result:
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
 
 
-NAP = 0.002
-"""Seconds that the control sleeps each time."""
-LONG_WAIT = 0.02
-"""Seconds: waits that are longer are counted."""
-
-
-def control(a: Result) -> Result:
-    """Sleeps and reads the clock, no more: how late it wakes is how late this machine is."""
-    time.sleep(a["after_seconds"])
-    end = time.perf_counter() + a["seconds"]
-    late = [0.0]
-    while (asked := time.perf_counter()) < end:
-        time.sleep(NAP)
-        late.append(time.perf_counter() - asked - NAP)
-    return {"longest": max(late), "long": sum(seconds > LONG_WAIT for seconds in late)}
-
-
-def control_beside(a: Result) -> subprocess.Popen[str]:
-    """The control of a bench, in a process of its own."""
-    options = {"after_seconds": a["warmup_seconds"], "seconds": a["seconds"]}
-    command = [sys.executable, __file__, "control", json.dumps(options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def result_of(process: subprocess.Popen[str]) -> Result:
-    """What a side in another process told."""
-    told, _ = process.communicate()
-    result: Result = json.loads(told.removeprefix(harness.RESULT))
-    return result
-
-
 def paced(a: Result) -> Result:
     """A consumer that asks at a share of the bandwidth measured before; what it waited after a
-    warm-up, and how late the control was meanwhile.
+    warm-up.
     """
     import streammega as sm
 
@@ -191,7 +155,6 @@ def paced(a: Result) -> Result:
     warm = 0.0
     waits = [0.0]
     end = a["warmup_seconds"] + a["seconds"]
-    beside = control_beside(a)
     with loader:
         began = time.perf_counter()
         iterator = iter(loader)
@@ -213,10 +176,6 @@ def paced(a: Result) -> Result:
     return {
         "stall_share": waited / a["seconds"],
         "worst": max(waits),
-        "long": sum(seconds > LONG_WAIT for seconds in waits),
-        "batches": len(waits) - 1,
-        "control": result_of(beside),
-        "stats": stats,
     }
 
 
@@ -372,14 +331,7 @@ def s3torch(a: Result) -> Result:
     return consume(loader, a["batch"], a["seconds"])
 
 
-SIDES: dict[str, Callable[[Result], Result]] = {
-    function.__name__: function
-    for function in (
-        ours, ours_workers, imports_only, control, paced, megatron, megatron_loader, litdata, mosaic, s3torch,
-    )
-}  # fmt: skip
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    harness.print_result(SIDES[sys.argv[1]](json.loads(sys.argv[2])))
+    harness.print_result(globals()[sys.argv[1]](json.loads(sys.argv[2])))
     os._exit(0)  # some loaders leave processes that would be waited for

@@ -1,14 +1,10 @@
-"""What the data path costs a training step of one rank: step time, waiting, host CPU time, and what
-lies beside computation.
-"""
+"""What the data path costs a training step of one rank: step time, waiting and host CPU time."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,6 @@ from streammega.train.sharding import make_mesh, set_last_micro_batch, shard
 
 STEPS = 10
 """Of one side, before the other takes its turn."""
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,9 @@ def measure(
     options: dict[str, Any],
     cache: Path,
     runs: int,
-    trace: str | None,
 ) -> dict[str, list[float]]:
     """Seconds of steps of both sides, which take turns; the share waited for data; CPU seconds for
-    10^9 tokens; copies.
+    10^9 tokens.
     """
     config = DataConfig(
         blend=["s3://data/web"], sequence_length=size.length, order="stream", index_cache_dir=cache, eod_id=0,
@@ -85,7 +79,6 @@ def measure(
         "resident": [],
         "share": [],
         "cpu": [],
-        "copy": [],
     }
     used = {"loader": 0.0, "resident": 0.0}
     with open_loader(
@@ -104,7 +97,6 @@ def measure(
                         if name == "loader":
                             figures["share"].append(waited / seconds)
                 used[name] += (time.process_time() - began) if number else 0.0
-        figures["copy"] = profile(step, feed, device, trace)
         feed.close()
     tokens = runs * STEPS * size.micro_batches * size.rows * size.length
     figures["cpu"].append((used["loader"] - used["resident"]) / tokens * 1e9)
@@ -142,52 +134,3 @@ class Step:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - began, waited
-
-
-def profile(
-    step: Step, feed: Iterator[Batch], device: torch.device, trace: str | None
-) -> list[float]:
-    """[microseconds a step of copies to the device, the share of them beside kernels]; empty where
-    there is no device.
-    """
-    if device.type != "cuda" and trace is None:
-        return []
-    with torch.profiler.profile() as profiler:
-        for _ in range(3):
-            step(feed)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(trace or Path(folder) / "trace.json")
-        profiler.export_chrome_trace(str(path))
-        return copies_beside_kernels(json.loads(path.read_text())["traceEvents"], steps=3)
-
-
-def copies_beside_kernels(events: Iterable[dict[str, Any]], steps: int) -> list[float]:
-    """Of the events of a trace (times in microseconds): what copies to the device take a step, and
-    their share beside kernels.
-    """
-    kernels: list[Interval] = []
-    copies: list[Interval] = []
-    for event in events:
-        span = (
-            float(event.get("ts", 0.0)),
-            float(event.get("ts", 0.0)) + float(event.get("dur", 0.0)),
-        )
-        if event.get("cat") == "kernel":
-            kernels.append(span)
-        elif event.get("cat") == "gpu_memcpy" and "HtoD" in event.get("name", ""):
-            copies.append(span)
-    whole = sum(stop - start for start, stop in copies)
-    return [whole / steps, overlap(copies, kernels) / whole] if whole else []
-
-
-def overlap(these: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """How long something of `these` and something of the others run at once; `these` do not overlap
-    each other.
-    """
-    merged: list[Interval] = []
-    for start, stop in sorted(others):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return sum(max(0.0, min(stop, b) - max(start, a)) for start, stop in these for a, b in merged)

@@ -17,10 +17,7 @@ import argparse
 import shutil
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,6 @@ from tools.bench import convert, corpus, costs, harness, opening, orders, runner
 from tools.bench.object_server import running
 from tools.bench.runner import SHAPES, WHOLE_EPOCH, WIDE, Bench
 
-FOLDER = Path("/tmp/streammega-bench")
 PEERS = {
     "litdata": "litdata",
     "s3torch": "s3torchconnector",
@@ -50,7 +46,6 @@ batch, and its rate counts from there.
 """
 SECONDS = 4.0
 """Of what is measured in its steady state."""
-MOST_MINUTES = 30.0
 SAMPLES = 10**7
 """More than are read of local files in that time."""
 BLEND = (256, 2_000_000)
@@ -64,13 +59,12 @@ cores, is what is asked for.
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Chosen(argparse.Namespace):
     """What is measured: runs of each side, the other loaders, and where files lie."""
 
     runs: int
     peers: Sequence[str]
-    folder: Path
+    folder = runner.FOLDER
 
 
 FIGURES = harness.Figures()
@@ -355,10 +349,12 @@ def zstd(chosen: Chosen) -> None:
     scale = scale_of(chosen, 100)
     dataset = scale.shards("zst")
     sides = {
-        kind: convert.rate_of("train", blend=scale.shards(kind), options={}, seconds=SECONDS)
+        kind: convert.rate_of(
+            convert.side_train, blend=scale.shards(kind), options={}, seconds=SECONDS
+        )
         for kind in ("zst", "bin")
     }
-    sides["frames"] = convert.rate_of("frames", dataset=dataset, seconds=SECONDS)
+    sides["frames"] = convert.rate_of(convert.side_frames, dataset=dataset, seconds=SECONDS)
     found = harness.medians(chosen.runs, sides)
     titles = {"frames": "the zstandard library alone on all cores", "bin": "plain .bin"}
     for theirs, title in titles.items():
@@ -376,9 +372,9 @@ def copies(chosen: Chosen) -> None:
     """Sharding and merging 1 GiB, beside `cp` and `sync`."""
     scale = scale_of(chosen, 100)
     sides = {
-        "shard": convert.rate_of("reshape", dataset=scale.tokens, shard_bytes=256 << 20),
-        "merge": convert.rate_of("reshape", dataset=scale.shards(), shard_bytes=None),
-        "cp": convert.rate_of("cp", prefix=scale.tokens, sync=True),
+        "shard": convert.rate_of(convert.side_reshape, dataset=scale.tokens, shard_bytes=256 << 20),
+        "merge": convert.rate_of(convert.side_reshape, dataset=scale.shards(), shard_bytes=None),
+        "cp": convert.rate_of(convert.side_cp, prefix=scale.tokens),
     }
     found = harness.medians(chosen.runs, sides)
     for title in ("shard", "merge"):
@@ -396,7 +392,10 @@ def tokenize(chosen: Chosen) -> None:
     """JSON lines to tokens, beside the tokenizer library's batch encoding."""
     text = scale_of(chosen, 30).text
     corpus.tokenizer()
-    sides = {name: convert.rate_of(name, corpus=text) for name in ("ours", "bare")}
+    sides = {
+        name: convert.rate_of(side, corpus=text)
+        for name, side in (("ours", convert.side_ours), ("bare", convert.side_bare))
+    }
     found = harness.medians(chosen.runs, sides)
     tell(
         "tokenizing, tokens/s, vs the library's batch encoding, ids not looked at",
@@ -437,13 +436,11 @@ def starts(chosen: Chosen) -> None:
     """From the start of a process to its first batch."""
     opening.prepare(opening.FOLDER)
     with running(opening.FOLDER / "objects") as server:
-        options = {"options": server.storage_options, "cache": str(opening.FOLDER / "cache")}
-        found = opening.medians_of(chosen.runs, "first_batch", settle=0.0, **options)
-    whole = sum(found.values()) - found["settled"]
+        found = opening.medians_of(server, chosen.runs, opening.first_batch, settle=0.0)
     tell(
         f"first batch, loopback, seconds from the start of the process "
         f"(torch's import {found['torch']:.2f})",
-        ours=f"{whole:.2f}",
+        ours=f"{opening.from_start(found):.2f}",
         goal="2.5 s",
     )
 
@@ -453,12 +450,11 @@ def openings(chosen: Chosen) -> None:
     """Blends, manifests and folders of many datasets, cold and from what was kept."""
     opening.prepare(opening.FOLDER)
     goals = {"blend": "1 s; 0.3 s", "manifest": "2 s; 0.3 s", "folder": "2 s; 0.3 s"}
-    cache = opening.FOLDER / "cache"
     with running(opening.FOLDER / "objects") as server:
         for delay, where in ((0.0, "loopback"), (0.02, "20 ms")):
             server.behave(latency=delay, latency_of_all=True)
             for name, what in opening.OPENINGS.items():
-                seconds = opening.seconds_to_open(server, cache, what, chosen.runs)
+                seconds = opening.seconds_to_open(server, what, chosen.runs)
                 tell(
                     f"opening {name}, {where}, seconds: cold; from the local cache",
                     ours=f"{seconds['cold']:.2f}; {seconds['again']:.2f}",
@@ -486,9 +482,7 @@ def stalls(chosen: Chosen) -> None:
         raise SystemExit("the consumer failed")
     tell(
         f"stalls of {STALL_SECONDS // 60} minutes at {STALL_RATE / 1e6:.0f} MB/s, 20 ms, "
-        "1 % of requests 20x slower: share of the time; longest wait; other side: how late a "
-        "process was that only sleeps",
-        theirs=f"{1e3 * result['control']['longest']:.0f} ms",
+        "1 % of requests 20x slower: share of the time; longest wait",
         ours=f"{100 * result['stall_share']:.3f} %; {1e3 * result['worst']:.0f} ms",
         goal="0.1 %; 50 ms",
     )
@@ -603,43 +597,15 @@ def memory(chosen: Chosen) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--figures", nargs="*", choices=list(FIGURES), help="default: those of the table"
-    )
+    parser = harness.parser(__doc__, FIGURES)
     parser.add_argument("--stalls", action="store_true", help="ten minutes of waits, too")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=MOST_MINUTES,
-        help=f"figures that would begin later are left out ({MOST_MINUTES:.0f})",
-    )
-    options = parser.parse_args()
-    names = list(options.figures or FIGURES.by_default)
-    if options.stalls and "stalls" not in names:
-        names.append("stalls")
-    chosen = Chosen(runs=options.runs, peers=options.peers, folder=FOLDER)
-    packages = (*runner.PACKAGES, "numba", "tokenizers", "zstandard")
-    print(f"{harness.machine()}; {harness.versions(packages)}; medians of {options.runs} runs\n")
+    chosen = parser.parse_args(namespace=Chosen())
+    if chosen.stalls and "stalls" not in chosen.figures:
+        chosen.figures = [*chosen.figures, "stalls"]
+    harness.print_head((*runner.PACKAGES, "numba", "tokenizers", "zstandard"), chosen.runs)
     harness.table("figure", "other side", "streammega", "ratio", "goal")
-    end = time.monotonic() + 60 * options.minutes
-    failed = []
-    for name in names:
-        if name != "stalls" and time.monotonic() > end:
-            print(f"{name}: left out, {options.minutes:g} minutes are over", file=sys.stderr)
-            continue
-        began = time.monotonic()
-        try:
-            FIGURES[name](chosen)
-        except (Exception, SystemExit):  # the others are measured all the same
-            traceback.print_exc()
-            failed.append(name)
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return 1 if failed else 0
+    return harness.print_figures(FIGURES, chosen)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Training beside torch's own parts: gradient buckets, sharded steps, get_batch, and how long steps
+"""Training beside torch's own parts: gradient buckets, get_batch, and how long steps
 wait for data.
 
     python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda]
 
 Two ranks, gloo on the CPU (NCCL with --device cuda), one thread each. Both sides of a ratio
-alternate within one run, in one pair of processes (memory: in fresh ones), and steps are timed in
+alternate within one run, in one pair of processes, and steps are timed in
 several pairs, since where memory lies moves a whole pair's figures by 5 %; printed are ratios of
 medians with a 95 % bootstrap interval.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import multiprocessing
 import os
 import platform
-import resource
 import shutil
 import sys
 import tempfile
@@ -48,7 +46,6 @@ from streammega.parallel import RankBatches, open_loader
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 from streammega.train.parallel_model import synchronised
-from streammega.train.sharding import make_mesh, shard
 from tools.bench import harness
 from tools.bench.object_server import running
 
@@ -76,10 +73,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--only", choices=["buckets", "sharded", "batches", "waiting", "cost"], help="one part"
-    )
-    parser.add_argument(
-        "--trace", help="write the profile of three steps of `cost` here, for chrome://tracing"
+        "--only", choices=["buckets", "batches", "waiting", "cost"], help="one part"
     )
     chosen = parser.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
@@ -92,11 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="streammega-bench-") as folder:
         # NCCL takes one rank for each GPU
         pairs = chosen.device == "cpu" or torch.cuda.device_count() > 1
-        parts = (
-            {"buckets": buckets, "sharded": sharded, "batches": batches, "waiting": waiting}
-            if pairs
-            else {}
-        )
+        parts = {"buckets": buckets, "batches": batches, "waiting": waiting} if pairs else {}
         for name, part in (parts | {"cost": cost}).items():
             if chosen.only in (None, name):
                 part(chosen, Path(folder))
@@ -117,22 +107,6 @@ def buckets(chosen: argparse.Namespace, folder: Path) -> None:
         times["checked"],
         times["ddp"],
     )
-    print()
-
-
-def sharded(chosen: argparse.Namespace, folder: Path) -> None:
-    print(
-        "sharded by fully_shard as in the trainer, AdamW, the same model: step time, and what a process grows by from before the model to its peak"
-    )
-    times = over_launches(chosen, ("zero", "sharded"))
-    report("fully_shard / ZeroRedundancyOptimizer with DDP", times["sharded"], times["zero"])
-    if chosen.device == "cpu":
-        peaks = {
-            name: [on_two_ranks(chosen, peak_memory, name) for _ in range(3)]
-            for name in ("zero", "sharded")
-        }
-        zero, ours = (float(np.median(peaks[name])) for name in ("zero", "sharded"))
-        print(f"  peak memory {ours / 1e6:.0f} MB / {zero / 1e6:.0f} MB = {ours / zero:.3f}")
     print()
 
 
@@ -186,7 +160,6 @@ def cost(chosen: argparse.Namespace, folder: Path) -> None:
             server.storage_options,
             folder / "cost.cache",
             chosen.runs,
-            chosen.trace,
         )
     report("  step", figures["loader"], figures["resident"])
     print(
@@ -195,9 +168,6 @@ def cost(chosen: argparse.Namespace, folder: Path) -> None:
     print(
         f"  CPU seconds of the host for 10^9 tokens, beyond those of the resident batch: {figures['cpu'][0]:.1f}"
     )
-    if figures["copy"]:
-        copied, beside = figures["copy"]
-        print(f"  copies to the device: {copied:.0f} us a step, {beside:.0%} of it beside kernels")
     print()
 
 
@@ -266,16 +236,6 @@ def time_sides(
                 if number:
                     times[name].append(seconds)
     return times
-
-
-def peak_memory(rank: int, device: torch.device, runs: int, name: str) -> float:
-    """Bytes by which this process grew to its peak, over three steps."""
-    gc.collect()
-    before = resident()
-    side = make_side(name, device)
-    for _ in range(3):
-        side()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def time_batches(
@@ -376,24 +336,13 @@ def make_side(name: str, device: torch.device) -> Side:
     model = GPT(MODEL).to(device)
     tokens = torch.randint(0, MODEL.vocab_size, (MICRO_BATCHES, BATCH, LENGTH + 1), device=device)
     positions = torch.arange(LENGTH, device=device).expand(BATCH, -1)
-    settings: dict[str, Any] = {"lr": 1e-4, "fused": True}
     wrapped: nn.Module
-    if name == "sharded":
-        wrapped = model
-        shard(model, make_mesh(Ranks(ParallelLayout(dp=2)), device.type), torch.float32)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), **settings)
-    elif name in ("ddp", "zero"):
+    if name == "ddp":
         wrapped = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-        if name == "ddp":
-            optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
-        else:
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **settings)
     else:
         checks = name == "checked"
         wrapped = BucketedDataParallel(model, bucket_size=BUCKET, check_gradients=checks)
-        optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
     del model
 
     def step() -> None:
@@ -447,10 +396,6 @@ def write_tokens(prefix: Path, count: int) -> None:
 
 def parameters() -> float:
     return sum(parameter.numel() for parameter in GPT(MODEL).parameters()) / 1e6
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
