@@ -45,7 +45,7 @@ class RemoteStore(Store):
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.scheme}://{self.root})"
+        return f"{type(self).__name__}({self.url('')})"
 
     def __getstate__(self) -> dict[str, Any]:
         answered = self._policy.has_answered
