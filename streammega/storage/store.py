@@ -95,11 +95,15 @@ class Store(ABC):
 
     owns_bodies = False
     """Whether `fetch` returns memory of its own, which the caller may keep."""
-    can_list_between = False
 
     @property
     def is_local(self) -> bool:
         """Whether reads cost no network: they are of mapped files."""
+        return False
+
+    @property
+    def can_list_between(self) -> bool:
+        """Whether `list_between` may be asked."""
         return False
 
     @abstractmethod
@@ -222,6 +226,10 @@ class WrapperStore(Store):
     @property
     def is_local(self) -> bool:
         return self.inner.is_local
+
+    @property
+    def can_list_between(self) -> bool:
+        return self.inner.can_list_between
 
     def url(self, key: str) -> str:
         return self.inner.url(key)

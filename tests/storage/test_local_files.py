@@ -310,7 +310,7 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 
 
 def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'mmap' or 'pread'"):
+    with pytest.raises(ConfigError, match="must be one of mmap, pread"):
         StorageConfig(local="direct")  # type: ignore[arg-type]
 
 

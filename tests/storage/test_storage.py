@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from streammega.errors.words import without_controls
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
 from streammega.storage.backends import obstore_after_fork, s3_writer
-from streammega.storage.backends.fallback import FallbackStore
+from streammega.storage.backends.fallback import FallbackStore, RangesRefused
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.backends.oss import OssStore
@@ -40,7 +41,14 @@ from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.backends.s3_writer import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.etags import version_of
-from streammega.storage.store import create_object, replace_object
+from streammega.storage.store import (
+    Buffer,
+    ObjectInfo,
+    Span,
+    WrapperStore,
+    create_object,
+    replace_object,
+)
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -304,6 +312,7 @@ del os.memfd_create  # no copy of obstore can be loaded, as on other systems tha
 warnings.filterwarnings("ignore")
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
 from streammega import StorageConfig
+from streammega.dataset.resolve import list_shards
 from streammega.storage import open_store
 from streammega.storage.backends import fsspec
 endpoint, bucket = sys.argv[1:]
@@ -326,6 +335,9 @@ if os.fork() == 0:
     assert [item.key for item in store.list("folder/")] == ["folder/small"]
     store.delete(key)
     assert store.list("folder/") == []
+    names = [f"s3://{bucket}/folder/shard-{number:02}" for number in range(20)]
+    listing = list_shards(names, StorageConfig(storage_options=options))
+    assert not listing.prefixes, "this transport lists no ranges of keys, and says so"
     assert len(opened) == 1, "one client reads"
     put("folder/made", b"abc")
     assert store.info("folder/made").size == 3
@@ -346,6 +358,48 @@ def test_where_no_copy_can_be_loaded_all_works_after_a_fork_by_one_client_with_o
     )
     assert "child is well" in run.stdout, run.stderr
     assert run.stdout.count("was forked") == 1
+
+
+READS: dict[str, Callable[[Store, ObjectInfo], object]] = {
+    "fetch": lambda store, info: bytes(store.fetch(info.key, [(2, 5)], info.etag)[0]),
+    "fetch_into": lambda store, info: _fetch_into(store, info, (2, 5)),
+    "read": lambda store, info: bytes(store.read(info.key, [(2, 5)], info.etag)[0]),
+    "read_many": lambda store, info: bytes(store.read_many([(info, 2, 5)], 4)[0]),
+}
+
+
+def _fetch_into(store: Store, info: ObjectInfo, span: tuple[int, int]) -> bytes:
+    start, stop = span
+    out = np.empty(stop - start, np.uint8)
+    store.fetch_into(info.key, [span], [out], info.etag)
+    return out.tobytes()
+
+
+class RefusesRanges(LocalStore):
+    """A store whose client takes none of its server's answers."""
+
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        raise RangesRefused(key)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_every_way_to_read_falls_back_where_range_answers_are_refused(
+    read: Callable[[Store, ObjectInfo], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "object"
+    path.write_bytes(b"0123456789")
+    store = FallbackStore(RefusesRanges(), LocalStore)
+    info = store.info(str(path))
+    assert read(store, info) == b"234"
+    sent = pickle.loads(pickle.dumps(store))  # noqa: S301
+    assert read(sent, info) == b"234"
+
+
+def test_a_wrapper_forwards_all_that_a_store_can_do() -> None:
+    """Else a default of `Store` would hide what the wrapped store has."""
+    not_forwarded = {"owns_bodies", "local_path", "view"}
+    public = {name for name in vars(Store) if not name.startswith("_")}
+    assert public - set(vars(WrapperStore)) == not_forwarded
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])

@@ -38,7 +38,6 @@ class FallbackStore(WrapperStore):
     """
 
     owns_bodies = True
-    can_list_between = True
 
     def __init__(
         self, first: Store, make_second: Callable[[], Store], *, after_fork: bool = True

@@ -91,7 +91,7 @@ class ObstoreStore(RemoteStore):
         self._bucket_seen = False
 
     @property
-    def can_list_between(self) -> bool:  # type: ignore[override]
+    def can_list_between(self) -> bool:
         """S3 knows listings that begin after a key."""
         return self.scheme in ("s3", "oss")
 
