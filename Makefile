@@ -28,7 +28,7 @@ test: $(STAMP)  ## the tests, on the CPU whatever the machine has; four at once,
 
 cuda: $(STAMP)  ## what needs a GPU: the tests marked cuda (some need two), what a step costs; skipped with a reason where there is none
 	$(PYTEST) -m cuda -rs --timeout 600
-	$(BIN)/python tools/bench/training.py --device cuda --only cost
+	$(BIN)/python tools/bench/training.py --device cuda --figures cost
 
 check: $(STAMP) format lint types test  ## what CI runs: format, lint, types, tests
 

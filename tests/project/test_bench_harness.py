@@ -102,7 +102,7 @@ def test_a_figure_that_fails_leaves_the_others_of_the_table(
         raise KeyError("ours")
 
     def tells(chosen: table.Chosen) -> None:
-        table.tell("blend", "1")
+        table.tell("blend", 1)
 
     monkeypatch.setattr(table, "FIGURES", harness.Figures(epochs=fails, blends=tells, stalls=fails))
     monkeypatch.setattr("sys.argv", ["table.py", "--figures", "epochs", "blends"])

@@ -12,18 +12,21 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import streammega as sm
+from tools.bench import corpus, harness
 
 LENGTH = 2048
 ROWS = 4
@@ -180,16 +183,6 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
 """A name, what has to be installed, and the batches."""
 
 
-def data(folder: Path) -> sm.DataConfig:
-    """Sequences of random ids on disk."""
-    rng = np.random.default_rng(0)
-    with sm.IndexedDatasetWriter(str(folder / "data"), np.uint16) as writer:
-        for _ in range(2000):
-            writer.add_item(rng.integers(0, 50_000, 4000).astype(np.uint16))
-            writer.end_document()
-    return sm.DataConfig(blend=[str(folder / "data")], sequence_length=LENGTH, order="stream")
-
-
 def host_seconds(
     config: sm.DataConfig, side: Callable[[sm.StreamLoader], Batches], batches: int
 ) -> float:
@@ -210,28 +203,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=1600)
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    here = {
-        name: side
-        for name, (module, side) in SIDES.items()
-        if importlib.util.find_spec(module) is not None
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in here}
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = data(Path(folder))
-        for _ in range(options.rounds):
-            for name, side in here.items():
-                seconds[name].append(host_seconds(config, side, options.batches))
-    base = statistics.median(seconds["bare loader"])
-    for name, values in seconds.items():
-        middle = statistics.median(values)
-        line = {
-            "side": name,
-            "host_us": round(middle * 1e6),
-            "least_us": round(min(values) * 1e6),
-            "over_bare_us": round((middle - base) * 1e6),
+        prefix = f"{folder}/data"
+        corpus.write_random(prefix, np.full(2000, 4000), 50_000)
+        config = sm.DataConfig(blend=[prefix], sequence_length=LENGTH, order="stream")
+        sides = {
+            name: partial(host_seconds, config, side, chosen.batches)
+            for name, (module, side) in SIDES.items()
+            if importlib.util.find_spec(module) is not None
         }
-        print(json.dumps(line))
+        seconds = harness.in_turns(chosen.rounds, sides)
+    harness.table("us of the host for a micro-batch", "median", "least")
+    for name, values in seconds.items():
+        harness.row(name, f"{statistics.median(values) * 1e6:.0f}", f"{min(values) * 1e6:.0f}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
-from tools.bench.object_server import running
-from tools.bench.runner import FOLDER, HERE, PACKAGES, SHAPES, Bench, prepare
+from tools.bench.runner import FOLDER, HERE, PACKAGES, SHAPES, Bench, serving
 
 
 class Figure(NamedTuple):
@@ -57,7 +56,7 @@ FIGURES = (
 def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> float | None:
     """One run of a figure by one checkout; None if it failed."""
     arguments = {"seconds": seconds, **figure.arguments}
-    index_cache = str(bench.folder / f"idx-{checkout.name}")
+    index_cache = str(FOLDER / f"idx-{checkout.name}")
     found = bench.ours(checkout=checkout, index_cache=index_cache, **arguments).get(figure.result)
     return None if found is None else float(found)
 
@@ -95,11 +94,9 @@ def main() -> int:
     other = chosen.other.resolve()
     if not (other / "streammega").is_dir():
         parser.error(f"{other} is no checkout of streammega")
-    prepare(FOLDER, peers=False)
     harness.print_head(PACKAGES, chosen.runs)
     harness.table("figure", "before", "after", "ratio, above 1.00 is better")
-    with running(FOLDER / "objects") as server:
-        bench = Bench(server, FOLDER, chosen.runs, chosen.seconds)
+    with serving() as bench:
         for figure in FIGURES:
             if any(part in figure.name for part in chosen.figures):
                 compare(bench, figure, other, chosen.runs, chosen.seconds)

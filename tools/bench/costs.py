@@ -39,8 +39,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
-from tools.bench.object_server import running
-from tools.bench.runner import FOLDER, PACKAGES, S, prepare
+from tools.bench.runner import FOLDER, PACKAGES, S, serving
 
 Result = dict[str, Any]
 STORED_BYTES = 2
@@ -68,6 +67,7 @@ class Spent(NamedTuple):
     switches: int
 
 
+NOTHING = Spent(0.0, 0.0, 0)
 Threads = dict[int, tuple[str, Spent]]
 
 
@@ -91,9 +91,9 @@ def of_threads() -> Threads:
 
 def by_kind(before: Threads, after: Threads) -> dict[str, Spent]:
     """What threads spent in between, added up by kind."""
-    kinds: dict[str, Spent] = defaultdict(lambda: Spent(0.0, 0.0, 0))
+    kinds: dict[str, Spent] = defaultdict(lambda: NOTHING)
     for number, (name, now) in after.items():
-        _, then = before.get(number, (name, Spent(0.0, 0.0, 0)))
+        _, then = before.get(number, (name, NOTHING))
         kind = next((told for begin, told in KINDS.items() if name.startswith(begin)), "others")
         total = kinds[kind]
         kinds[kind] = Spent(
@@ -107,7 +107,7 @@ def by_kind(before: Threads, after: Threads) -> dict[str, Spent]:
 # --- sides, each in a process of its own ---
 
 
-def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
+def loader(endpoint: str, mode: str, seconds: float) -> Result:
     """StreamLoader in its steady state."""
     import streammega as sm
 
@@ -117,7 +117,7 @@ def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
         order="stream",
         num_samples=(520_000, 0, 0),
         storage=sm.StorageConfig(storage_options={"anon": True, "endpoint_url": endpoint}),
-        index_cache_dir=f"{folder}/idx",
+        index_cache_dir=FOLDER / "idx",
     )
     with sm.StreamLoader(
         config, micro_batch_size=ROWS, global_batch_size=256, ids_only=mode == "ids"
@@ -291,51 +291,44 @@ def rate(result: Result) -> float:
 
 def tell(mode: str, runs: list[Result], alone: list[Result]) -> None:
     """One line for each kind of thread, and one for all of them."""
-    cells = {
-        KINDS["tokio"],
-        KINDS["streammega-read"],
-        KINDS["streammega-batch"],
-        KINDS["MainThread"],
-    }
-    for kind in sorted(cells):
-        ours = [result["kinds"].get(kind, Spent(0.0, 0.0, 0)) for result in runs]
-        seconds = statistics.median(
-            (spent.user + spent.system) / result["tokens"] * 1e9
-            for spent, result in zip(ours, runs, strict=True)
-        )
-        theirs = statistics.median(
-            sum(result["kinds"].get(kind, Spent(0.0, 0.0, 0))[:2]) / result["tokens"] * 1e9
-            for result in alone
-        )
-        requests_of_token = statistics.median(r["requests"] / r["tokens"] for r in runs)
+
+    def seconds_of(results: list[Result], kind: str) -> Any:
+        """Of the processor, per 10^9 tokens."""
+        spent = [result["kinds"].get(kind, NOTHING) for result in results]
+        of_token = [
+            (s.user + s.system) / r["tokens"] * 1e9 for s, r in zip(spent, results, strict=True)
+        ]
+        return statistics.median(of_token)
+
+    tokens_of_request = statistics.median(run["tokens"] / run["requests"] for run in runs)
+    for kind in sorted(KINDS.values()):
+        seconds = seconds_of(runs, kind)
+        theirs = seconds_of(alone, kind)
         switches = statistics.median(
-            spent.switches / result["requests"] for spent, result in zip(ours, runs, strict=True)
+            run["kinds"].get(kind, NOTHING).switches / run["requests"] for run in runs
         )
         harness.row(
             f"{mode}: {kind}",
             f"{seconds:.2f}",
             f"{1e3 * seconds / STORED_BYTES:.0f}",
-            f"{seconds / 1e9 / requests_of_token * 1e6:.0f}",
+            f"{seconds / 1e9 * tokens_of_request * 1e6:.0f}",
             f"{switches:.2f}",
             f"{theirs:.2f}" if theirs else "",
         )
-    ours_cpu = statistics.median(map(cpu, runs))
-    theirs_cpu = statistics.median(map(cpu, alone))
-    ours_rate = statistics.median(map(rate, runs))
-    theirs_rate = statistics.median(map(rate, alone))
+    our_cpu, their_cpu = (statistics.median(map(cpu, side)) for side in (runs, alone))
+    ours, theirs = (statistics.median(map(rate, side)) for side in (runs, alone))
     harness.row(
-        f"{mode}: all, {ours_rate:.0f} MB/s; obstore alone {theirs_rate:.0f} MB/s: "
-        f"{100 * ours_rate / theirs_rate:.0f} %",
-        f"{ours_cpu:.2f}",
-        f"{1e3 * ours_cpu / STORED_BYTES:.0f}",
+        f"{mode}: all, {ours:.0f} MB/s; obstore alone {theirs:.0f} MB/s: {100 * ours / theirs:.0f} %",
+        f"{our_cpu:.2f}",
+        f"{1e3 * our_cpu / STORED_BYTES:.0f}",
         "",
         "",
-        f"{theirs_cpu:.2f}",
+        f"{their_cpu:.2f}",
     )
 
 
 def measure(
-    endpoint: str, folder: Path, mode: str, runs: int, seconds: float, *, held: bool = False
+    endpoint: str, mode: str, runs: int, seconds: float, *, held: bool = False
 ) -> tuple[list[Result], list[Result]]:
     """What the loader and obstore alone give, in turns. `held`: obstore keeps as many bytes.
 
@@ -344,9 +337,7 @@ def measure(
     ours = []
     alone = []
     for _ in range(runs):
-        of_loader = measured(
-            loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
-        )
+        of_loader = measured(loader, endpoint=endpoint, mode=mode, seconds=seconds)
         size = int(of_loader["size"])
         of_transport = measured(
             transport,
@@ -361,9 +352,9 @@ def measure(
     return ours, alone
 
 
-def floors(endpoint: str, folder: Path, mode: str, runs: int, seconds: float) -> None:
+def floors(endpoint: str, mode: str, runs: int, seconds: float) -> None:
     """One line for each thing that a loader cannot do without, and one for the loader."""
-    first = measured(loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds)
+    first = measured(loader, endpoint=endpoint, mode=mode, seconds=seconds)
     size = int(first["size"])
     alike: dict[str, Any] = {
         "endpoint": endpoint,
@@ -379,9 +370,7 @@ def floors(endpoint: str, folder: Path, mode: str, runs: int, seconds: float) ->
         "obstore, as much held and handed out": partial(
             measured, transport, held=held, handed_out=mode, **alike
         ),
-        "the loader": partial(
-            measured, loader, endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
-        ),
+        "the loader": partial(measured, loader, endpoint=endpoint, mode=mode, seconds=seconds),
     }
     found = harness.in_turns(runs, sides)
     rates = {name: statistics.median(map(rate, results)) for name, results in found.items()}
@@ -401,7 +390,6 @@ def main() -> int:
     parser.add_argument("--held", action="store_true", help="obstore alone keeps bytes, too")
     parser.add_argument("--floors", action="store_true", help="what no loader can do without")
     chosen = parser.parse_args()
-    prepare(FOLDER, peers=False)
     harness.print_head(PACKAGES[:3], chosen.runs)
     cost = "CPU s per 10^9 tokens"
     if chosen.floors:
@@ -410,9 +398,9 @@ def main() -> int:
         other = "obstore keeping as much" if chosen.held else "obstore alone"
         columns = (cost, "us per MB", "us per request", "switches per request", f"{other}, {cost}")
         harness.table("stream order, default blocks", *columns)
-    with running(FOLDER / "objects") as server:
+    with serving() as bench:
         for mode in chosen.modes:
-            options = (server.endpoint, FOLDER, mode, chosen.runs, chosen.seconds)
+            options = (bench.server.endpoint, mode, chosen.runs, chosen.seconds)
             if chosen.floors:
                 floors(*options)
             else:

@@ -9,7 +9,6 @@ for bit.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 import warnings
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from streammega.kernels.blending import blend_weighted
-from streammega.kernels.parallel import num_threads
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.blend import normalized
@@ -33,28 +31,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 
 Side = Callable[[], Any]
-FIGURES = ("indices", "blends", "locate")
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--figures", nargs="*", choices=FIGURES, default=FIGURES)
-    arguments.add_argument("--sequences", type=int, nargs="*", default=[20_000_000])
-    arguments.add_argument("--runs", type=int, default=5)
-    chosen = arguments.parse_args()
-    packages = harness.versions(("numpy", "numba", "megatron-core"))
-    print(f"Python {platform.python_version()}, {num_threads()} cores; {packages}")
+    parser = harness.parser(__doc__, FIGURES, runs=5)
+    parser.add_argument("--sequences", type=int, nargs="*", default=[20_000_000])
+    chosen = parser.parse_args()
+    harness.print_head(("numpy", "numba", "megatron-core"), chosen.runs)
     harness.table("kernel", "helpers / NumPy", "streammega", "ratio", "bits")
-    if "indices" in chosen.figures:
-        for sequences in chosen.sequences:
-            sample_index(sequences, chosen.runs)
-            shuffles(sequences, chosen.runs)
-    if "blends" in chosen.figures:
-        blends(chosen.runs)
-    if "locate" in chosen.figures:
-        locate(chosen.runs)
-        starts()
-    return 0
+    return harness.print_figures(FIGURES, chosen)
 
 
 def compare(name: str, theirs: Side, ours: Side, runs: int) -> None:
@@ -79,6 +64,12 @@ def equal(theirs: Any, ours: Any) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
 
 
+def indices(chosen: argparse.Namespace) -> None:
+    for sequences in chosen.sequences:
+        sample_index(sequences, chosen.runs)
+        shuffles(sequences, chosen.runs)
+
+
 def sample_index(sequences: int, runs: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,28 +90,23 @@ def sample_index(sequences: int, runs: int) -> None:
 
 def shuffles(sequences: int, runs: int) -> None:
     """Document and shuffle index of one epoch: what Megatron builds with NumPy."""
-    samples = sequences // 4
 
-    def theirs() -> tuple[np.ndarray, np.ndarray]:
-        state = np.random.RandomState(1)
+    def shuffled(shuffler: Any) -> tuple[np.ndarray, np.ndarray]:
         documents = np.arange(sequences, dtype=np.int32)
-        order = np.arange(samples, dtype=np.uint32)
-        state.shuffle(documents)
-        state.shuffle(order)
-        return documents, order
-
-    def ours() -> tuple[np.ndarray, np.ndarray]:
-        shuffler = LegacyShuffler(1)
-        documents = np.arange(sequences, dtype=np.int32)
-        order = np.arange(samples, dtype=np.uint32)
+        samples = np.arange(sequences // 4, dtype=np.uint32)
         shuffler.shuffle(documents)
-        shuffler.shuffle(order)
-        return documents, order
+        shuffler.shuffle(samples)
+        return documents, samples
 
-    compare(f"document + shuffle index, {sequences / 1e6:.0f}M sequences", theirs, ours, runs)
+    compare(
+        f"document + shuffle index, {sequences / 1e6:.0f}M sequences",
+        lambda: shuffled(np.random.RandomState(1)),
+        lambda: shuffled(LegacyShuffler(1)),
+        runs,
+    )
 
 
-def blends(runs: int) -> None:
+def blends(chosen: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
     for count, size in ((64, 4_000_000), (256, 2_000_000), (1000, 500_000)):
         kinds = {
@@ -131,7 +117,7 @@ def blends(runs: int) -> None:
         for kind, raw in kinds.items():
             theirs, ours = blend_sides(raw, size)
             title = f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples"
-            compare(title, theirs, ours, runs)
+            compare(title, theirs, ours, chosen.runs)
 
 
 def blend_sides(raw_weights: np.ndarray, size: int) -> tuple[Side, Side]:
@@ -154,14 +140,12 @@ def blend_sides(raw_weights: np.ndarray, size: int) -> tuple[Side, Side]:
 
 def stream_order(datasets: int) -> StreamOrder:
     rng = np.random.default_rng(0)
-    parts = [
-        StreamDataset(
-            parts=[FilePart(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2
-        )
-        for _ in range(datasets)
-    ]
+    sizes = rng.integers(10**9, 10**12, datasets).tolist()
     return StreamOrder(
-        datasets=parts,
+        datasets=[
+            StreamDataset(parts=[FilePart(file=0, start=0, tokens=size)], itemsize=2)
+            for size in sizes
+        ],
         schedule=[(0, rng.random(datasets).tolist())],
         sequence_length=4096,
         extra_token=True,
@@ -170,19 +154,14 @@ def stream_order(datasets: int) -> StreamOrder:
     )
 
 
-def locate(runs: int) -> None:
+def locate(chosen: argparse.Namespace) -> None:
     order = stream_order(64)
     ids = np.arange(10**10, 10**10 + 2_000_000)
     order.locate(ids[:10])
-    seconds = harness.medians(
-        runs, {"locate": lambda: harness.seconds_of(lambda: order.locate(ids))}
-    )
-    rate = len(ids) / seconds["locate"]
+    sides = {"ours": lambda: harness.seconds_of(lambda: order.locate(ids))}
+    rate = len(ids) / harness.medians(chosen.runs, sides)["ours"]
     print(f"\nlocate, stream order, 64 datasets blended: {rate / 1e6:.1f}M samples/s on one core")
-
-
-def starts() -> None:
-    """From sizes to the first batch's places, kernels compiled by an earlier run."""
+    # from sizes to the first batch's places
     for first in (0, 10**10):
         began = time.perf_counter()
         order = stream_order(20)
@@ -194,6 +173,9 @@ def starts() -> None:
         10**10,
     )
     print(f"state of a loader with 20 datasets: about {len(str(state))} bytes")
+
+
+FIGURES = harness.Figures(indices=indices, blends=blends, locate=locate)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ are made under a folder (about 10 GB with those of the other loaders).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.dataset.idx import encode_index
 from tools.bench import harness
-from tools.bench.object_server import Running
+from tools.bench.object_server import Running, running
 
 HERE = Path(__file__).resolve().parents[2]
 FOLDER = Path("/tmp/streammega-bench")
@@ -49,24 +51,21 @@ Result = dict[str, Any]
 
 
 class Bench:
-    """A server, and the two Pythons that sides run in."""
+    """A server of the corpus, and sides that read from it, each in a process of its own."""
 
-    def __init__(self, server: Running, folder: Path, runs: int, seconds: float) -> None:
+    def __init__(self, server: Running) -> None:
         self.server = server
-        self.folder = folder
-        self.runs = runs
-        self.seconds = seconds
 
     def side(self, name: str, checkout: Path = HERE, **arguments: Any) -> Result:
         """Run one side in a process of its own, with the library of a checkout.
 
         A side that fails is {} and says why on stderr.
         """
-        arguments = {"index_cache": str(self.folder / "idx"), **arguments}
+        arguments = {"index_cache": str(FOLDER / "idx"), **arguments}
         environment = os.environ | {
             "AWS_ENDPOINT_URL": self.server.endpoint, "S3_ENDPOINT_URL": self.server.endpoint, "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-            "MSC_CONFIG": str(self.folder / "msc.json"), "TMPDIR": str(self.folder / "tmp"),
+            "MSC_CONFIG": str(FOLDER / "msc.json"), "TMPDIR": str(FOLDER / "tmp"),
         }  # fmt: skip
         script = str(checkout / "tools" / "bench" / "sides.py")
         try:
@@ -76,8 +75,8 @@ class Bench:
             print(f"{name}: {error}", file=sys.stderr)
             return {}
         finally:
-            shutil.rmtree(self.folder / "tmp", ignore_errors=True)
-            (self.folder / "tmp").mkdir()
+            shutil.rmtree(FOLDER / "tmp", ignore_errors=True)
+            (FOLDER / "tmp").mkdir()
 
     def ours(self, **arguments: Any) -> Result:
         """streammega from the server."""
@@ -86,33 +85,38 @@ class Bench:
         )
 
 
+@contextlib.contextmanager
+def serving(*, peers: bool = False) -> Iterator[Bench]:
+    """The corpus on a server, with `peers` in the formats of other loaders too."""
+    prepare(peers)
+    with running(FOLDER / "objects") as server:
+        yield Bench(server)
+
+
 # --- the files ------------------------------------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, peers: bool) -> None:
+def prepare(peers: bool) -> None:
     """A corpus of 4 GiB in documents of a lognormal length; with `peers` one of 1 GiB, in our format
     and in those of the other loaders.
     """
-    data = folder / "objects" / "data"
+    data = FOLDER / "objects" / "data"
     data.mkdir(parents=True, exist_ok=True)
-    (folder / "tmp").mkdir(exist_ok=True)
-    if not (data / "web.idx").exists():
-        write_pair(data / "web", CORPUS // 2)
+    (FOLDER / "tmp").mkdir(exist_ok=True)
     options = {"base_path": "data", "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}}
-    (folder / "msc.json").write_text(json.dumps({"profiles": {"data": profile}}))
-    if peers:
-        if not (data / "equal.idx").exists():
-            write_pair(data / "equal", EQUAL_TOKENS)
-        rows = np.memmap(data / "equal.bin", np.uint16, "r").reshape(-1, S + 1)
-        for name, write in (
-            ("raw", write_raw),
-            ("mds", write_mds),
-            ("litdata", write_litdata),
-        ):
-            if not (data / name).exists():
-                print(f"writing {name} ...", file=sys.stderr)
-                write(rows, data / name)
+    (FOLDER / "msc.json").write_text(json.dumps({"profiles": {"data": profile}}))
+    if not (data / "web.idx").exists():
+        write_pair(data / "web", CORPUS // 2)
+    if not peers:
+        return
+    if not (data / "equal.idx").exists():
+        write_pair(data / "equal", EQUAL_TOKENS)
+    rows = np.memmap(data / "equal.bin", np.uint16, "r").reshape(-1, S + 1)
+    for name, write in (("raw", write_raw), ("mds", write_mds), ("litdata", write_litdata)):
+        if not (data / name).exists():
+            print(f"writing {name} ...", file=sys.stderr)
+            write(rows, data / name)
 
 
 def write_pair(prefix: Path, tokens: int) -> None:

@@ -12,6 +12,7 @@ share is that of the medians. Server and files are those of runner.py.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
-from tools.bench.object_server import running
-from tools.bench.runner import FOLDER, PACKAGES, Bench, prepare
+from tools.bench.runner import PACKAGES, Bench, serving
 
 KIB = 1 << 10
 SERVERS: dict[str, dict[str, Any]] = {
@@ -54,28 +54,28 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mib", nargs="*", type=int, help="bytes in flight to compare, in MiB")
     chosen = parser.parse_args()
-    prepare(FOLDER, peers=False)
     harness.print_head(PACKAGES[:3], chosen.runs)
     if chosen.mib:
         harness.table("server, latency", *(f"{mib} MiB: M tokens/s" for mib in chosen.mib))
     else:
         harness.table("server, order", "best fixed: M tokens/s", "by itself: M tokens/s", "share")
-    with running(FOLDER / "objects") as server:
-        bench = Bench(server, FOLDER, chosen.runs, chosen.seconds)
+    with serving() as bench:
         for name, behaviour in SERVERS.items():
             if not any(part in name for part in chosen.servers):
                 continue
             if chosen.mib:
-                compare_bytes(bench, name, behaviour, chosen.mib)
-                continue
-            for order in ("stream", "megatron"):
-                compare(bench, name, order, behaviour)
+                compare_bytes(bench, name, behaviour, chosen)
+            else:
+                for order in ("stream", "megatron"):
+                    compare(bench, name, order, behaviour, chosen)
     return 0
 
 
-def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> None:
+def compare(
+    bench: Bench, name: str, order: str, behaviour: dict[str, Any], chosen: argparse.Namespace
+) -> None:
     """Print one line of the table."""
-    seconds = max(bench.seconds, COUNTED_SECONDS) if "rate" in behaviour else bench.seconds
+    seconds = max(chosen.seconds, COUNTED_SECONDS) if "rate" in behaviour else chosen.seconds
 
     def side(most: int | None) -> float | None:
         bench.server.behave(**behaviour)  # each begins with the burst that the server allows
@@ -86,7 +86,7 @@ def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> N
     tried = {most: side(most) or 0.0 for most in GRID}
     best = max(tried, key=lambda most: tried[most])
     medians = harness.medians(
-        bench.runs, {"fixed": partial(side, best), "itself": partial(side, None)}
+        chosen.runs, {"fixed": partial(side, best), "itself": partial(side, None)}
     )
     if len(medians) < 2:
         harness.row(f"{name}, {order}", "failed", "", "")
@@ -101,16 +101,18 @@ def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> N
     )
 
 
-def compare_bytes(bench: Bench, name: str, behaviour: dict[str, Any], sizes: list[int]) -> None:
+def compare_bytes(
+    bench: Bench, name: str, behaviour: dict[str, Any], chosen: argparse.Namespace
+) -> None:
     """Print a line for each latency: the rate with each number of bytes in flight."""
 
     def side(mib: int, latency: float) -> float | None:
         bench.server.behave(**(behaviour | {"latency": latency}))
-        return tokens_per_second(bench, "stream", {"in_flight_bytes": mib << 20}, bench.seconds)
+        return tokens_per_second(bench, "stream", {"in_flight_bytes": mib << 20}, chosen.seconds)
 
     for latency in LATENCIES:
-        sides = {str(mib): partial(side, mib, latency) for mib in sizes}
-        rates = harness.medians(bench.runs, sides).values()
+        sides = {str(mib): partial(side, mib, latency) for mib in chosen.mib}
+        rates = harness.medians(chosen.runs, sides).values()
         harness.row(f"{name}, {1000 * latency:.0f} ms", *(f"{rate / 1e6:,.3g}" for rate in rates))
 
 

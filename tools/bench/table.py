@@ -56,28 +56,41 @@ STALL_RATE = 0.85 * 400e6
 """Bytes a second that are asked for: 85 % of a link of 400 MB/s, so that bandwidth, and not these
 cores, is what is asked for.
 """
+LOCAL = str(runner.FOLDER / "objects" / "data" / "web")
 Result = dict[str, Any]
 
 
 class Chosen(argparse.Namespace):
-    """What is measured: runs of each side, the other loaders, and where files lie."""
+    """What is measured: runs of each side, and the other loaders."""
 
     runs: int
     peers: Sequence[str]
-    folder = runner.FOLDER
 
 
 FIGURES = harness.Figures()
 
 
-def tell(figure: str, ours: str, *, theirs: str = "", ratio: str = "", goal: str = "") -> None:
+def tell(
+    figure: str,
+    ours: float,
+    theirs: float | None = None,
+    *,
+    digits: int = 0,
+    ratio: Callable[[float, float], str] | None = None,
+    goal: str = "",
+) -> None:
     """A line of the table. goal: what the ratio, or ours alone, is to reach."""
-    harness.row(figure, theirs, ours, ratio, goal)
+    cells = ["" if value is None else f"{value:,.{digits}f}" for value in (theirs, ours)]
+    compared = ratio(ours, theirs) if ratio is not None and theirs is not None else ""
+    harness.row(figure, *cells, compared, goal)
 
 
 def times(ours: float, theirs: float, digits: int = 1) -> str:
     """A ratio."""
     return f"{ours / theirs:.{digits}f}x"
+
+
+two_digits = partial(times, digits=2)
 
 
 def share(ours: float, theirs: float) -> str:
@@ -101,22 +114,12 @@ def medians_of(measured: Mapping[str, Sequence[Result]], key: str) -> dict[str, 
 @FIGURES.figure()
 def transport(chosen: Chosen) -> None:
     """As many bytes, by requests of the same size, as many in flight."""
-    runner.prepare(chosen.folder, peers=False)
-    goals = {"ids": "85 %", "int64": "75 %"}
-    with running(chosen.folder / "objects") as server:
-        for mode, goal in goals.items():
-            loader, obstore = costs.measure(
-                server.endpoint, chosen.folder, mode, chosen.runs, SECONDS
-            )
-            ours = statistics.median(map(costs.rate, loader))
-            alone = statistics.median(map(costs.rate, obstore))
-            tell(
-                f"stream order, {mode}, MB/s, vs obstore alone, same requests in flight",
-                theirs=f"{alone:,.0f}",
-                ours=f"{ours:,.0f}",
-                ratio=share(ours, alone),
-                goal=goal,
-            )
+    with runner.serving() as bench:
+        for mode, goal in (("ids", "85 %"), ("int64", "75 %")):
+            sides = costs.measure(bench.server.endpoint, mode, chosen.runs, SECONDS)
+            ours, alone = (statistics.median(map(costs.rate, results)) for results in sides)
+            title = f"stream order, {mode}, MB/s, vs obstore alone, same requests in flight"
+            tell(title, ours, alone, ratio=share, goal=goal)
 
 
 # --- whole epochs --------------------------------------------------------------------------------
@@ -145,10 +148,8 @@ def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
     """Results of each side: tokens/s with the first batch, CPU seconds per 10^9 tokens, seconds to
     the first batch.
     """
-    runner.prepare(chosen.folder, peers=True)
-    with running(chosen.folder / "objects") as server:
-        server.behave(**SHAPES[shape])
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+    with runner.serving(peers=True) as bench:
+        bench.server.behave(**SHAPES[shape])
         sides: dict[str, Callable[[], Result | None]] = {}
         for peer in chosen.peers:
             for workers in WORKERS:
@@ -214,16 +215,11 @@ def rivals_of(found: Mapping[str, float], choose: Callable[..., str]) -> list[st
 
 
 def tell_epochs(rates: Mapping[str, float], where: str, goals: Sequence[str]) -> None:
-    for ours in ("ours", "ours, 1 MiB blocks"):
+    for side, blocks in (("ours", "default blocks"), ("ours, 1 MiB blocks", "1 MiB blocks")):
         for rival, goal in zip(rivals_of(rates, max), goals, strict=False):
-            blocks = "default blocks" if ours == "ours" else "1 MiB blocks"
-            tell(
-                f"whole shuffled epoch, {where}, {blocks}, M tokens/s, vs {named(rival)}",
-                theirs=f"{rates[rival] / 1e6:.0f}",
-                ours=f"{rates[ours] / 1e6:.0f}",
-                ratio=times(rates[ours], rates[rival]),
-                goal=goal if ours == "ours" else "",
-            )
+            title = f"whole shuffled epoch, {where}, {blocks}, M tokens/s, vs {named(rival)}"
+            ours, theirs = rates[side] / 1e6, rates[rival] / 1e6
+            tell(title, ours, theirs, ratio=times, goal=goal if side == "ours" else "")
 
 
 def tell_workers(rates: Mapping[str, float]) -> None:
@@ -231,14 +227,9 @@ def tell_workers(rates: Mapping[str, float]) -> None:
     with_workers = [side for side in of_peers(rates) if side.endswith(" 2")]
     for method in runner.OUR_WORKERS:
         for rival in with_workers:
-            ours = rates[f"ours, {method}"]
-            tell(
-                f"torch DataLoader, 2 workers {method}, M tokens/s, vs {named(rival)}",
-                theirs=f"{rates[rival] / 1e6:.0f}",
-                ours=f"{ours / 1e6:.0f}",
-                ratio=times(ours, rates[rival]),
-                goal="1.0x",
-            )
+            title = f"torch DataLoader, 2 workers {method}, M tokens/s, vs {named(rival)}"
+            ours, theirs = rates[f"ours, {method}"] / 1e6, rates[rival] / 1e6
+            tell(title, ours, theirs, ratio=times, goal="1.0x")
 
 
 def tell_cpu(seconds: Mapping[str, float]) -> None:
@@ -250,90 +241,75 @@ def tell_cpu(seconds: Mapping[str, float]) -> None:
         "ours, forked": "int64, DataLoader with 2 forked workers",
         "ours, spawned": "int64, DataLoader with 2 spawned workers",
     }
-    for ours, mode in modes.items():
+    for side, mode in modes.items():
         for rival, goal in zip(rivals_of(seconds, min), ("0.8x", "0.3x"), strict=False):
-            tell(
-                f"host CPU seconds per 10^9 tokens, {mode}, vs {named(rival)}",
-                theirs=f"{seconds[rival]:.1f}",
-                ours=f"{seconds[ours]:.1f}",
-                ratio=times(seconds[ours], seconds[rival], digits=2),
-                goal=goal,
-            )
+            title = f"host CPU seconds per 10^9 tokens, {mode}, vs {named(rival)}"
+            tell(title, seconds[side], seconds[rival], digits=1, ratio=two_digits, goal=goal)
 
 
 def tell_first(seconds: Mapping[str, float], where: str) -> None:
     """Of the others, those without workers: theirs have to be started."""
     peers = {side: value for side, value in of_peers(seconds).items() if side.endswith(" 0")}
     rival = min(peers, key=lambda side: peers[side])
-    tell(
-        f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}",
-        theirs=f"{peers[rival]:.2f}",
-        ours=f"{seconds['ours']:.2f}",
-        ratio=times(seconds["ours"], peers[rival], digits=2),
-        goal="0.2 s and the round trips",
-    )
+    title = f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}"
+    goal = "0.2 s and the round trips"
+    tell(title, seconds["ours"], peers[rival], digits=2, ratio=two_digits, goal=goal)
 
 
 # --- the Megatron order, and what other modes cost -----------------------------------------------
 
 
+def megatron_side(bench: Bench, scheme: str) -> Result | None:
+    """megatron-core's reader of a scheme, in its steady state."""
+    return bench.side(
+        "megatron", prefix=f"{scheme}://data/web", num_samples=500_000, seconds=SECONDS
+    ) or None  # fmt: skip
+
+
+def our_megatron_order(bench: Bench) -> Result | None:
+    return bench.ours(order="megatron", seconds=SECONDS, warmup=100) or None
+
+
 @FIGURES.figure()
 def megatron(chosen: Chosen) -> None:
     """Cold, no cache, beside megatron-core's faster reader of object storage."""
-    runner.prepare(chosen.folder, peers=False)
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
-        theirs = partial(
-            bench.side, "megatron", prefix="msc://data/web", num_samples=500_000, seconds=SECONDS
-        )
-        ours = partial(bench.ours, order="megatron", seconds=SECONDS, warmup=100)
-        sides = {"theirs": lambda: theirs() or None, "ours": lambda: ours() or None}
+    with runner.serving() as bench:
+        sides = {
+            "theirs": partial(megatron_side, bench, "msc"),
+            "ours": partial(our_megatron_order, bench),
+        }
         measured = harness.in_turns(chosen.runs, sides)
     rates = medians_of(measured, "rate")
-    fetched = statistics.median(
-        result["stats"]["amplification"] for result in measured.get("ours", [])
-    )
-    tell(
-        "Megatron order, loopback, samples/s, vs megatron-core's multi-storage-client reader",
-        theirs=f"{rates['theirs']:,.0f}",
-        ours=f"{rates['ours']:,.0f}",
-        ratio=times(rates["ours"], rates["theirs"]),
-        goal="20x",
-    )
-    tell("bytes fetched for each byte used", f"{fetched:.2f}", goal="1.15")
-    of_cpu = medians_of(measured, "cpu")
-    tell(
-        "host CPU seconds per 10^9 tokens, int64, Megatron order from the server",
-        ours=f"{of_cpu['ours']:.1f}",
-    )
+    reader = "megatron-core's multi-storage-client reader"
+    title = f"Megatron order, loopback, samples/s, vs {reader}"
+    tell(title, rates["ours"], rates.get("theirs"), ratio=times, goal="20x")
+    fetched = statistics.median(result["stats"]["amplification"] for result in measured["ours"])
+    tell("bytes fetched for each byte used", fetched, digits=2, goal="1.15")
+    title = "host CPU seconds per 10^9 tokens, int64, Megatron order from the server"
+    tell(title, medians_of(measured, "cpu")["ours"], digits=1)
 
 
 @FIGURES.figure()
 def local(chosen: Chosen) -> None:
     """What reading local files costs."""
-    runner.prepare(chosen.folder, peers=False)
-    prefix = str(chosen.folder / "objects" / "data" / "web")
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
-        options: Result = {
-            "prefix": prefix,
-            "seconds": SECONDS,
-            "warmup": 1000,
-            "num_samples": SAMPLES,
-        }
+    with runner.serving() as bench:
         sides = {
-            order: lambda order=order: bench.side("ours", order=order, **options) or None
+            order: partial(our_local, bench, order, 1000, num_samples=SAMPLES)
             for order in ("megatron", "stream")
         }
         measured = harness.in_turns(chosen.runs, sides)
-    seconds = medians_of(measured, "cpu")
     rates = medians_of(measured, "tokens")
-    for order in sides:
-        tell(
-            f"host CPU seconds per 10^9 tokens, int64, {order} order, local files "
-            f"({rates[order] / 1e6:,.0f} M tokens/s)",
-            ours=f"{seconds[order]:.1f}",
-        )
+    for order, seconds in medians_of(measured, "cpu").items():
+        title = f"host CPU seconds per 10^9 tokens, int64, {order} order, local files"
+        tell(f"{title} ({rates[order] / 1e6:,.0f} M tokens/s)", seconds, digits=1)
+
+
+def our_local(bench: Bench, order: str, warmup: int, **options: Any) -> Result | None:
+    """StreamLoader on local files, in its steady state."""
+    found = bench.side(
+        "ours", prefix=LOCAL, order=order, seconds=SECONDS, warmup=warmup, **options
+    )  # fmt: skip
+    return found or None
 
 
 # --- conversion, blends --------------------------------------------------------------------------
@@ -348,43 +324,30 @@ def zstd(chosen: Chosen) -> None:
     """The loader on local zstd shards, beside plain ones and what the cores can decompress."""
     scale = scale_of(chosen, 100)
     dataset = scale.shards("zst")
-    sides = {
-        kind: convert.rate_of(
-            convert.side_train, blend=scale.shards(kind), options={}, seconds=SECONDS
-        )
-        for kind in ("zst", "bin")
-    }
+    train = partial(convert.rate_of, convert.side_train, options={}, seconds=SECONDS)
+    sides = {kind: train(blend=scale.shards(kind)) for kind in ("zst", "bin")}
     sides["frames"] = convert.rate_of(convert.side_frames, dataset=dataset, seconds=SECONDS)
-    found = harness.medians(chosen.runs, sides)
-    titles = {"frames": "the zstandard library alone on all cores", "bin": "plain .bin"}
-    for theirs, title in titles.items():
-        tell(
-            f"local .bin.zst, the loader alone, M tokens/s, vs {title}",
-            theirs=f"{found[theirs] / 1e6:,.0f}",
-            ours=f"{found['zst'] / 1e6:,.0f}",
-            ratio=share(found["zst"], found[theirs]),
-            goal="60 %" if theirs == "frames" else "",
-        )
+    found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
+    title = "local .bin.zst, the loader alone, M tokens/s, vs"
+    library = "the zstandard library alone on all cores"
+    tell(f"{title} {library}", found["zst"], found["frames"], ratio=share, goal="60 %")
+    tell(f"{title} plain .bin", found["zst"], found["bin"], ratio=share)
 
 
 @FIGURES.figure()
 def copies(chosen: Chosen) -> None:
     """Sharding and merging 1 GiB, beside `cp` and `sync`."""
     scale = scale_of(chosen, 100)
+    reshape = partial(convert.rate_of, convert.side_reshape)
     sides = {
-        "shard": convert.rate_of(convert.side_reshape, dataset=scale.tokens, shard_bytes=256 << 20),
-        "merge": convert.rate_of(convert.side_reshape, dataset=scale.shards(), shard_bytes=None),
+        "shard": reshape(dataset=scale.tokens, shard_bytes=256 << 20),
+        "merge": reshape(dataset=scale.shards(), shard_bytes=None),
         "cp": convert.rate_of(convert.side_cp, prefix=scale.tokens),
     }
-    found = harness.medians(chosen.runs, sides)
-    for title in ("shard", "merge"):
-        tell(
-            f"{title} 1 GiB, MB/s, vs `cp` and `sync`",
-            theirs=f"{found['cp'] / 1e6:,.0f}",
-            ours=f"{found[title] / 1e6:,.0f}",
-            ratio=share(found[title], found["cp"]),
-            goal="85 %",
-        )
+    found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
+    for side in ("shard", "merge"):
+        title = f"{side} 1 GiB, MB/s, vs `cp` and `sync`"
+        tell(title, found[side], found["cp"], ratio=share, goal="85 %")
 
 
 @FIGURES.figure()
@@ -393,17 +356,12 @@ def tokenize(chosen: Chosen) -> None:
     text = scale_of(chosen, 30).text
     corpus.tokenizer()
     sides = {
-        name: convert.rate_of(side, corpus=text)
-        for name, side in (("ours", convert.side_ours), ("bare", convert.side_bare))
+        "ours": convert.rate_of(convert.side_ours, corpus=text),
+        "bare": convert.rate_of(convert.side_bare, corpus=text),
     }
     found = harness.medians(chosen.runs, sides)
-    tell(
-        "tokenizing, tokens/s, vs the library's batch encoding, ids not looked at",
-        theirs=f"{found['bare']:,.0f}",
-        ours=f"{found['ours']:,.0f}",
-        ratio=share(found["ours"], found["bare"]),
-        goal="95 %",
-    )
+    title = "tokenizing, tokens/s, vs the library's batch encoding, ids not looked at"
+    tell(title, found["ours"], found["bare"], ratio=share, goal="95 %")
 
 
 @FIGURES.figure()
@@ -418,14 +376,10 @@ def blends(chosen: Chosen) -> None:
         "theirs": partial(harness.seconds_of, theirs),
         "ours": partial(harness.seconds_of, ours),
     }
-    seconds = harness.medians(2 * chosen.runs + 1, sides)
-    tell(
-        f"blend of {count} datasets, random weights, {samples / 1e6:.0f} M samples, seconds",
-        theirs=f"{seconds['theirs']:.3f}",
-        ours=f"{seconds['ours']:.3f}",
-        ratio=times(seconds["theirs"], seconds["ours"]),
-        goal="12x",
-    )
+    found = harness.medians(2 * chosen.runs + 1, sides)
+    title = f"blend of {count} datasets, random weights, {samples / 1e6:.0f} M samples, seconds"
+    inverse = times(found["theirs"], found["ours"])
+    tell(title, found["ours"], found["theirs"], digits=3, ratio=lambda *_: inverse, goal="12x")
 
 
 # --- opening, stalls -----------------------------------------------------------------------------
@@ -437,41 +391,34 @@ def starts(chosen: Chosen) -> None:
     opening.prepare(opening.FOLDER)
     with running(opening.FOLDER / "objects") as server:
         found = opening.medians_of(server, chosen.runs, opening.first_batch, settle=0.0)
-    tell(
-        f"first batch, loopback, seconds from the start of the process "
-        f"(torch's import {found['torch']:.2f})",
-        ours=f"{opening.from_start(found):.2f}",
-        goal="2.5 s",
-    )
+    title = "first batch, loopback, seconds from the start of the process"
+    whole = opening.from_start(found)
+    tell(f"{title} (torch's import {found['torch']:.2f})", whole, digits=2, goal="2.5 s")
 
 
 @FIGURES.figure()
 def openings(chosen: Chosen) -> None:
     """Blends, manifests and folders of many datasets, cold and from what was kept."""
     opening.prepare(opening.FOLDER)
-    goals = {"blend": "1 s; 0.3 s", "manifest": "2 s; 0.3 s", "folder": "2 s; 0.3 s"}
     with running(opening.FOLDER / "objects") as server:
         for delay, where in ((0.0, "loopback"), (0.02, "20 ms")):
             server.behave(latency=delay, latency_of_all=True)
             for name, what in opening.OPENINGS.items():
                 seconds = opening.seconds_to_open(server, what, chosen.runs)
-                tell(
-                    f"opening {name}, {where}, seconds: cold; from the local cache",
-                    ours=f"{seconds['cold']:.2f}; {seconds['again']:.2f}",
-                    goal=goals[what],
-                )
+                title = f"opening {name}, {where}, seconds: cold; from the local cache"
+                cells = f"{seconds['cold']:.2f}; {seconds['again']:.2f}"
+                goal = "1 s; 0.3 s" if what == "blend" else "2 s; 0.3 s"
+                harness.row(title, "", cells, "", goal)
 
 
 @FIGURES.figure(by_default=False)
 def stalls(chosen: Chosen) -> None:
     """Ten minutes of a consumer at 85 % of what a link gives, 1 % of requests 20 times slower."""
-    runner.prepare(chosen.folder, peers=False)
-    with running(chosen.folder / "objects") as server:
-        server.behave(**SHAPES["shaped"], slow_share=0.01, slow_factor=20.0)
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+    with runner.serving() as bench:
+        bench.server.behave(**SHAPES["shaped"], slow_share=0.01, slow_factor=20.0)
         result = bench.side(
             "paced",
-            endpoint=server.endpoint,
+            endpoint=bench.server.endpoint,
             prefix="s3://data/web",
             num_samples=10**9,
             bytes_per_second=STALL_RATE,
@@ -480,12 +427,12 @@ def stalls(chosen: Chosen) -> None:
         )
     if not result:
         raise SystemExit("the consumer failed")
-    tell(
+    title = (
         f"stalls of {STALL_SECONDS // 60} minutes at {STALL_RATE / 1e6:.0f} MB/s, 20 ms, "
-        "1 % of requests 20x slower: share of the time; longest wait",
-        ours=f"{100 * result['stall_share']:.3f} %; {1e3 * result['worst']:.0f} ms",
-        goal="0.1 %; 50 ms",
+        "1 % of requests 20x slower: share of the time; longest wait"
     )
+    cells = f"{100 * result['stall_share']:.3f} %; {1e3 * result['worst']:.0f} ms"
+    harness.row(title, "", cells, "", "0.1 %; 50 ms")
 
 
 # --- figures of runs of their own: named by --figures ----------------------------------------------
@@ -494,106 +441,70 @@ def stalls(chosen: Chosen) -> None:
 @FIGURES.figure(by_default=False)
 def scattered(chosen: Chosen) -> None:
     """Megatron order, cold, no cache, against megatron-core's two readers of object storage."""
-    runner.prepare(chosen.folder, peers=False)
     readers = {"s3": "S3 reader", "msc": "multi-storage-client reader"}
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+    with runner.serving() as bench:
         for shape, behaviour in SHAPES.items():
-            server.behave(**behaviour)
-            sides: dict[str, Callable[[], float | None]] = {
-                scheme: lambda scheme=scheme: bench.side(  # type: ignore[misc]
-                    "megatron", prefix=f"{scheme}://data/web", num_samples=500_000, seconds=SECONDS
-                ).get("rate")
-                for scheme in readers
+            bench.server.behave(**behaviour)
+            sides: dict[str, Callable[[], Result | None]] = {
+                scheme: partial(megatron_side, bench, scheme) for scheme in readers
             }
-            sides["ours"] = lambda: bench.ours(order="megatron", seconds=SECONDS, warmup=100).get(
-                "rate"
-            )
-            rates = harness.medians(chosen.runs, sides)
-            for scheme, name in readers.items():
-                if scheme in rates:
-                    tell(
-                        f"Megatron order, {shape}, samples/s vs megatron-core's {name}",
-                        f"{rates['ours']:.0f}",
-                        theirs=f"{rates[scheme]:.2f}",
-                        ratio=times(rates["ours"], rates[scheme], digits=0),
-                    )
+            sides["ours"] = partial(our_megatron_order, bench)
+            rates = medians_of(harness.in_turns(chosen.runs, sides), "rate")
+            for scheme, reader in readers.items():
+                title = f"Megatron order, {shape}, samples/s vs megatron-core's {reader}"
+                whole = partial(times, digits=0)
+                tell(title, rates["ours"], rates.get(scheme), digits=2, ratio=whole)
 
 
 @FIGURES.figure(by_default=False)
 def cached(chosen: Chosen) -> None:
     """Megatron order with a cache that holds the data, against the same files on the local disk."""
-    runner.prepare(chosen.folder, peers=False)
-    cache = chosen.folder / "cache"
+    cache = runner.FOLDER / "cache"
     shutil.rmtree(cache, ignore_errors=True)
-    arguments: Result = {"order": "megatron", "storage": {"cache_dir": str(cache)}}
-    prefix = str(chosen.folder / "objects" / "data" / "web")
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
-        bench.ours(seconds=25, **arguments)
-        sides = {
-            "local": lambda: bench.side(
-                "ours", prefix=prefix, order="megatron", seconds=SECONDS, warmup=2000
-            ).get("rate"),
-            "cached": lambda: bench.ours(seconds=SECONDS, warmup=2000, **arguments).get("rate"),
+    with runner.serving() as bench:
+        ours = partial(bench.ours, order="megatron", storage={"cache_dir": str(cache)})
+        ours(seconds=25)
+        sides: dict[str, Callable[[], Result | None]] = {
+            "local": partial(our_local, bench, "megatron", 2000),
+            "cached": lambda: ours(seconds=SECONDS, warmup=2000) or None,
         }
-        rates = harness.medians(chosen.runs, sides)
+        rates = medians_of(harness.in_turns(chosen.runs, sides), "rate")
     shutil.rmtree(cache, ignore_errors=True)
-    tell(
-        "Megatron order from a warm cache, samples/s vs local files",
-        f"{rates['cached']:,.0f}",
-        theirs=f"{rates['local']:,.0f}",
-        ratio=times(rates["cached"], rates["local"], digits=2),
-    )
+    title = "Megatron order from a warm cache, samples/s vs local files"
+    tell(title, rates["cached"], rates["local"], ratio=two_digits)
 
 
 @FIGURES.figure(by_default=False)
 def local_files(chosen: Chosen) -> None:
     """Local files against megatron-core's GPTDataset under a DataLoader at its best worker count."""
-    runner.prepare(chosen.folder, peers=False)
-    prefix = str(chosen.folder / "objects" / "data" / "web")
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+    with runner.serving() as bench:
 
-        def theirs(workers: int) -> float | None:
-            options: Result = {"prefix": prefix, "num_samples": 500_000, "seconds": SECONDS}
-            return bench.side("megatron_loader", workers=workers, **options).get("tokens")
+        def theirs(workers: int) -> Result | None:
+            options: Result = {"prefix": LOCAL, "num_samples": 500_000, "seconds": SECONDS}
+            return bench.side("megatron_loader", workers=workers, **options) or None
 
-        def ours(order: str) -> float | None:
-            options: Result = {"prefix": prefix, "num_samples": SAMPLES, "seconds": SECONDS}
-            return bench.side("ours", order=order, warmup=1000, **options).get("tokens")
-
-        tried = {workers: theirs(workers) or 0.0 for workers in (0, 1, 2)}
+        tried = {workers: (theirs(workers) or {}).get("tokens", 0.0) for workers in (0, 1, 2)}
         best = max(tried, key=lambda workers: tried[workers])
-        sides = {
-            "theirs": partial(theirs, best),
-            "megatron": partial(ours, "megatron"),
-            "stream": partial(ours, "stream"),
-        }
-        rates = harness.medians(chosen.runs, sides)
+        sides: dict[str, Callable[[], Result | None]] = {"theirs": partial(theirs, best)}
+        for order in ("megatron", "stream"):
+            sides[order] = partial(our_local, bench, order, 1000, num_samples=SAMPLES)
+        rates = medians_of(harness.in_turns(chosen.runs, sides), "tokens")
     for order in ("megatron", "stream"):
-        tell(
-            f"local files, int64, M tokens/s, {order} order vs megatron-core + DataLoader ({best} workers)",
-            f"{rates[order] / 1e6:.0f}",
-            theirs=f"{rates['theirs'] / 1e6:.0f}",
-            ratio=times(rates[order], rates["theirs"]),
-        )
+        title = f"local files, int64, M tokens/s, {order} order vs megatron-core + DataLoader"
+        ours, other = rates[order] / 1e6, rates["theirs"] / 1e6
+        tell(f"{title} ({best} workers)", ours, other, ratio=times)
 
 
 @FIGURES.figure(by_default=False)
 def memory(chosen: Chosen) -> None:
     """Peak resident memory beyond the budget and beyond what the imports take."""
-    runner.prepare(chosen.folder, peers=False)
-    with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
-        base = bench.side("imports_only").get("peak", 0)
+    with runner.serving() as bench:
+        base = bench.side("imports_only")["peak"]
         for budget in (256 << 20, 1 << 30):
-            peak = bench.ours(seconds=SECONDS, storage={"memory_bytes": budget}).get("peak", 0)
-            tell(
-                f"peak memory beyond a budget of {budget >> 20} MiB and the imports, MiB "
-                f"(imports {base >> 20}, peak {peak >> 20})",
-                f"{(peak - base - budget) >> 20}",
-            )
+            peak = bench.ours(seconds=SECONDS, storage={"memory_bytes": budget})["peak"]
+            title = f"peak memory beyond a budget of {budget >> 20} MiB and the imports, MiB"
+            beyond = (peak - base - budget) >> 20
+            tell(f"{title} (imports {base >> 20}, peak {peak >> 20})", beyond)
 
 
 def main() -> int:

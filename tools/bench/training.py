@@ -1,29 +1,27 @@
-"""Training beside torch's own parts: gradient buckets, get_batch, and how long steps
-wait for data.
+"""Training beside torch's own parts: gradient buckets, get_batch, and how long steps wait for data.
 
-    python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda]
+    python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda] [--figures cost]
 
 Two ranks, gloo on the CPU (NCCL with --device cuda), one thread each. Both sides of a ratio
-alternate within one run, in one pair of processes, and steps are timed in
-several pairs, since where memory lies moves a whole pair's figures by 5 %; printed are ratios of
-medians with a 95 % bootstrap interval.
+alternate within one run, in one pair of processes, and steps are timed in several pairs, since
+where memory lies moves a whole pair's figures by 5 %; printed are ratios of medians with a 95 %
+bootstrap interval. `cost` is of one rank: its step from `s3://` on loopback beside the same step on
+one batch that stays on the device.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import multiprocessing
 import os
-import platform
-import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,223 +34,234 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega import (
     BucketedDataParallel,
     DataConfig,
-    IndexedDatasetWriter,
     ParallelLayout,
     Ranks,
     StorageConfig,
     get_batch,
 )
 from streammega.parallel import RankBatches, open_loader
+from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 from streammega.train.parallel_model import synchronised
-from tools.bench import harness
+from streammega.train.sharding import make_mesh, shard
+from tools.bench import corpus, harness
 from tools.bench.object_server import running
 
+
+class Size(NamedTuple):
+    """A model and its batches. tokens: of the dataset."""
+
+    model: ModelConfig
+    length: int
+    rows: int
+    micro_batches: int
+    tokens: int = 0
+    dtype: torch.dtype = torch.float32
+
+
 MODEL = ModelConfig(vocab_size=8192, dim=384, layers=6, heads=6)
-BATCH = 2
-LENGTH = 128
-MICRO_BATCHES = 2
+RESIDENT = Size(MODEL, 128, 2, 2)
+FETCHED = Size(MODEL, 256, 4, 2, 20_000_000)
+SENT = Size(MODEL, 4096, 4, 2, 40_000_000)
+BIG = Size(
+    ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12), 1024, 16, 4, 400_000_000, torch.bfloat16
+)  # fmt: skip
+SMALL = Size(ModelConfig(vocab_size=8192, dim=64, layers=2, heads=2), 128, 2, 2, 2_000_000)
+"""Of `cost`, with CUDA and without."""
 BUCKET = 25 << 18
 """Elements: DDP's 25 MiB."""
-Side = Callable[[], None]
+STEPS = 10
+"""Of one side of `cost`, before the other takes its turn."""
+DOCUMENT = 10_000
+"""Tokens."""
+Times = dict[str, list[float]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--runs", type=int, default=9, help="rounds of both sides (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--launches",
-        type=int,
-        default=3,
-        help="pairs of processes that steps are timed in (default: %(default)s)",
-    )
+    parser = harness.parser(__doc__, FIGURES, runs=9)
+    parser.add_argument("--launches", type=int, default=3, help="pairs of processes (%(default)s)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument(
-        "--only", choices=["buckets", "batches", "waiting", "cost"], help="one part"
-    )
     chosen = parser.parse_args()
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("torch.cuda.is_available() is False: nothing was measured")
-        return 0
-    where = torch.cuda.get_device_name() if chosen.device == "cuda" else f"{os.cpu_count()} cores"
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {where}; 2 ranks, {chosen.runs} rounds, medians; of steps {chosen.launches} launches\n"
-    )
-    with tempfile.TemporaryDirectory(prefix="streammega-bench-") as folder:
-        # NCCL takes one rank for each GPU
-        pairs = chosen.device == "cpu" or torch.cuda.device_count() > 1
-        parts = {"buckets": buckets, "batches": batches, "waiting": waiting} if pairs else {}
-        for name, part in (parts | {"cost": cost}).items():
-            if chosen.only in (None, name):
-                part(chosen, Path(folder))
-    return 0
+    if chosen.device == "cuda":
+        if not torch.cuda.is_available():
+            print("torch.cuda.is_available() is False: nothing was measured")
+            return 0
+        print(torch.cuda.get_device_name())
+        if torch.cuda.device_count() == 1:  # NCCL takes one rank for each GPU
+            chosen.figures = ["cost"]
+    harness.print_head(["torch"], chosen.runs)
+    harness.table("ours / theirs", "ours", "theirs", "ratio")
+    return harness.print_figures(FIGURES, chosen)
 
 
-# Parts.
+# --- figures -------------------------------------------------------------------------------------
 
 
-def buckets(chosen: argparse.Namespace, folder: Path) -> None:
-    print(
-        f"gradient buckets: GPT of {parameters():.1f} M parameters, {MICRO_BATCHES} micro-batches a step, buckets of 25 MiB"
-    )
-    times = over_launches(chosen, ("ddp", "buckets", "checked"))
-    report("BucketedDataParallel / torch DDP", times["buckets"], times["ddp"])
-    report(
-        "  with the check for NaN and Inf / torch DDP, which has none",
-        times["checked"],
-        times["ddp"],
-    )
-    print()
-
-
-def batches(chosen: argparse.Namespace, folder: Path) -> None:
-    rows = 4
-    length = 4096
-    print(
-        f"one micro-batch of {rows} x {length} tokens to the other tensor-parallel rank, uint16 data on a local disk"
-    )
-    write_tokens(folder / "local", 40_000_000)
-    times = on_two_ranks(chosen, time_batches, str(folder / "local"), rows, length)
-    report(
-        "get_batch / Megatron's five broadcasts of the same fields",
-        times["get_batch"],
-        times["five broadcasts"],
-        unit=1e3,
-    )
-    sent = times["bytes"][0] / (rows * length)
-    print(f"  bytes sent per token: {sent:.3f}, Megatron 28: {28 / sent:.2f}x fewer\n")
-
-
-def waiting(chosen: argparse.Namespace, folder: Path) -> None:
-    print(
-        "a step of 2 ranks x 2 micro-batches of 4 x 256 tokens, from an object server with 20 ms of latency, 60 MB/s a connection"
-    )
-    root = folder / "objects"
-    write_tokens(root / "data" / "web", 20_000_000)
-    with running(root) as server:
-        server.behave(latency=0.02, bandwidth=60e6)
-        times = on_two_ranks(chosen, time_waiting, server.storage_options, str(folder / "cache"))
-    share = [wait / step for wait, step in zip(times["wait"], times["step"], strict=True)]
-    print(
-        f"  step {np.median(times['step']) * 1e3:.0f} ms, waiting {np.median(times['wait']) * 1e6:.0f} us: {np.median(share):.4%} (mean {np.mean(share):.4%})\n"
-    )
-
-
-def cost(chosen: argparse.Namespace, folder: Path) -> None:
-    """One rank: its step from `s3://` on loopback beside the same step on one batch that stays on
-    the device.
-    """
-    from tools.bench.step_cost import BIG, SMALL, measure
-
-    size = BIG if chosen.device == "cuda" else SMALL
-    print(f"cost to the step: {size}, from s3:// on loopback, beside one resident batch")
-    root = folder / "cost"
-    write_tokens(root / "data" / "web", size.tokens)
-    with running(root) as server:
-        figures = measure(
-            torch.device(chosen.device),
-            size,
-            server.storage_options,
-            folder / "cost.cache",
-            chosen.runs,
-        )
-    report("  step", figures["loader"], figures["resident"])
-    print(
-        f"  waiting for data: {np.median(figures['share']):.4%} of a step (mean {np.mean(figures['share']):.4%})"
-    )
-    print(
-        f"  CPU seconds of the host for 10^9 tokens, beyond those of the resident batch: {figures['cpu'][0]:.1f}"
-    )
-    print()
-
-
-# What ranks do.
-
-
-def over_launches(chosen: argparse.Namespace, names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of steps of all sides, in several pairs of processes one after the other."""
-    times: dict[str, list[float]] = {name: [] for name in names}
+def buckets(chosen: argparse.Namespace) -> None:
+    """Steps with BucketedDataParallel, with its check and without, beside torch DDP."""
+    times: Times = {"ddp": [], "buckets": [], "checked": []}
     for _ in range(chosen.launches):
-        for name, seconds in on_two_ranks(chosen, time_sides, names).items():
+        for name, seconds in on_two_ranks(chosen, time_sides, tuple(times)).items():
             times[name] += seconds
-    return times
+    row("step, BucketedDataParallel / torch DDP", times["buckets"], times["ddp"])
+    title = "the same with the check for NaN and Inf, which DDP has not"
+    row(title, times["checked"], times["ddp"])
 
 
-def on_two_ranks(chosen: argparse.Namespace, program: Callable[..., Any], *arguments: Any) -> Any:
+def batches(chosen: argparse.Namespace) -> None:
+    """A micro-batch to the other tensor-parallel rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/local"
+        write_tokens(Path(prefix), SENT)
+        times = on_two_ranks(chosen, time_batches, prefix)
+    title = f"a micro-batch of {SENT.rows} x {SENT.length} tokens to the other tensor-parallel rank"
+    row(f"{title}, get_batch / five broadcasts", times["get_batch"], times["five broadcasts"])
+    sent = times["bytes"][0] / (SENT.rows * SENT.length)
+    title = "bytes of it per token, uint16 data / Megatron's fields"
+    harness.row(title, f"{sent:.2f}", "28", f"{28 / sent:.2f}x fewer")
+
+
+def waiting(chosen: argparse.Namespace) -> None:
+    """Steps of two ranks from an object server that is far."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "objects"
+        write_tokens(root / "data" / "web", FETCHED)
+        with running(root) as server:
+            server.behave(latency=0.02, bandwidth=60e6)
+            times = on_two_ranks(chosen, time_waiting, server.storage_options, f"{folder}/cache")
+    waited, step = (float(np.median(times[name])) for name in ("wait", "step"))
+    share = np.median(np.array(times["wait"]) / np.array(times["step"]))
+    title = f"waiting for data, 2 ranks x {FETCHED.micro_batches} x {FETCHED.rows} x {FETCHED.length} tokens"
+    harness.row(
+        f"{title}, 20 ms and 60 MB/s a connection",
+        f"{waited * 1e6:.0f} us of a step",
+        f"{step * 1e3:.0f} ms",
+        f"{share:.4%}",
+    )
+
+
+def cost(chosen: argparse.Namespace) -> None:
+    """A step from `s3://` beside the same step on one batch that stays on the device."""
+    size = BIG if chosen.device == "cuda" else SMALL
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "objects"
+        write_tokens(root / "data" / "web", size)
+        with running(root) as server:
+            config = config_of("s3://data/web", size, f"{folder}/cache", server.storage_options)
+            times = time_cost(torch.device(chosen.device), size, config, chosen.runs)
+    title = f"step, {size.micro_batches} x {size.rows} x {size.length} tokens, {size.dtype}"
+    row(f"{title}, from s3:// on loopback / one resident batch", times["loader"], times["resident"])
+    share = np.median(np.array(times["wait"]) / np.array(times["loader"]))
+    harness.row("of that, waiting for data", f"{share:.4%}", "", "")
+    title = "CPU seconds of the host for 10^9 tokens, beyond those of the resident batch"
+    harness.row(title, f"{times['cpu'][0]:.1f}", "", "")
+
+
+FIGURES = harness.Figures(buckets=buckets, batches=batches, waiting=waiting, cost=cost)
+
+
+def row(title: str, ours: list[float], theirs: list[float]) -> None:
+    """Medians in milliseconds, and their ratio."""
+    low, high = harness.interval(ours, theirs, paired=True)
+    a, b = (float(np.median(seconds)) * 1e3 for seconds in (ours, theirs))
+    harness.row(title, f"{a:.2f} ms", f"{b:.2f} ms", f"{a / b:.2f} [{low:.2f}, {high:.2f}]")
+
+
+def write_tokens(prefix: Path, size: Size) -> None:
+    """A pair of random documents."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lengths = np.full(size.tokens // DOCUMENT, DOCUMENT)
+    corpus.write_random(str(prefix), lengths, size.model.vocab_size)
+
+
+# --- what ranks do -------------------------------------------------------------------------------
+
+
+def on_two_ranks(
+    chosen: argparse.Namespace, program: Callable[..., Times], *arguments: Any
+) -> Times:
     """The result of rank 0."""
-    folder = tempfile.mkdtemp()
-    try:
-        context = multiprocessing.get_context("spawn")
-        results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        results = multiprocessing.get_context("spawn").SimpleQueue()
+        store = os.path.join(folder, "store")
         spawn(  # type: ignore[no-untyped-call]
-            enter, (chosen, program, arguments, os.path.join(folder, "store"), results), nprocs=2
+            enter, (chosen.device, chosen.runs, program, arguments, store, results), nprocs=2
         )
-        return results.get()
-    finally:
-        shutil.rmtree(folder)
+        found: Times = results.get()
+        return found
 
 
 def enter(
     rank: int,
-    chosen: argparse.Namespace,
-    program: Callable[..., Any],
-    arguments: Any,
+    device_type: str,
+    runs: int,
+    program: Callable[..., Times],
+    arguments: tuple[Any, ...],
     store: str,
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    device = torch.device("cuda", rank) if chosen.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-    )
-    value = program(rank, device, chosen.runs, *arguments)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    value = program(device, runs, *arguments)
     if rank == 0:
         results.put(value)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends with a group, torch's DDP included
 
 
-def time_sides(
-    rank: int, device: torch.device, runs: int, names: tuple[str, ...]
-) -> dict[str, list[float]]:
+def time_sides(device: torch.device, runs: int, names: tuple[str, ...]) -> Times:
     """Seconds of steps of all sides, which take turns."""
-    sides = {name: make_side(name, device) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    size = RESIDENT
+    models = {name: model_of(name, device) for name in names}
+    tokens = torch.randint(
+        0, size.model.vocab_size, (size.micro_batches, size.rows, size.length + 1), device=device
+    )
+    positions = torch.arange(size.length, device=device).expand(size.rows, -1)
+    feed = itertools.cycle(
+        [{"tokens": t[:, :-1], "labels": t[:, 1:], "position_ids": positions} for t in tokens]
+    )
+    times: Times = {name: [] for name in names}
     for number in range(runs + 1):
         for name in harness.turns(names, number):
             for _ in range(2):
-                seconds = timed(sides[name], device)
+                seconds = timed(lambda name=name: models[name].step(feed), device)  # type: ignore[misc]
                 if number:
                     times[name].append(seconds)
     return times
 
 
-def time_batches(
-    rank: int, device: torch.device, runs: int, prefix: str, rows: int, length: int
-) -> dict[str, list[float]]:
+def model_of(side: str, device: torch.device) -> Model:
+    """The model in what reduces its gradients."""
+    torch.manual_seed(1)
+    bare = GPT(MODEL).to(device)
+    if side == "ddp":
+        ddp = DistributedDataParallel(bare, bucket_cap_mb=25, gradient_as_bucket_view=True)
+        return Model(ddp, RESIDENT)
+    checks = side == "checked"
+    return Model(BucketedDataParallel(bare, bucket_size=BUCKET, check_gradients=checks), RESIDENT)
+
+
+def time_batches(device: torch.device, runs: int, prefix: str) -> Times:
+    rows, length = SENT.rows, SENT.length
     config = DataConfig(
         blend=[prefix], sequence_length=length, order="stream", index_cache_dir=f"{prefix}.cache"
     )
     ranks = Ranks(ParallelLayout(tp=2))
-    times: dict[str, list[float]] = {"get_batch": [], "five broadcasts": [], "bytes": []}
+    times: Times = {"get_batch": [], "five broadcasts": [], "bytes": []}
     with open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 8) as loader:
         plain = open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 8)
         plain.ids_only = False
-        whole = iter(plain) if rank == 0 else None
-        counted = RankBatches(loader, ranks, device)
+        whole = iter(plain) if dist.get_rank() == 0 else None
+        counted = RankBatches(loader, ranks, device, ahead=0)
         next(counted)
-        times["bytes"].append(counted.broadcast_bytes / 2)
+        times["bytes"].append(counted.broadcast_bytes)
         counted.close()
         for number in range(runs * 8 + 8):
             ours = timed(lambda: get_batch(loader, ranks, device), device)
@@ -270,54 +279,32 @@ def five_broadcasts(
     """tokens, labels, loss_mask, attention_mask (here of one element) and position_ids, one after
     the other.
     """
-    shapes = {
-        "tokens": torch.int64,
-        "labels": torch.int64,
-        "loss_mask": torch.float32,
-        "position_ids": torch.int64,
-    }
-    batch = next(whole) if whole is not None else {}
-    for name, dtype in shapes.items():
-        field = (
-            batch[name].contiguous().to(device)
-            if whole is not None
-            else torch.empty(rows, length, dtype=dtype, device=device)
-        )
+    batch = next(whole) if whole is not None else None
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        dtype = torch.float32 if name == "loss_mask" else torch.int64
+        if batch is not None:
+            field = batch[name].contiguous().to(device)
+        else:
+            field = torch.empty(rows, length, dtype=dtype, device=device)
         dist.broadcast(field, 0, group=ranks.group("tp"))
     dist.broadcast(torch.zeros(1, dtype=torch.bool, device=device), 0, group=ranks.group("tp"))
 
 
-def time_waiting(
-    rank: int, device: torch.device, runs: int, options: dict[str, Any], cache: str
-) -> dict[str, list[float]]:
-    config = DataConfig(
-        blend=["s3://data/web"], sequence_length=256, order="stream", index_cache_dir=cache, eod_id=0,
-        storage=StorageConfig(storage_options=options),
-    )  # fmt: skip
+def time_waiting(device: torch.device, runs: int, options: dict[str, Any], cache: str) -> Times:
     ranks = Ranks(ParallelLayout(dp=2))
-    rows = 4
-    model = BucketedDataParallel(GPT(MODEL).to(device), ranks=ranks, bucket_size=BUCKET)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    times: dict[str, list[float]] = {"wait": [], "step": []}
+    wrapped = BucketedDataParallel(GPT(MODEL).to(device), ranks=ranks, bucket_size=BUCKET)
+    model = Model(wrapped, FETCHED)
+    times: Times = {"wait": [], "step": []}
     with open_loader(
-        config, ranks, micro_batch_size=rows, global_batch_size=rows * 2 * MICRO_BATCHES
+        config_of("s3://data/web", FETCHED, cache, options),
+        ranks,
+        micro_batch_size=FETCHED.rows,
+        global_batch_size=FETCHED.rows * 2 * FETCHED.micro_batches,
     ) as loader:
         feed = RankBatches(loader, ranks, device)
         for number in range(3 * runs + 3):
             began = time.perf_counter()
-            waited = 0.0
-            for micro in range(MICRO_BATCHES):
-                asked = time.perf_counter()
-                batch = next(feed)
-                waited += time.perf_counter() - asked
-                with model.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
-                    logits = model(batch["tokens"], batch["position_ids"])
-                    nn.functional.cross_entropy(
-                        logits.flatten(0, 1), batch["labels"].flatten()
-                    ).backward()  # type: ignore[no-untyped-call]
-            model.finish_grad_sync()
-            optimizer.step()
-            model.zero_grad()
+            waited = model.step(feed)
             if number >= 3:
                 times["wait"].append(waited)
                 times["step"].append(time.perf_counter() - began)
@@ -325,43 +312,78 @@ def time_waiting(
     return times
 
 
-# Sides.
-
-
-def make_side(name: str, device: torch.device) -> Side:
-    """One training step of a side: forward and backward of all micro-batches,
-    reduction, optimizer.
+def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -> Times:
+    """Seconds of steps of both sides, which take turns, and those that were waited for data; CPU
+    seconds for 10^9 tokens.
     """
+    ranks = Ranks(ParallelLayout())
     torch.manual_seed(1)
-    model = GPT(MODEL).to(device)
-    tokens = torch.randint(0, MODEL.vocab_size, (MICRO_BATCHES, BATCH, LENGTH + 1), device=device)
-    positions = torch.arange(LENGTH, device=device).expand(BATCH, -1)
-    wrapped: nn.Module
-    if name == "ddp":
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-    else:
-        checks = name == "checked"
-        wrapped = BucketedDataParallel(model, bucket_size=BUCKET, check_gradients=checks)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
-    del model
+    bare = GPT(size.model).to(device)
+    shard(bare, make_mesh(ranks, device.type), size.dtype)
+    model = Model(bare, size)
+    times: Times = {"loader": [], "resident": [], "wait": []}
+    used = {"loader": 0.0, "resident": 0.0}
+    with open_loader(
+        config, ranks, micro_batch_size=size.rows, global_batch_size=size.rows * size.micro_batches
+    ) as loader:
+        feed = RankBatches(loader, ranks, device)
+        resident = {name: field.clone() for name, field in next(feed).items()}
+        sides: dict[str, Iterator[Batch]] = {"loader": feed, "resident": itertools.repeat(resident)}
+        for number in range(runs + 1):
+            for name in harness.turns(list(sides), number):
+                began = time.process_time()
+                for _ in range(STEPS):
+                    step_began = time.perf_counter()
+                    waited = model.step(sides[name])
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    if number:  # the first round warms up
+                        times[name].append(time.perf_counter() - step_began)
+                        if name == "loader":
+                            times["wait"].append(waited)
+                used[name] += (time.process_time() - began) if number else 0.0
+        feed.close()
+    tokens = runs * STEPS * size.micro_batches * size.rows * size.length
+    times["cpu"] = [(used["loader"] - used["resident"]) / tokens * 1e9]
+    return times
 
-    def step() -> None:
-        for micro in range(MICRO_BATCHES):
-            with synchronised(wrapped, is_last=micro == MICRO_BATCHES - 1):
-                logits = wrapped(tokens[micro, :, :-1], positions)
+
+def config_of(prefix: str, size: Size, cache: str, options: dict[str, Any]) -> DataConfig:
+    return DataConfig(
+        blend=[prefix], sequence_length=size.length, order="stream", index_cache_dir=cache, eod_id=0,
+        storage=StorageConfig(storage_options=options),
+    )  # fmt: skip
+
+
+class Model:
+    """A model in whatever reduces its gradients, and its optimizer."""
+
+    def __init__(self, wrapped: nn.Module, size: Size) -> None:
+        self.wrapped = wrapped
+        self.micro_batches = size.micro_batches
+        self.optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+
+    def step(self, batches: Iterator[Any]) -> float:
+        """Forward and backward of all micro-batches, reduction, optimizer.
+
+        Returns the seconds that were waited for data.
+        """
+        waited = 0.0
+        for micro in range(self.micro_batches):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            with synchronised(self.wrapped, is_last=micro == self.micro_batches - 1):
+                logits = self.wrapped(batch["tokens"], batch["position_ids"])
                 loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), tokens[micro, :, 1:].flatten()
+                    logits.flatten(0, 1).float(), batch["labels"].flatten()
                 )
-                (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
-        if isinstance(wrapped, BucketedDataParallel):
-            wrapped.finish_grad_sync()
-        optimizer.step()
-        wrapped.zero_grad()
-
-    return step
-
-
-# Helpers.
+                (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+        if isinstance(self.wrapped, BucketedDataParallel):
+            self.wrapped.finish_grad_sync()
+        self.optimizer.step()
+        self.wrapped.zero_grad()
+        return waited
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
@@ -375,27 +397,6 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
     dist.barrier()
     return harness.seconds_of(until_all_are_done)
-
-
-def report(name: str, ours: list[float], theirs: list[float], unit: float = 1e3) -> None:
-    low, high = harness.interval(ours, theirs, paired=True)
-    a = np.median(ours) * unit
-    b = np.median(theirs) * unit
-    print(f"  {name}: {a:.2f} / {b:.2f} ms = {a / b:.3f} [{low:.3f}, {high:.3f}]")
-
-
-def write_tokens(prefix: Path, count: int) -> None:
-    if not prefix.with_suffix(".idx").exists():
-        with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
-            for part in np.array_split(
-                np.random.default_rng(0).integers(0, MODEL.vocab_size, count).astype(np.uint16), 100
-            ):
-                writer.add_item(part)
-                writer.end_document()
-
-
-def parameters() -> float:
-    return sum(parameter.numel() for parameter in GPT(MODEL).parameters()) / 1e6
 
 
 if __name__ == "__main__":
