@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -101,14 +101,11 @@ def side_ours(corpus: str) -> dict[str, Any]:
         return timed(lambda: convert([corpus], f"{folder}/out", tokenizer=TOKENIZER).tokens)
 
 
-def timed(work: Callable[[], int]) -> dict[str, Any]:
-    """Tokens a second of what makes them, and CPU seconds of a million, of its children too."""
-    cpu_before = sum(os.times()[:4])
+def timed(work: Callable[[], float]) -> dict[str, Any]:
+    """Tokens or bytes a second of what makes or reads so many."""
     began = time.perf_counter()
-    tokens = work()
-    seconds = time.perf_counter() - began
-    cpu = sum(os.times()[:4]) - cpu_before
-    return {"rate": tokens / seconds, "cpu": cpu / tokens * 1e6}
+    count = work()
+    return {"rate": count / (time.perf_counter() - began)}
 
 
 def side_bare(corpus: str) -> dict[str, Any]:
@@ -156,9 +153,8 @@ def side_megatron(corpus: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    tokens = 0
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        began = time.perf_counter()
+    def preprocess() -> int:
+        tokens = 0
         builder = IndexedDatasetBuilder(f"{folder}/out.bin", dtype=np.uint16)
         with (
             multiprocessing.Pool(os.cpu_count(), megatron_start, (TOKENIZER,)) as pool,
@@ -168,7 +164,10 @@ def side_megatron(corpus: str) -> dict[str, Any]:
                 builder.add_document(ids, [len(ids)])
                 tokens += len(ids)
         builder.finalize(f"{folder}/out.idx")
-        return {"rate": tokens / (time.perf_counter() - began)}
+        return tokens
+
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        return timed(preprocess)
 
 
 def side_datatrove(corpus: str) -> dict[str, Any]:
@@ -186,18 +185,20 @@ def side_datatrove(corpus: str) -> dict[str, Any]:
         for core in range(cores):
             Path(f"{folder}/in/{core}.jsonl").write_bytes(b"".join(lines[core::cores]))
         del lines
-        began = time.perf_counter()
-        LocalPipelineExecutor(
+        pipeline = LocalPipelineExecutor(
             pipeline=[
                 JsonlReader(f"{folder}/in"),
                 DocumentTokenizer(f"{folder}/out", tokenizer_name_or_path=TOKENIZER, eos_token="<|endoftext|>",
                                   shuffle_documents=False, save_filename="x"),
             ],
             tasks=cores, workers=cores, logging_dir=f"{folder}/log",
-        ).run()  # fmt: skip
-        taken = time.perf_counter() - began
-        size = sum(path.stat().st_size for path in Path(f"{folder}/out").rglob("*.ds"))
-        return {"rate": size / 2 / taken}
+        )  # fmt: skip
+
+        def tokens() -> float:
+            pipeline.run()
+            return sum(path.stat().st_size for path in Path(f"{folder}/out").rglob("*.ds")) / 2
+
+        return timed(tokens)
 
 
 def second(run: Callable[[str], int]) -> dict[str, Any]:
@@ -207,10 +208,8 @@ def second(run: Callable[[str], int]) -> dict[str, Any]:
     for _ in range(2):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             os.sync()
-            began = time.perf_counter()
-            size = run(folder)
-            taken = time.perf_counter() - began
-    return {"rate": size / taken}
+            found = timed(partial(run, folder))
+    return found
 
 
 def side_reshape(dataset: str, shard_bytes: int | None) -> dict[str, Any]:
@@ -240,32 +239,37 @@ def side_verify(dataset: str, small: str) -> dict[str, Any]:
 
     check.id_range(np.zeros(1, np.uint16))
     verify(small)  # what is compiled is compiled
-    began = time.perf_counter()
-    report = verify(dataset, eod_id=0)
-    assert not report.problems, report.problems
-    return {"rate": report.checked_bytes / (time.perf_counter() - began)}
+
+    def checked() -> int:
+        report = verify(dataset, eod_id=0)
+        assert not report.problems, report.problems
+        return report.checked_bytes
+
+    return timed(checked)
 
 
 def side_cat(dataset: str) -> dict[str, Any]:
     paths = sorted(Path(dataset).parent.glob("*.bin"))
-    size = sum(path.stat().st_size for path in paths)
-    cat = partial(subprocess.run, ["cat", *paths], stdout=subprocess.DEVNULL, check=True)
-    return {"rate": size / harness.seconds_of(cat)}
+
+    def cat() -> int:
+        subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, check=True)
+        return sum(path.stat().st_size for path in paths)
+
+    return timed(cat)
 
 
 def side_shuffle(corpus: str) -> dict[str, Any]:
     from streammega.convert import convert
 
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        began = time.perf_counter()
-        report = convert([corpus], f"{folder}/out", shuffle_seed=1, memory_bytes=256 << 20)
-        return {"rate": report.stored_bytes / (time.perf_counter() - began)}
+        settings: dict[str, Any] = {"shuffle_seed": 1, "memory_bytes": 256 << 20}
+        return timed(lambda: convert([corpus], f"{folder}/out", **settings).stored_bytes)
 
 
 def side_train(
     blend: str,
-    options: dict[str, Any],
     seconds: float,
+    options: dict[str, Any] | None = None,
     model: bool = False,
     ids_only: bool = False,
     warm_up: int = 0,
@@ -280,7 +284,7 @@ def side_train(
         blend=[blend],
         sequence_length=128 if model else 4096,
         order="stream",
-        storage=StorageConfig(storage_options=options),
+        storage=StorageConfig(storage_options=options or {}),
         index_cache_dir=FOLDER / "cache",
     )
     learn = gpt_step() if model else lambda batch: None
@@ -312,24 +316,47 @@ def side_train(
     raise AssertionError("the stream has no end")
 
 
-def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
-    """Tokens a second that the zstandard library alone decompresses on all cores: the frames of a
-    shard, as many in a call as a block of the stream order has, into one buffer of each thread.
-    """
-    import zstandard
-
+def frames_of(dataset: str) -> tuple[Any, Path]:
+    """The frames of a zstd shard, and its file."""
     from streammega import StorageConfig
     from streammega.storage import open_store
     from streammega.storage.seekable_zstd import read_frames
 
     path = min(Path(dataset).parent.glob("*.bin.zst"))
     store, key = open_store(str(path), StorageConfig())
-    frames = read_frames(store, store.info(key))
+    return read_frames(store, store.info(key)), path
+
+
+def on_all_cores(decompress: Callable[[int], int]) -> dict[str, Any]:
+    """Tokens a second of a thread on each core, and CPU seconds of 10^9. decompress: of the number
+    of a thread the bytes that it has done.
+    """
+
+    def measured(number: int) -> tuple[int, float]:
+        cpu_before = time.thread_time()
+        done = decompress(number)
+        return done, time.thread_time() - cpu_before
+
+    cores = len(os.sched_getaffinity(0))
+    began = time.perf_counter()
+    with ThreadPoolExecutor(cores) as pool:
+        found = list(pool.map(measured, range(cores)))
+    tokens = sum(done for done, _ in found) / 2
+    cpu = sum(spent for _, spent in found)
+    return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
+
+
+def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
+    """Tokens a second that the zstandard library alone decompresses on all cores: the frames of a
+    shard, as many in a call as a block of the stream order has, into one buffer of each thread.
+    """
+    import zstandard
+
+    frames, path = frames_of(dataset)
     stored = memoryview(path.read_bytes())
     stop = time.perf_counter() + seconds
 
-    def decompress() -> int:
-        """Bytes until the time is over."""
+    def decompress(number: int) -> int:
         decompressor = zstandard.ZstdDecompressor()
         buffer = bytearray(BLOCK_BYTES)
         done = 0
@@ -340,14 +367,7 @@ def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
             done += reader.readinto(buffer)
         return done
 
-    cores = len(os.sched_getaffinity(0))
-    cpu_before = time.process_time()
-    began = time.perf_counter()
-    with ThreadPoolExecutor(cores) as pool:
-        counts = [pool.submit(decompress) for _ in range(cores)]
-    tokens = sum(count.result() for count in counts) / 2
-    cpu = time.process_time() - cpu_before
-    return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
+    return on_all_cores(decompress)
 
 
 HELD_BLOCKS = 1024
@@ -364,13 +384,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     frame, as those of an epoch do. Then made into what a batch is handed out as, "ids" or "int64",
     by bare kernels: without an order, batches and queues.
     """
-    from streammega import StorageConfig
-    from streammega.storage import open_store
-    from streammega.storage.seekable_zstd import read_frames
-
-    path = min(Path(dataset).parent.glob("*.bin.zst"))
-    store, key = open_store(str(path), StorageConfig())
-    frames = read_frames(store, store.info(key))
+    frames, path = frames_of(dataset)
     stored = np.memmap(path, np.uint8, "r")
     block_bytes = BLOCK_BYTES + 2  # the label of its last token lies behind it
     cores = len(os.sched_getaffinity(0))
@@ -380,8 +394,8 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     frames.decode([np.asarray(first)], [(0, 2)], [np.empty(2, np.uint8)])
     stop = time.perf_counter() + seconds
 
-    def decompress(number: int) -> tuple[int, float]:
-        """Bytes until the time is over, without those behind the blocks, and CPU seconds."""
+    def decompress(number: int) -> int:
+        """Bytes until the time is over, without those behind the blocks."""
         held = [np.empty(block_bytes, np.uint8) for _ in range(HELD_BLOCKS // cores)]
         for block in held:
             block.fill(1)  # its pages are there: the loader's are, but for the first
@@ -389,7 +403,6 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
         order = np.random.default_rng(number).integers(0, blocks, 1 << 20).tolist()
         making = costs.HandingOut(mode, BLOCK_BYTES)
         done = 0
-        cpu_before = time.thread_time()
         while time.perf_counter() < stop:
             spans = []
             outs = []
@@ -401,14 +414,9 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
             bodies = [np.asarray(stored[slice(*frames.stored_range(*span))]) for span in spans]
             frames.decode(bodies, spans, outs)
             done += costs.JOB
-        return done * BLOCK_BYTES, time.thread_time() - cpu_before
+        return done * BLOCK_BYTES
 
-    began = time.perf_counter()
-    with ThreadPoolExecutor(cores) as pool:
-        done = list(pool.map(decompress, range(cores)))
-    tokens = sum(decompressed for decompressed, _ in done) / 2
-    cpu = sum(spent for _, spent in done)
-    return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
+    return on_all_cores(decompress)
 
 
 def gpt_step() -> Callable[[dict[str, Any]], None]:
@@ -511,93 +519,72 @@ def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) ->
     )
 
 
-def local_shards(scale: Scale, kind: str) -> None:
-    """The loader alone on local shards, beside plain ones; zstd beside its library alone too, and
-    beside the least that the design takes, as int64 and as ids.
+def zst(scale: Scale) -> None:
+    """CPU seconds of the loader alone on local zstd shards, of the zstandard library alone, and of
+    the least that the design takes, as int64 and as ids.
     """
-    dataset = scale.shards(kind)
-    train = {
-        name: partial(
-            run_side,
-            side_train,
-            blend=scale.shards(name),
-            options={},
-            seconds=4,
-            warm_up=WARM_UP_SAMPLES,
+    dataset = scale.shards("zst")
+    train = partial(run_side, side_train, blend=dataset, seconds=4, warm_up=WARM_UP_SAMPLES)
+    library = partial(run_side, side_frames, dataset=dataset, seconds=4)
+    sides: dict[str, Callable[[], dict[str, Any]]] = {"library": library}
+    for mode in ("ids", "int64"):
+        sides[mode] = partial(train, ids_only=mode == "ids")
+        sides[f"{mode}, least"] = partial(
+            run_side, side_blocks, dataset=dataset, seconds=4, mode=mode
         )
-        for name in ("bin", kind)
-    }
-    sides = {"plain .bin": train["bin"], "int64": train[kind]}
-    titles = {"int64": ["plain .bin"]}
-    if kind == "zst":
-        library = "the zstandard library alone on all cores"
-        sides[library] = partial(run_side, side_frames, dataset=dataset, seconds=4)
-        sides["ids"] = partial(train[kind], ids_only=True)
-        titles["int64"].append(library)
-        titles["ids"] = [library]
-        for mode, others in titles.items():
-            least = f"decompressing, and {mode} by bare kernels"
-            sides[least] = partial(run_side, side_blocks, dataset=dataset, seconds=4, mode=mode)
-            others.append(least)
     found = harness.in_turns(scale.runs, sides)
-    for mode, others in titles.items():
-        tell_of_shards(f"local .{kind}, {mode}", found, mode, others)
-
-
-def tell_of_shards(
-    title: str, found: dict[str, list[dict[str, Any]]], mode: str, others: list[str]
-) -> None:
-    """Rates and CPU seconds of the loader in a mode beside others, and of each kind of thread."""
-    rate = median_of(found[mode], "rate")
-    for theirs in others:
-        row(f"{title}, {theirs}", median_of(found[theirs], "rate"), rate, 1e6, "M tokens/s")
-    # Of a machine that others use, the time of the processor tells more.
-    cpu = median_of(found[mode], "cpu")
-    for theirs in others:
-        title_of_cpu = f"CPU seconds per 10^9 tokens, {title}, {theirs}"
-        row(title_of_cpu, median_of(found[theirs], "cpu"), cpu, 1, "s")
-    for thread in costs.KINDS.values():
-        spent = [result["kinds"].get(thread, 0.0) for result in found[mode]]
-        if any(spent):
+    cpu = {
+        side: statistics.median(result["cpu"] for result in results)
+        for side, results in found.items()
+    }
+    for mode in ("ids", "int64"):
+        title = f"local .zst, {mode}, CPU seconds per 10^9 tokens"
+        row(f"{title}, the zstandard library alone", cpu["library"], cpu[mode], 1, "s")
+        least = f"{title}, decompressing, and {mode} by bare kernels"
+        row(least, cpu[f"{mode}, least"], cpu[mode], 1, "s")
+        for thread in costs.KINDS.values():
+            spent = [result["kinds"].get(thread, 0.0) for result in found[mode]]
             harness.row(f"of that, {thread}", "", f"{statistics.median(spent):.2f} s", "")
 
 
-def median_of(results: list[dict[str, Any]], figure: str) -> float:
-    return statistics.median(float(result[figure]) for result in results)
+def train_beside_plain(
+    scale: Scale, title: str, kind: str, blends: Mapping[str, str], name: str, **options: Any
+) -> None:
+    """The loader on shards of a kind beside the plain ones. name: of the unit."""
+    sides = {side: rate_of(side_train, blend=blends[side], **options) for side in ("bin", kind)}
+    found = harness.medians(scale.runs, sides)
+    unit = 1e6 if name == "M tokens/s" else 1.0
+    row(f"{title}, plain .bin", found["bin"], found[kind], unit, name)
+
+
+def tar(scale: Scale) -> None:
+    blends = {kind: scale.shards(kind) for kind in ("bin", "tar")}
+    title = "local .tar, the loader alone"
+    options = {"seconds": 4, "warm_up": WARM_UP_SAMPLES}
+    train_beside_plain(scale, title, "tar", blends, "M tokens/s", **options)
 
 
 def learning(scale: Scale) -> None:
-    sides = {
-        kind: rate_of(side_train, blend=scale.shards(kind), options={}, seconds=6, model=True)
-        for kind in ("bin", "zst")
-    }
-    found = harness.medians(scale.runs, sides)
-    title = "training a small GPT from local .zst, plain .bin"
-    row(title, found["bin"], found["zst"], 1, "tokens/s")
+    blends = {kind: scale.shards(kind) for kind in ("bin", "zst")}
+    title = "training a small GPT from local .zst"
+    train_beside_plain(scale, title, "zst", blends, "tokens/s", seconds=6, model=True)
 
 
 def remote(scale: Scale, link: float, title: str) -> None:
     """Both kinds from the object server, over a link of so many bytes a second (0: as it is)."""
-    prefixes = {kind: Path(scale.shards(kind)) for kind in ("bin", "zst")}
     objects = FOLDER / "objects"
-    for kind, prefix in prefixes.items():
+    blends = {}
+    for kind in ("bin", "zst"):
         bucket = objects / "data" / f"{kind}-{scale.pair}"
         bucket.parent.mkdir(parents=True, exist_ok=True)
+        local = Path(scale.shards(kind)).parent
         if not bucket.exists():
-            shutil.copytree(prefix.parent, bucket, copy_function=os.link)
-    with running(objects) as server:
-        server.behave(link=link)
-        sides = {
-            kind: rate_of(
-                side_train,
-                blend=f"s3://data/{kind}-{scale.pair}/{kind}",
-                options=server.storage_options,
-                seconds=6,
-            )
-            for kind in prefixes
-        }
-        found = harness.medians(scale.runs, sides)
-    row(f"training from zstd {title}, plain .bin", found["bin"], found["zst"], 1e6, "M tokens/s")
+            shutil.copytree(local, bucket, copy_function=os.link)
+        blends[kind] = f"s3://data/{kind}-{scale.pair}/{kind}"
+    with running(objects, link=link) as server:
+        options = {"options": server.storage_options, "seconds": 6}
+        title = f"training from zstd {title}"
+        train_beside_plain(scale, title, "zst", blends, "M tokens/s", **options)
 
 
 def row(title: str, theirs: float, ours: float, unit: float, name: str) -> None:
@@ -615,8 +602,8 @@ FIGURES = harness.Figures(
     memory=memory,
     shuffle=shuffle,
     zstd=zstd,
-    zst=partial(local_shards, kind="zst"),
-    tar=partial(local_shards, kind="tar"),
+    zst=zst,
+    tar=tar,
     learning=learning,
     link=partial(remote, link=100e6, title="on a link of 100 MB/s"),
     loopback=partial(remote, link=0.0, title="from object storage on loopback"),

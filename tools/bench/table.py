@@ -324,7 +324,7 @@ def zstd(chosen: Chosen) -> None:
     """The loader on local zstd shards, beside plain ones and what the cores can decompress."""
     scale = scale_of(chosen, 100)
     dataset = scale.shards("zst")
-    train = partial(convert.rate_of, convert.side_train, options={}, seconds=SECONDS)
+    train = partial(convert.rate_of, convert.side_train, seconds=SECONDS)
     sides = {kind: train(blend=scale.shards(kind)) for kind in ("zst", "bin")}
     sides["frames"] = convert.rate_of(convert.side_frames, dataset=dataset, seconds=SECONDS)
     found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
