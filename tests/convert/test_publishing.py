@@ -172,6 +172,30 @@ def test_an_overwrite_killed_at_any_moment_leaves_the_former_or_the_new_dataset(
     assert step > 8
 
 
+@pytest.mark.guarantee("dataset-replaced-former")
+@pytest.mark.parametrize("shard_bytes", [None, 1200])
+def test_damaged_shards_are_replaced_by_the_same_conversion_killed_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int | None
+) -> None:
+    """The new manifest has the bytes of the one that it replaces."""
+    write_random_pair(str(tmp_path / "a"), 40, 40, seed=1)
+    options: dict[str, Any] = {"shard_bytes": shard_bytes, "workers": 1, "overwrite": True}
+    for step in range(1000):
+        name = str(tmp_path / f"out{step}" / "web")
+        convert([str(tmp_path / "a")], name, **options)
+        shards = sorted((tmp_path / f"out{step}").glob("web*.bin"))
+        shards[0].write_bytes(bytes(shards[0].stat().st_size))
+        try:
+            with killed_before(step, monkeypatch):
+                convert([str(tmp_path / "a")], name, **options)
+                break
+        except Killed:
+            convert([str(tmp_path / "a")], name, **options)
+        assert tokens_of(f"{name}.manifest.json") == tokens_of(str(tmp_path / "a")), step
+    assert step > 4
+    assert tokens_of(f"{name}.manifest.json") == tokens_of(str(tmp_path / "a"))
+
+
 def convert_is_under_way(name: str, tmp_path: Path) -> bool:
     """Whether a work folder is left, by which the same command goes on."""
     return any(tmp_path.rglob("publishing.json"))

@@ -20,8 +20,10 @@ from streammega.convert.dry_run import plan_conversion
 from streammega.convert.write.destination import Destination, Reservation
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
-from streammega.storage import save_bytes
+from streammega.storage import open_store, save_bytes
 from streammega.storage.backends.fsspec import FsspecStore
+from tests.convert.test_publishing import Killed as KilledAtStep
+from tests.convert.test_publishing import killed_before, tokens_of
 from tests.support.kill_programs import convert_as_told
 from tests.support.typed import tokens
 
@@ -293,3 +295,131 @@ def test_of_two_reservations_where_the_server_knows_no_conditions_the_first_lear
     assert two.take()
     assert not one.take()
     assert one.conflict() is not None
+
+
+@pytest.mark.guarantee("two-machines-sent")
+@pytest.mark.parametrize("shard_bytes", [None, 400])
+def test_a_first_conversion_killed_at_any_moment_goes_on_on_another_machine(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, shard_bytes: int | None
+) -> None:
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_bytes": shard_bytes}
+    for step in range(1000):
+        name = f"memory://{tmp_path.name}-{step}/web"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"one{step}"))
+        try:
+            with killed_before(step, monkeypatch):
+                convert(inputs, name, **options)
+                break
+        except KilledAtStep:
+            pass
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"two{step}"))
+        if "web.manifest.json" in objects(name):
+            with pytest.raises(ConvertError, match="exists already"):
+                convert(inputs, name, **options)
+        else:
+            convert(inputs, name, **options)
+            assert not any("claim" in found or "-gen" in found for found in objects(name)), step
+        assert verify(f"{name}.manifest.json").problems == [], step
+        assert tokens_of(f"{name}.manifest.json") == [[97] * 1000 + [256], [98] * 1000 + [256]]
+    assert step > 8
+
+
+def test_shards_that_others_put_between_a_kill_and_its_resumption_stay(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_bytes": 400}
+    name = f"memory://{tmp_path.name}-others/web"
+    kill_before("run", monkeypatch, inputs, name, shard_bytes=400)
+    convert(inputs, f"memory://{tmp_path.name}-source/web", **options, min_tokens=2)
+    system = fsspec.filesystem("memory")
+    for found in objects(f"memory://{tmp_path.name}-source/web"):
+        if found.endswith((".bin", ".idx")):
+            data = system.cat_file(f"{tmp_path.name}-source/{found}")
+            system.pipe_file(f"{tmp_path.name}-others/{found}", data)
+    for cache in ("here", "elsewhere"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        with pytest.raises(ConvertError, match="exists already"):
+            convert(inputs, name, **options)
+
+
+def test_the_same_conversion_twice_at_once_writes_nothing_of_a_published_dataset(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"memory://{tmp_path.name}-twin/web"
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
+    run = Conversion.run
+    etags: list[Any] = []
+
+    def etags_there() -> list[Any]:
+        store, key = open_store(name, StorageConfig())
+        return [(info.key, info.etag) for info in store.list(key)]
+
+    def late(self: Conversion, **named: Any) -> Any:
+        monkeypatch.setattr(Conversion, "run", run)
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+            convert(inputs, name, **options)
+        etags.extend(etags_there())
+        return run(self, **named)
+
+    monkeypatch.setattr(Conversion, "run", late)
+    with pytest.raises(ConvertError, match="meanwhile"):
+        convert(inputs, name, **options)
+    assert etags_there() == etags
+    assert len(objects(name)) == 3
+
+
+@pytest.mark.parametrize("killed_in", ["publish", "before it is freed"])
+def test_tokens_of_names_that_were_not_reserved_all_the_time_are_written_again(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, killed_in: str
+) -> None:
+    """Those of another conversion may have as many bytes."""
+    name = f"memory://{tmp_path.name}-freed/web"
+    publish = Conversion.publish
+
+    def taken_by_others(conversion: Any = None, *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+            patch.setattr(Conversion, "publish", publish)
+            assert main(["gc", name, "--remove"]) == 0
+            kill_before("publish", patch, inputs[1:], name, overwrite=True)
+            assert main(["gc", name, "--remove"]) == 0
+        return publish(conversion, *arguments) if conversion else None
+
+    if killed_in == "publish":
+        kill_before("publish", monkeypatch, inputs[:1], name)
+        taken_by_others()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Conversion, "publish", taken_by_others)
+            with pytest.raises(ConvertError, match="run the same command again"):
+                convert(inputs[:1], name, tokenizer="bytes", workers=1)
+    assert "web.manifest.json" not in objects(name)
+    convert(inputs[:1], name, tokenizer="bytes", workers=1, overwrite=True)
+    assert text_of(f"{name}.manifest.json", StorageConfig()) == "a" * 1000
+
+
+@pytest.mark.parametrize("moment", ["before it is looked at", "while a run is resumed"])
+def test_a_dataset_that_appears_at_the_worst_moment_is_not_replaced(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    name = f"memory://{tmp_path.name}-moment/web"
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
+    method = "existing"
+    if moment == "while a run is resumed":
+        kill_before("remove_work", monkeypatch, inputs[:1], name)
+        method = "manifest"
+    real = getattr(Destination, method)
+
+    def late(self: Destination) -> Any:
+        monkeypatch.setattr(Destination, method, real)
+        found = real(self) if method == "manifest" else None
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+            convert(inputs[1:], name, **options, overwrite=True)
+        return found or real(self)
+
+    monkeypatch.setattr(Destination, method, late)
+    with pytest.raises(ConvertError, match=r"exists already|meanwhile"):
+        convert(inputs[:1], name, **options)
+    assert text_of(f"{name}.manifest.json", StorageConfig()) == "b" * 1000

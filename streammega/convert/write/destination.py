@@ -163,6 +163,8 @@ class Reservation:
     A first conversion writes its tokens under their final names, so two of them must not do so at
     once. The first one creates the object, which holds its job's digest; the end of the conversion
     removes it. After a crash the same job goes on, on any machine: it writes the same bytes.
+
+    The object says too whether `.idx` files of that job may be there: others are never replaced.
     """
 
     def __init__(self, destination: Destination, job: str) -> None:
@@ -182,6 +184,7 @@ class Reservation:
                     "job": self._job,
                     "host": socket.gethostname(),
                     "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                    "is_publishing": False,
                 }
             ).encode()
             if holder is None:
@@ -196,6 +199,23 @@ class Reservation:
         """Whether this job has reserved the names."""
         holder = self._read()
         return holder is not None and holder["job"] == self._job
+
+    def is_publishing(self) -> bool:
+        """Whether this job has reserved the names and may have put an `.idx` there."""
+        holder = self._read()
+        return holder is not None and holder["job"] == self._job and _has_begun(holder)
+
+    def begin_publishing(self) -> bool:
+        """Note that `.idx` files are put from now on; False if this job has not the names."""
+        before = version(self._url, self._storage)
+        holder = self._read()
+        if holder is None or holder["job"] != self._job:
+            return False
+        if not _has_begun(holder):
+            store, key = open_store(self._url, self._storage)
+            data = json.dumps(holder | {"is_publishing": True}).encode()
+            replace_object(store, key, data, before)
+        return self.is_ours()
 
     def conflict(self) -> str | None:
         """Why this job cannot reserve the names: a message; None if it can."""
@@ -239,3 +259,7 @@ class Reservation:
                 pass
             time.sleep(READ_PAUSE)
         return UNREADABLE
+
+
+def _has_begun(holder: dict[str, Any]) -> bool:
+    return bool(holder.get("is_publishing"))

@@ -42,12 +42,14 @@ class PublishRecord:
     """What a conversion publishes, saved before anything appears under a final name.
 
     job: its digest. mark: of the names of its shards, "" for plain ones. replaced: the files of the
-    dataset that it replaces. manifests: digests of the manifests that it puts, in their order.
+    dataset that it replaces. replaced_version: of that dataset's manifest, which may have the same
+    bytes as a new one. manifests: digests of the manifests that it puts, in their order.
     """
 
     job: str
     mark: str
     replaced: list[str]
+    replaced_version: str
     manifests: list[str]
 
 
@@ -74,25 +76,33 @@ class Publisher:
         """Whether an earlier run of this conversion was interrupted while it published."""
         self._existing = ExistingDataset()
         """What was there at the start, and is replaced."""
+        self._replaced_version = ""
+        self._keeps_tokens = False
+        """Whether tokens under plain names can only be this job's: its reservation never ended."""
         self._mark = ""
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
         """Look at what is there. Raises ConvertError if it would have to be replaced and may not."""
         record = self._own_record()
-        stored = None if record is None else self._destination.manifest()
-        if record is not None and stored is None:
-            # Plain names were free when it began.
-            self._is_resumed = not record.mark
-        elif record is not None and stored is not None:
-            self._is_resumed = digest_of_bytes(stored) in record.manifests
-        if record is not None and self._is_resumed:
-            version = self._destination.manifest_version()
+        # Before the manifest is read: after a change in between, the version does not match.
+        version = self._destination.manifest_version()
+        if not version:
+            if record is not None and record.mark:
+                record = None  # what it replaces has no manifest, or is gone
+            # Plain names were free when it began, here or on another machine.
+            was_publishing = self._is_remote and self._reservation.is_publishing()
+            self._is_resumed = was_publishing or record is not None
+        elif record is not None and version != record.replaced_version:
+            stored = self._destination.manifest()
+            self._is_resumed = stored is not None and digest_of_bytes(stored) in record.manifests
+        if not self._is_resumed:
+            self._look(overwrite=overwrite)
+        elif record is not None:
             self._existing = ExistingDataset(files=record.replaced, manifest_version=version)
+            self._replaced_version = record.replaced_version
             self._mark = record.mark
-        else:
-            if not overwrite:
-                self._check_nothing_exists()
-            self._look()
+        is_committed = self._is_resumed and bool(version)
+        self._keeps_tokens = is_committed or (self._is_remote and self._reservation.is_ours())
         self._check_inputs(inputs)
 
     def reserve(self, *, overwrite: bool) -> None:
@@ -109,9 +119,7 @@ class Publisher:
             self._mark = self._make_mark()
         elif not self._is_resumed:
             # Another conversion may have ended since `check`.
-            if not overwrite:
-                self._check_nothing_exists()
-            self._look()
+            self._look(overwrite=overwrite)
 
     def release(self) -> None:
         """Free the reserved names."""
@@ -123,7 +131,9 @@ class Publisher:
 
         Raises ConvertError if shards of another dataset are in the way.
         """
-        self._check_reservation()
+        self._check_unchanged()
+        if self._has_reservation and not self._reservation.take():
+            raise ConvertError(self._lost_reservation())
         if not self._is_resumed:
             self._check_set_without_manifest(layout)
         if not self._is_remote:
@@ -134,9 +144,14 @@ class Publisher:
         return replace(layout, targets=targets, digest=layout.digest + self._mark)
 
     def missing_shards(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
-        """Of written shards, those whose tokens are gone or have another size: a `gc` may have
-        removed them.
+        """Of written shards, those whose tokens are gone, have another size or may be another job's:
+        a `gc` may have removed them or the reservation.
         """
+        if self._is_remote and not self._mark and not self._keeps_tokens:
+            return list(shards)
+        return self._missing_tokens(layout, shards)
+
+    def _missing_tokens(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
         if not self._is_remote:  # they are in the work folder, or were published
             return []
         urls = {number: layout.targets[number] + self._destination.suffix for number in shards}
@@ -147,7 +162,6 @@ class Publisher:
 
     def publish(self, layout: ShardLayout, manifest: Manifest) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end."""
-        self._check_reservation()
         names = self._destination.shard_names(layout.names, self._mark)
         committed = _with_names(manifest, names)
         restores_names = bool(self._mark) and not self._is_remote
@@ -156,12 +170,17 @@ class Publisher:
             # An earlier run ended the second switch.
             self._remove_marked(names)
             return manifest
-        self._check_tokens(layout, manifest)
         self._check_unchanged()
+        needs_names = self._is_remote and not self._mark
+        if needs_names and not self._reservation.begin_publishing():
+            # Tokens under plain names may be another job's by now.
+            raise ConvertError(self._lost_reservation())
+        self._check_tokens(layout, manifest)
         record = PublishRecord(
             job=self._job,
             mark=self._mark,
             replaced=self._existing.files,
+            replaced_version=self._replaced_version,
             manifests=[digest_of_bytes(data) for data in manifests],
         )
         save_json(self._record_url, asdict(record), self._storage)
@@ -186,9 +205,17 @@ class Publisher:
             return None
         return PublishRecord(**stored)
 
-    def _look(self) -> None:
-        """Note what is there: if anything is, shards get a mark."""
+    def _look(self, *, overwrite: bool) -> None:
+        """Note what is there: if anything is, shards get a mark.
+
+        Raises ConvertError if something is there, unless `overwrite`.
+        """
+        if not overwrite:
+            self._check_nothing_exists()
         self._existing = self._destination.existing()
+        self._replaced_version = self._existing.manifest_version
+        if self._existing.version and not overwrite:
+            self._check_nothing_exists()  # it appeared in between
         self._mark = self._make_mark() if self._existing.version else ""
 
     def _make_mark(self) -> str:
@@ -246,11 +273,6 @@ class Publisher:
                     f"first"
                 )
 
-    def _check_reservation(self) -> None:
-        """Raise ConvertError if another job has reserved the names meanwhile."""
-        if self._has_reservation and not self._reservation.take():
-            raise ConvertError(self._lost_reservation())
-
     def _check_unchanged(self) -> None:
         """Raise ConvertError if another conversion has published since this one looked."""
         if self._destination.manifest_version() != self._existing.manifest_version:
@@ -258,7 +280,7 @@ class Publisher:
 
     def _check_tokens(self, layout: ShardLayout, manifest: Manifest) -> None:
         """Raise ConvertError if written tokens are gone: the manifest would list nothing."""
-        missing = self.missing_shards(layout, dict(enumerate(manifest.shards)))
+        missing = self._missing_tokens(layout, dict(enumerate(manifest.shards)))
         if missing:
             first = redact_urls(layout.targets[missing[0]] + self._destination.suffix)
             raise ConvertError(
