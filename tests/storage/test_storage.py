@@ -76,6 +76,14 @@ class StoreContract:
         got = store.read(key, list(zip([a for a, _ in spans], [b for _, b in spans], strict=True)))
         assert [bytes(part) for part in got] == [data[a:b] for a, b in spans]
 
+    @pytest.mark.parametrize("others", [[], [(0, 1), (1, 2)]], ids=["alone", "with others"])
+    def test_a_range_that_ends_before_it_begins_is_an_error(
+        self, store: Store, key: str, others: list[tuple[int, int]]
+    ) -> None:
+        put(store, key, b"0123456789")
+        with pytest.raises(ShortReadError, match=key.rsplit("/", 1)[-1]):
+            store.read(key, [*others, (5, 3)])
+
     def test_info_tells_size_and_an_etag_that_changes_with_the_bytes(
         self, store: Store, key: str
     ) -> None:

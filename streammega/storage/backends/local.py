@@ -236,9 +236,9 @@ class PreadStore(LocalStore):
             stat = os.fstat(fd)
             check_version(key, etag, etag_of(stat))
             for (start, stop), out in zip(spans, outs, strict=True):
-                check_room(out, stop - start)
                 if not 0 <= start <= stop <= stat.st_size:
                     raise truncated(key, f"bytes [{start}, {stop}) of {stat.st_size}")
+                check_room(out, stop - start)
                 _read(fd, key, start, out)
         except OSError as error:
             raise _told_apart(key, error) from None

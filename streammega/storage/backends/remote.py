@@ -98,15 +98,17 @@ class RemoteStore(Store):
 
         def read_one(span: Span) -> Buffer:
             start, stop = span
+            if start < stop:
+                return read_together([span])[0]
             # There is no range request for no bytes.
-            return read_together([span])[0] if start < stop else memoryview(b"")
+            return check_length(self.url(key), span, memoryview(b""))
 
         spans = [(int(start), int(stop)) for start, stop in spans]
         # Nothing goes on beside a single one: the thread that asks may do it.
         if len(spans) == 1:
             return [read_one(spans[0])]
         sizes = [stop - start for start, stop in spans]
-        if 0 < len(spans) <= FEW and sum(sizes) <= SMALL and all(sizes):
+        if 0 < len(spans) <= FEW and sum(sizes) <= SMALL and min(sizes) > 0:
             return read_together(spans)
         _, pool = self._client()
         return pool.map(read_one, spans)
