@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,7 +28,9 @@ from streammega.samples.provenance import Provenance
 from streammega.samples.traced import TracedSample
 from streammega.train.config import load_run
 from streammega.train.splits import data_of
+from tools.bench import harness
 
+T = TypeVar("T")
 LENGTHS = (4096, 8192, 6000, 32768, 4096)
 """Tokens of a sample in each phase."""
 JOIN = 5
@@ -65,25 +68,30 @@ def blend_of(names: list[str], weights: np.ndarray, first: int, count: int) -> s
     return json.dumps(words[2 * first : 2 * (first + count)])
 
 
-def timed(what: str, do: Callable[[], object]) -> None:
+def timed(what: str, do: Callable[[], T]) -> T:
     """Print the time that something takes, on the clock and of the processor."""
     began = time.perf_counter()
     busy = time.process_time()
     found = do()
-    wall = time.perf_counter() - began
     cpu = time.process_time() - busy
-    count = f", {found:,}" if isinstance(found, int) else ""
-    print(f"{what:<62} {wall:6.2f} s, {cpu:6.2f} s of CPU{count}", flush=True)
+    wall = time.perf_counter() - began
+    count = f"{found:,}" if isinstance(found, int) else ""
+    harness.row(what, count, f"{wall:.2f} s", f"{cpu:.2f} s")
+    return found
 
 
-def command(*words: str) -> int:
-    """Characters that a command prints; it succeeds."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = streammega(list(words))
-    if code:
-        raise SystemExit(f"{words}: exit status {code}")
-    return len(printed.getvalue())
+def command(*words: str) -> None:
+    """Time a command, with all that it opens; it succeeds."""
+
+    def characters() -> int:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            code = streammega(list(words))
+        if code:
+            raise SystemExit(f"{words}: exit status {code}")
+        return len(printed.getvalue())
+
+    timed(" ".join(word for word in words if "/" not in word), characters)
 
 
 def digest(tokens: np.ndarray) -> bytes:
@@ -122,25 +130,19 @@ def report(samples: int, datasets: int, compared: int) -> None:
     write_run(path, samples, datasets)
     run = str(path)
     config = data_of(load_run(run), "train")
-    opened: list[Provenance] = []
-    timed("open the datasets", lambda: opened.append(Provenance(config, "train", BATCH)))
-    (provenance,) = opened
+    harness.table("what", "found", "on the clock", "CPU")
+    provenance = timed("open the datasets", lambda: Provenance(config, "train", BATCH))
     rng = np.random.default_rng(SEED)
     firsts = provenance.source.starts  # type: ignore[attr-defined]
-    timed("open all phases", lambda: provenance.trace(firsts))
+    timed("open all phases", lambda: len(provenance.trace(firsts)))
     end = samples // BATCH * BATCH
     # half of them soon behind a change, where samples join what epochs had left
     behind = rng.choice(firsts[1:], compared // 2) + rng.integers(0, 10 * BATCH, compared // 2)
     chosen = np.concatenate([behind, rng.integers(0, end, compared - compared // 2)])
-    traced: list[TracedSample] = []
-    timed(f"trace {compared:,} samples", lambda: traced.extend(provenance.trace(chosen)))
+    traced = timed(f"trace {compared:,} samples", lambda: list(provenance.trace(chosen)))
     (name,) = provenance.find(provenance.datasets[datasets // 2], 100)
-    timed(
-        "find a document of 1,000,003 tokens: readings",
-        lambda: len(provenance.readings(name, end)),
-    )
-    (name,) = provenance.find(provenance.datasets[datasets // 3], 7)
-    timed("find another: readings", lambda: len(provenance.readings(name, end)))
+    title = "find a document of 1,000,003 tokens: readings"
+    timed(title, lambda: len(provenance.readings(name, end)))
     began = time.perf_counter()
     same, joined = same_as_ranks(config, traced)
     print(f"{same:,} of {len(traced):,} samples are what {RANKS} ranks read, by hashes; {joined:,} "
@@ -148,13 +150,11 @@ def report(samples: int, datasets: int, compared: int) -> None:
     step = firsts[2] // BATCH + 3
     page = str(folder / "page.html")
     document = f"{provenance.datasets[datasets // 2]}#100"
-    print("commands, each with all that it opens:")
-    timed("  describe: characters", lambda: command("describe", run))
-    timed("  describe --json: characters", lambda: command("describe", run, "--json"))
-    timed("  trace --step (1,024 samples): characters", lambda: command("trace", run, "--step", str(step)))  # fmt: skip
-    timed("  trace --step --json --html: characters", lambda: command("trace", run, "--step", str(step), "--json", "--html", page))  # fmt: skip
-    timed("  trace --find: characters", lambda: command("trace", run, "--find", document))
-    timed("  trace --find --json --html: characters", lambda: command("trace", run, "--find", document, "--json", "--html", page))  # fmt: skip
+    command("describe", run)
+    command("describe", run, "--json")
+    for what in (["--step", str(step)], ["--find", document]):
+        command("trace", run, *what)
+        command("trace", run, *what, "--json", "--html", page)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.bench import harness
+from tools.bench import harness, sides
 from tools.bench.runner import FOLDER, PACKAGES, S, serving
 
 Result = dict[str, Any]
@@ -111,14 +111,8 @@ def loader(endpoint: str, mode: str, seconds: float) -> Result:
     """StreamLoader in its steady state."""
     import streammega as sm
 
-    config = sm.DataConfig(
-        blend=["s3://data/web"],
-        sequence_length=S,
-        order="stream",
-        num_samples=(520_000, 0, 0),
-        storage=sm.StorageConfig(storage_options={"anon": True, "endpoint_url": endpoint}),
-        index_cache_dir=FOLDER / "idx",
-    )
+    where = {"endpoint": endpoint, "prefix": "s3://data/web", "index_cache": str(FOLDER / "idx")}
+    config = sides.config_of({**where, "num_samples": 520_000})
     with sm.StreamLoader(
         config, micro_batch_size=ROWS, global_batch_size=256, ids_only=mode == "ids"
     ) as batches:
@@ -363,7 +357,7 @@ def floors(endpoint: str, mode: str, runs: int, seconds: float) -> None:
         "count": int(first["bytes"] // size) // JOB * JOB,
     }
     held = int(first["held"])
-    sides = {
+    floor = {
         "obstore alone": partial(measured, transport, **alike),
         "obstore, as much held": partial(measured, transport, held=held, **alike),
         "obstore, handed out": partial(measured, transport, handed_out=mode, **alike),
@@ -372,7 +366,7 @@ def floors(endpoint: str, mode: str, runs: int, seconds: float) -> None:
         ),
         "the loader": partial(measured, loader, endpoint=endpoint, mode=mode, seconds=seconds),
     }
-    found = harness.in_turns(runs, sides)
+    found = harness.in_turns(runs, floor)
     rates = {name: statistics.median(map(rate, results)) for name, results in found.items()}
     for name, results in found.items():
         harness.row(

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.bench import harness
+from tools.bench import corpus, harness
 from tools.bench.object_server import Running, running
 
 PACKAGES = ("numpy", "numba", "torch", "obstore")
@@ -61,10 +61,10 @@ def prepare(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     for folder in ("blend", "manifest", "folder"):
         (bucket / folder).mkdir(parents=True)
-    corpus = np.random.default_rng(0).integers(0, 60_000, CORPUS_TOKENS, np.uint16)
-    write_pair(bucket / "web", corpus.tobytes(), index_of(CORPUS_TOKENS // 1024, 1024))
-    tokens = bytes(2 * LENGTH * SEQUENCES)
-    index = index_of(SEQUENCES, LENGTH)
+    corpus.write_random(str(bucket / "web"), np.full(CORPUS_TOKENS // 1024, 1024), 60_000)
+    corpus.write_random(str(root / "small"), np.full(SEQUENCES, LENGTH))
+    tokens = (root / "small.bin").read_bytes()
+    index = (root / "small.idx").read_bytes()
     for number in range(DATASETS):
         write_pair(bucket / "blend" / f"d{number:04d}", tokens, index)
     shards = []
@@ -93,15 +93,6 @@ def prepare(root: Path) -> None:
     )
     (bucket / "manifest" / f"web{MANIFEST}").write_bytes(manifest.to_json())
     (root / "done").touch()
-
-
-def index_of(sequences: int, length: int) -> bytes:
-    """The `.idx` of so many equal documents."""
-    from streammega.dataset.idx import encode_index
-
-    lengths = np.full(sequences, length, np.int32)
-    bounds = np.arange(sequences + 1, dtype=np.int64)
-    return b"".join(encode_index(np.dtype(np.uint16), lengths, bounds, None))
 
 
 def write_pair(prefix: Path, tokens: bytes, index: bytes) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from streammega.dataset.idx import encode_index
-from tools.bench import harness
+from tools.bench import corpus, harness
 from tools.bench.object_server import Running, running
 
 HERE = Path(__file__).resolve().parents[2]
@@ -121,17 +120,12 @@ def prepare(peers: bool) -> None:
 
 def write_pair(prefix: Path, tokens: int) -> None:
     """So many random tokens as `.bin` and `.idx`."""
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(7.0, 1.0, 4_000_000), 16, 200_000).astype(np.int32)
-    ends = np.cumsum(lengths, dtype=np.int64)
+    drawn = np.random.default_rng(0).lognormal(7.0, 1.0, 4_000_000)
+    lengths = np.clip(drawn, 16, 200_000).astype(np.int64)
+    ends = np.cumsum(lengths)
     lengths = lengths[: int(np.searchsorted(ends, tokens)) + 1]
     lengths[-1] -= ends[len(lengths) - 1] - tokens  # the last document is what is left
-    with prefix.with_suffix(".bin").open("wb") as file:
-        for at in range(0, tokens, 1 << 25):
-            rng.integers(0, 65_535, min(1 << 25, tokens - at), dtype=np.uint16).tofile(file)
-    with prefix.with_suffix(".idx").open("wb") as file:
-        for piece in encode_index(np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None):
-            file.write(piece)
+    corpus.write_random(str(prefix), lengths, 65_535)
 
 
 def write_raw(rows: Any, folder: Path) -> None:

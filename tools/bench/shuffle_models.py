@@ -1,11 +1,39 @@
-"""Other systems' shuffles, as published: the order in which each hands out places 0 .. total - 1."""
+"""The stream order, and other systems' shuffles, as published: the order in which each hands out
+places 0 .. total - 1.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.order.quality import Places
+
+
+def stream(
+    tokens: int,
+    length: int,
+    samples: int,
+    *,
+    lanes: int,
+    block_bytes: int,
+    seed: int = 1,
+    itemsize: int = 2,
+) -> Places:
+    """Where the first samples of a dataset start, in the stream order."""
+    parts = [FilePart(file=0, start=0, tokens=tokens)]
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=parts, itemsize=itemsize)],
+        schedule=[(0, [1.0])],
+        sequence_length=length,
+        extra_token=True,
+        seed=seed,
+        lanes=lanes,
+        block_bytes=block_bytes,
+    )
+    return order.locate(np.arange(samples)).start
 
 
 def full_shuffle(total: int, rng: np.random.Generator) -> Places:

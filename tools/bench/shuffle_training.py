@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
+from tools.bench import harness
+from tools.bench.shuffle_models import stream
 
 LENGTH = 128
 BATCH = 32
@@ -41,9 +42,7 @@ def main() -> int:
     print(
         f"torch {torch.__version__}; {chosen.steps} steps of {BATCH} x {LENGTH} bytes, {chosen.seeds} seeds"
     )
-    print(
-        "| corpus | order | held-out loss (nat per byte) | spread over seeds |\n|---|---|---|---|"
-    )
+    harness.table("corpus", "order", "held-out loss (nat per byte)", "spread over seeds")
     for name in ("documents shuffled", "sorted by package"):
         train, held_out = corpus(documents, shuffled=name == "documents shuffled")
         for order in ("full shuffle", "stream", "stream, one block a lane", "coarse block shuffle"):
@@ -52,9 +51,7 @@ def main() -> int:
                 for seed in range(chosen.seeds)
             ]
             spread = max(losses) - min(losses)
-            print(
-                f"| {name} | {order} | {statistics.mean(losses):.4f} | {spread:.4f} |", flush=True
-            )
+            harness.row(name, order, f"{statistics.mean(losses):.4f}", f"{spread:.4f}")
     return 0
 
 
@@ -102,17 +99,9 @@ def ordered(tokens: int, order: str, seed: int) -> Starts:
         return np.concatenate([rng.permutation(blocks[n]) for n in rng.permutation(len(blocks))])
     # samples: fine blocks, or as coarse as 256 lanes allow
     block = 8 if order == "stream" else -(-count // 256)
-    dataset = StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=1)
-    stream = StreamOrder(
-        datasets=[dataset],
-        schedule=[(0, [1.0])],
-        sequence_length=LENGTH,
-        extra_token=True,
-        seed=seed,
-        lanes=256,
-        block_bytes=block * LENGTH,
+    return stream(
+        tokens, LENGTH, count, lanes=256, block_bytes=block * LENGTH, seed=seed, itemsize=1
     )
-    return stream.locate(np.arange(count)).start
 
 
 def batches(data: NDArray[np.uint8], starts: Starts, steps: int) -> Iterator[torch.Tensor]:

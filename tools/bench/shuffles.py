@@ -17,10 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.cli.plotting import pyplot
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
 from streammega.order.quality import Places, shuffle_quality
-from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
+from tools.bench import harness
+from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer, stream
 
 TOTAL = 1 << 23
 LENGTH = 4096
@@ -38,10 +37,9 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     rng = np.random.default_rng(0)
-    print(
-        "| order | memory | entropy (bits) | places / 256 | adjacent | neighbours apart | domain drift |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    harness.table(
+        "order", "memory", "entropy (bits)", "places / 256", "adjacent", "neighbours apart", "domain drift"
+    )  # fmt: skip
     row("full shuffle", None, full_shuffle(TOTAL, rng)[: chosen.samples])
     points: dict[str, list[tuple[float, float]]] = {
         name: [] for name in ("py1e", "shuffle buffer", "block shuffle")
@@ -58,38 +56,24 @@ def main() -> int:
         for lanes, block in ((1024, memory * MiB // 1024), (4096, memory * MiB // 4096)):
             if block >= SAMPLE_BYTES:
                 title = f"stream, {lanes} lanes, {block // 1024} KiB blocks"
-                points.setdefault(f"stream, {lanes} lanes", []).append(
-                    (memory, row(title, memory, stream(lanes, block, chosen.samples)))
+                starts = stream(
+                    TOTAL * LENGTH + 1, LENGTH, chosen.samples, lanes=lanes, block_bytes=block
                 )
+                drift = row(title, memory, starts // LENGTH)
+                points.setdefault(f"stream, {lanes} lanes", []).append((memory, drift))
     if chosen.plot:
         plot(points, chosen.plot)
     return 0
-
-
-def stream(lanes: int, block_bytes: int, samples: int) -> Places:
-    """Places of the stream order's first samples."""
-    data = StreamDataset(parts=[FilePart(file=0, start=0, tokens=TOTAL * LENGTH + 1)], itemsize=2)
-    order = StreamOrder(
-        datasets=[data],
-        schedule=[(0, [1.0])],
-        sequence_length=LENGTH,
-        extra_token=True,
-        seed=1,
-        lanes=lanes,
-        block_bytes=block_bytes,
-    )
-    return np.asarray(order.locate(np.arange(samples)).start // LENGTH)
 
 
 def row(name: str, memory: int | None, places: Places) -> float:
     """Print a row; returns the domain drift."""
     q = shuffle_quality(places, TOTAL, 32 * BATCH)
     held = "all" if memory is None else f"{memory} MiB"
-    print(
-        f"| {name} | {held} | {q.distance_entropy:.2f} | {q.places_per_256:.0f} | {q.adjacent_share:.4f} | "
-        f"{q.neighbour_distance:,.0f} | {q.domain_drift:.2f} |",
-        flush=True,
-    )
+    harness.row(
+        name, held, f"{q.distance_entropy:.2f}", f"{q.places_per_256:.0f}", f"{q.adjacent_share:.4f}",
+        f"{q.neighbour_distance:,.0f}", f"{q.domain_drift:.2f}",
+    )  # fmt: skip
     return q.domain_drift
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -25,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 
 S = 4096
+BATCH = 16
+"""Samples of a micro-batch."""
 Result = dict[str, Any]
 
 
@@ -34,7 +35,7 @@ def cpu_seconds() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: int = 0) -> Result:
+def consume(batches: Iterable[Any], seconds: float, warmup: int = 0) -> Result:
     """Take batches for some seconds (0: to the end).
 
     The clock runs from before the first, or from after `warmup` of them.
@@ -51,7 +52,7 @@ def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: i
             began = now
             spent = cpu_seconds()
             continue
-        count += samples_each
+        count += BATCH
         if seconds and now - began > seconds:
             break
     taken = time.perf_counter() - began
@@ -87,34 +88,21 @@ def config_of(a: Result) -> Any:
 def ours(a: Result) -> Result:
     import streammega as sm
 
-    batch = a.get("batch", 16)
     config = config_of(a)
     created = time.perf_counter()
     spent = cpu_seconds()
-    loader = sm.StreamLoader(
-        config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False)
-    )
-    result: Result = {}
-    with loader:
+    with sm.StreamLoader(
+        config, micro_batch_size=BATCH, global_batch_size=256, ids_only=a.get("ids_only", False)
+    ) as loader:
         iterator = iter(loader)
         next(iterator)
-        result["first"] = time.perf_counter() - created
-        if not a.get("first_only"):
-            result |= {
-                k: v
-                for k, v in consume(
-                    iterator, batch, a.get("seconds", 0), a.get("warmup", 0)
-                ).items()
-                if k != "first"
-            }
-            tokens = (result["samples"] + batch) * S
-            result["whole_cpu"] = (cpu_seconds() - spent) / tokens * 1e9
-            result["whole_rate"] = (
-                (result["samples"] + batch) * S / (result["seconds"] + result["first"])
-            )
+        first = time.perf_counter() - created
+        result = consume(iterator, a["seconds"], a.get("warmup", 0))
         result["stats"] = loader.stats()
-    result["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return result
+    tokens = (result["samples"] + BATCH) * S
+    result["whole_cpu"] = (cpu_seconds() - spent) / tokens * 1e9
+    result["whole_rate"] = tokens / (result["seconds"] + first)
+    return result | {"first": first, "peak": harness.peak_bytes()}
 
 
 def ours_workers(a: Result) -> Result:
@@ -122,8 +110,7 @@ def ours_workers(a: Result) -> Result:
 
     import streammega as sm
 
-    batch = a.get("batch", 16)
-    dataset = sm.StreamingDataset(config_of(a), micro_batch_size=batch, global_batch_size=256)
+    dataset = sm.StreamingDataset(config_of(a), micro_batch_size=BATCH, global_batch_size=256)
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=None,
@@ -131,7 +118,7 @@ def ours_workers(a: Result) -> Result:
         prefetch_factor=4,
         multiprocessing_context=a.get("method"),
     )
-    return consume(loader, batch, a["seconds"], a.get("warmup", 0))
+    return consume(loader, a["seconds"], a.get("warmup", 0))
 
 
 def imports_only(a: Result) -> Result:
@@ -139,7 +126,7 @@ def imports_only(a: Result) -> Result:
     import streammega.loading.engine
 
     _ = sm.StreamLoader
-    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+    return {"peak": harness.peak_bytes()}
 
 
 def paced(a: Result) -> Result:
@@ -148,9 +135,8 @@ def paced(a: Result) -> Result:
     """
     import streammega as sm
 
-    batch = a.get("batch", 16)
-    loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256)
-    step = batch * S * 2 / a["bytes_per_second"]
+    loader = sm.StreamLoader(config_of(a), micro_batch_size=BATCH, global_batch_size=256)
+    step = BATCH * S * 2 / a["bytes_per_second"]
     due = 0.0
     warm = 0.0
     waits = [0.0]
@@ -173,10 +159,7 @@ def paced(a: Result) -> Result:
         stats = loader.stats()
     # what the loader waited for data, without the call itself
     waited = stats["wait_total"] - warm
-    return {
-        "stall_share": waited / a["seconds"],
-        "worst": max(waits),
-    }
+    return {"stall_share": waited / a["seconds"], "worst": max(waits)}
 
 
 # --- megatron-core ------------------------------------------------------------------------------------------------------------
@@ -232,9 +215,9 @@ def megatron_loader(a: Result) -> Result:
     workers = a["workers"]
     more: Any = {"prefetch_factor": 4} if workers else {}
     loader: Any = torch.utils.data.DataLoader(
-        megatron_dataset(a), batch_size=a.get("batch", 16), num_workers=workers, **more
+        megatron_dataset(a), batch_size=BATCH, num_workers=workers, **more
     )
-    return consume(loader, a.get("batch", 16), a["seconds"], 16)
+    return consume(loader, a["seconds"], 16)
 
 
 # --- other loaders over the same tokens, in their own formats -------------------------------------------------------------------
@@ -246,17 +229,13 @@ def litdata(a: Result) -> Result:
 
     # Its client refuses endpoints without TLS otherwise.
     downloader._OBSTORE_CLIENT_OPTIONS = {**downloader._OBSTORE_CLIENT_OPTIONS, "allow_http": True}
-    options = {
-        "endpoint_url": a["endpoint"],
-        "aws_access_key_id": "k",
-        "aws_secret_access_key": "s",
-    }
+    keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
     dataset = ld.StreamingDataset(
-        "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options=options,
+        "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options={"endpoint_url": a["endpoint"], **keys},
         cache_dir=tempfile.mkdtemp(), max_cache_size="20GB",
     )  # fmt: skip
-    loader: Any = ld.StreamingDataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
-    return consume(loader, a["batch"], a["seconds"])
+    loader: Any = ld.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=a["workers"])
+    return consume(loader, a["seconds"])
 
 
 def stub_torchvision() -> None:
@@ -292,13 +271,11 @@ def mosaic(a: Result) -> Result:
         remote="s3://data/mds",
         local=tempfile.mkdtemp(),
         shuffle=True,
-        batch_size=a["batch"],
+        batch_size=BATCH,
         num_canonical_nodes=1,
     )
-    loader: Any = torch.utils.data.DataLoader(
-        dataset, batch_size=a["batch"], num_workers=a["workers"]
-    )
-    return consume(loader, a["batch"], a["seconds"])
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=BATCH, num_workers=a["workers"])
+    return consume(loader, a["seconds"])
 
 
 def s3torch(a: Result) -> Result:
@@ -326,9 +303,9 @@ def s3torch(a: Result) -> Result:
                     }
 
     loader: Any = torch.utils.data.DataLoader(
-        Shuffled(), batch_size=a["batch"], num_workers=a["workers"]
+        Shuffled(), batch_size=BATCH, num_workers=a["workers"]
     )
-    return consume(loader, a["batch"], a["seconds"])
+    return consume(loader, a["seconds"])
 
 
 if __name__ == "__main__":

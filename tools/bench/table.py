@@ -167,9 +167,7 @@ def peer_epoch(bench: Bench, peer: str, workers: int) -> Result | None:
     """Another loader; None if it failed."""
     endpoint = bench.server.endpoint
     seconds = LONGER_SECONDS if peer == WELL_SHUFFLED and workers else PEER_SECONDS
-    result = bench.side(
-        peer, endpoint=endpoint, batch=16, workers=workers, seconds=seconds, shards=1
-    )
+    result = bench.side(peer, endpoint=endpoint, workers=workers, seconds=seconds)
     if not result:
         return None
     found = {"rate": result["tokens"], "first": result["first"]}
