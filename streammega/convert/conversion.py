@@ -265,6 +265,7 @@ class Conversion:
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
+        self.publisher.release_unwritten()
         if is_remote(self.work) or not os.path.isdir(self.work):
             return
         if can_resume(self.work):

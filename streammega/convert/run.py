@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from streammega.convert.read.stdin import (
 )
 from streammega.convert.report import ConvertReport, sum_records
 from streammega.convert.setup import check_output_is_free, check_writable, merge_settings, plan
-from streammega.convert.work_dir import can_resume, output_lock, work_folder
+from streammega.convert.work_dir import output_lock, work_folder
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import document_tokens
 from streammega.convert.write.publish import Publisher
@@ -81,7 +80,7 @@ def convert(
         return convert_files(inputs, output, **named)
     with _pipes_as_files(inputs, output, options, runner, named["storage"], overwrite) as kept:
         files = [kept.get(name, name) for name in inputs]
-        report = convert_files(files, output, is_locked=True, **named)
+        report = convert_files(files, output, is_kept=True, **named)
     messages = [named_as_given(message, kept) for message in report.messages]
     return replace(report, messages=messages)
 
@@ -90,19 +89,19 @@ def convert_files(
     inputs: Sequence[str],
     output: str,
     *,
-    is_locked: bool = False,
+    is_kept: bool = False,
     is_merge: bool = False,
     **named: Any,
 ) -> ConvertReport:
     """Convert inputs that can be read again. Other arguments are those of `convert`.
 
-    is_locked: the output and the work folder are locked already. is_merge: tasks have done all
+    is_kept: the inputs are streams, kept in a work folder that is locked already. is_merge: tasks have done all
     units.
     """
     began = time.monotonic()
     conversion = plan(inputs, output, **named)
     with ExitStack() as stack:
-        if not is_locked:
+        if not is_kept:
             stack.enter_context(output_lock(conversion.prefix, conversion.work))
         check_output_is_free(conversion)
         try:
@@ -110,7 +109,9 @@ def convert_files(
             written = conversion.run(is_merge=is_merge)
             manifest = conversion.publish(written)
         except BaseException:
-            if not is_merge:  # else tasks may be at work in the folder
+            if is_kept:  # what was made of a stream cannot be resumed
+                conversion.remove_work()
+            elif not is_merge:  # else tasks may be at work in the folder
                 conversion.release()
             raise
         conversion.remove_work()
@@ -167,10 +168,9 @@ def _pipes_as_files(
     prefix, _ = split_name(output)
     work = work_folder(prefix, runner.work)
     with output_lock(prefix, work):
-        # Else what is there may be half of this very conversion.
-        if not (os.path.isdir(work) and can_resume(work)):
-            destination = Destination(prefix, options.kind, storage)
-            Publisher(destination, work, "").check([], overwrite=overwrite)
+        # Of no job yet: what was made of a stream cannot be resumed.
+        destination = Destination(prefix, options.kind, storage)
+        Publisher(destination, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work, options.read_as)
         try:

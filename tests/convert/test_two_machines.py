@@ -5,6 +5,7 @@ dataset of both.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.dry_run import plan_conversion
 from streammega.convert.write.destination import Destination, Reservation
+from streammega.convert.write.publish import Publisher
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import open_store, save_bytes
@@ -295,6 +297,47 @@ def test_of_two_reservations_where_the_server_knows_no_conditions_the_first_lear
     assert two.take()
     assert not one.take()
     assert one.conflict() is not None
+
+
+def test_a_conversion_that_fails_before_it_writes_tokens_frees_its_names_for_other_options(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"memory://{tmp_path.name}-corrected/web"
+    monkeypatch.setattr("streammega.convert.job.UNIT_FILES", 1)
+    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n{"no": 1}\n')
+    arguments: Any = ([*inputs, str(tmp_path / "c.jsonl")], name)
+    with pytest.raises(ConvertError, match="text"):
+        convert(*arguments, tokenizer="bytes", workers=1)
+    convert(*arguments, tokenizer="bytes", workers=1, on_error="skip")
+    assert len(objects(name)) == 3
+    assert verify(name).problems == []
+
+
+@pytest.mark.parametrize("where", ["remote", "local"])
+@pytest.mark.parametrize("ended", ["failed", "killed"])
+def test_a_stream_is_not_read_where_a_killed_conversion_of_one_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, ended: str
+) -> None:
+    name = f"memory://{tmp_path.name}/web" if where == "remote" else str(tmp_path / "out" / "web")
+    streams = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path in streams:
+        path.write_text('{"text": "a text"}\n')
+    with streams[0].open() as first, streams[1].open() as second, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", first)
+        patch.setattr(Publisher, "_commit", lambda *_: (_ for _ in ()).throw(Killed))
+        if ended == "killed":
+            patch.setattr(Conversion, "release", lambda self: None)
+            patch.setattr(Conversion, "remove_work", lambda self: None)
+            patch.setattr("streammega.convert.run.forget_pipes", lambda *_: None)
+        with pytest.raises(Killed):
+            convert(["-"], name, tokenizer="bytes", workers=1)
+        assert (".web.streammega-claim" in objects(name)) == (
+            ended == "killed" and where == "remote"
+        )
+        patch.setattr("sys.stdin", second)
+        with pytest.raises(ConvertError, match=r"exists already|another conversion"):
+            convert(["-"], name, tokenizer="bytes", workers=1)
+        assert os.lseek(second.fileno(), 0, os.SEEK_CUR) == 0, "nothing is read"
 
 
 @pytest.mark.guarantee("two-machines-sent")

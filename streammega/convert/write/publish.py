@@ -79,6 +79,7 @@ class Publisher:
         self._replaced_version = ""
         self._keeps_tokens = False
         """Whether tokens under plain names can only be this job's: its reservation never ended."""
+        self._writes_tokens = False
         self._mark = ""
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
@@ -126,6 +127,11 @@ class Publisher:
         if self._is_remote:
             self._reservation.release()
 
+    def release_unwritten(self) -> None:
+        """Free the reserved names if no tokens are there, so that other options may have them."""
+        if self._has_reservation and not (self._keeps_tokens or self._writes_tokens):
+            self._reservation.release()
+
     def choose_names(self, layout: ShardLayout) -> ShardLayout:
         """The layout with the URLs that its tokens are written to, in a bucket the final ones.
 
@@ -134,6 +140,7 @@ class Publisher:
         self._check_unchanged()
         if self._has_reservation and not self._reservation.take():
             raise ConvertError(self._lost_reservation())
+        self._writes_tokens = True
         if not self._is_resumed:
             self._check_set_without_manifest(layout)
         if not self._is_remote:
