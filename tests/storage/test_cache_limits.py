@@ -500,6 +500,49 @@ def test_a_child_that_is_forked_within_a_fetch_keeps_no_lock_of_its_parent(tmp_p
     assert _python(FORKED_WITHIN_FETCH, str(tmp_path)).strip() == "0 True"
 
 
+FORKED_WHILE_A_THREAD_IS_BUSY = """
+import os, signal, sys, threading
+import numpy as np
+from streammega.storage.cache import PageCache
+cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", 6_000_000)
+reserve = PageCache.reserve
+is_inside, goes_on = threading.Event(), threading.Event()
+def fetch(a, b, out): out.fill(7)
+def read(start): cached.read(start, start + 10, np.empty(10, np.uint8), fetch)
+def waiting(*arguments):
+    is_inside.set()
+    goes_on.wait()
+    return reserve(*arguments)
+def notified():
+    is_inside.set()
+    goes_on.wait()
+if sys.argv[2] == "makes a chunk":
+    PageCache.reserve = waiting
+else:
+    cached._fetched.notify_all = notified
+thread = threading.Thread(target=read, args=(0,))
+thread.start()
+is_inside.wait()
+PageCache.reserve = reserve
+child = os.fork()
+if child == 0:
+    vars(cached._fetched).pop("notify_all", None)
+    signal.alarm(20)
+    read(2_000_000)
+    os._exit(0)
+goes_on.set()
+thread.join()
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("busy", ["makes a chunk", "ends a fetch"])
+def test_a_child_reads_by_an_object_that_a_thread_of_its_parent_has_locked(
+    tmp_path: Path, busy: str
+) -> None:
+    assert _python(FORKED_WHILE_A_THREAD_IS_BUSY, str(tmp_path), busy).strip() == "0"
+
+
 def test_looking_at_a_cache_lets_no_claim_go(tmp_path: Path) -> None:
     cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE)
     asked = []
@@ -701,15 +744,18 @@ def test_a_lost_count_of_bytes_is_made_anew(tmp_path: Path, left: bytes | None) 
     assert len(list(tmp_path.glob("chunks/*/0.data"))) == 4
 
 
+@pytest.mark.parametrize("clock", ["right", "set back"])
 def test_a_count_that_is_too_high_is_mended_once_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: str
 ) -> None:
     import shutil
 
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     read(open_object(cache, "s3://b/k", SIZE))
     shutil.rmtree(next(tmp_path.glob("chunks/*/0.data")).parent)  # by hand: nobody counts
-    monkeypatch.setattr(cache_folder, "COUNT_AGE", 0.0)
+    seconds = 2 * cache_folder.COUNT_AGE * (1 if clock == "right" else -1)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + seconds)
     full = PageCache(tmp_path, SIZE + 1000, CHUNK)
     new = open_object(full, "s3://b/new", SIZE)
     assert [read(new) for _ in range(2)] == [SIZE, 0]

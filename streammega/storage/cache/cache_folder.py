@@ -167,7 +167,7 @@ class CacheFolder:
                 return True  # another process was quicker
             total, counted_at = _read_total(self.folder, lock)
             is_full = not self._fits(total, new_bytes) and not self._evictable
-            if is_full and counted_at < time.time() - COUNT_AGE:
+            if is_full and abs(time.time() - counted_at) > COUNT_AGE:
                 total, counted_at = _count(self.folder)
             while self._evictable and not self._fits(total, new_bytes):
                 last_used, folder = self._evictable.popleft()

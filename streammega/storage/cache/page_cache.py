@@ -78,8 +78,8 @@ class CachedObject:
         chunk_bytes = cache.chunk_bytes
         self._description = {"url": url, "etag": etag, "size": size, "chunk_bytes": chunk_bytes}
         self._chunks: dict[int, ChunkFile] = {}
-        self._opening = threading.Lock()
-        self._fetched = threading.Condition()
+        self._opening = process_lock()
+        self._fetched = threading.Condition(process_lock())
         """Notified when a thread of this process ends to fetch pages."""
         self.touch()
 
