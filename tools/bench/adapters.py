@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import streammega as sm
-from tools.bench import corpus, harness
+from tools.bench import corpus, harness, sides
 
 LENGTH = 2048
 ROWS = 4
@@ -124,22 +123,11 @@ def megatron_dataset(loader: sm.StreamLoader) -> Batches:
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from torch.utils.data import DataLoader
 
     from streammega.integrations.megatron_dataset import StreamGPTDataset
 
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=LENGTH,
-        blend=(list(loader.dataset.config.blend or ()), None),
-        split="1,0,0",
-        tokenizer=SimpleNamespace(eod=0, pad=-1, vocab_size=50_000, unique_identifiers={}),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+    config = sides.gpt_config(LENGTH, blend=(list(loader.dataset.config.blend or ()), None))
     builder = BlendedMegatronDatasetBuilder(StreamGPTDataset, (SAMPLES, 0, 0), is_here, config)
     return iter(DataLoader(builder.build()[0], batch_size=ROWS))
 
@@ -208,12 +196,12 @@ def main() -> None:
         prefix = f"{folder}/data"
         corpus.write_random(prefix, np.full(2000, 4000), 50_000)
         config = sm.DataConfig(blend=[prefix], sequence_length=LENGTH, order="stream")
-        sides = {
+        installed = {
             name: partial(host_seconds, config, side, chosen.batches)
             for name, (module, side) in SIDES.items()
             if importlib.util.find_spec(module) is not None
         }
-        seconds = harness.in_turns(chosen.rounds, sides)
+        seconds = harness.in_turns(chosen.rounds, installed)
     harness.table("us of the host for a micro-batch", "median", "least")
     for name, values in seconds.items():
         harness.row(name, f"{statistics.median(values) * 1e6:.0f}", f"{min(values) * 1e6:.0f}")

@@ -307,10 +307,7 @@ def side_train(
             learn(batch)
             if start is not None and now - start > seconds:
                 kinds = costs.by_kind(threads_before, costs.of_threads())
-                of_kind = {
-                    kind: (spent.user + spent.system) / tokens * 1e9
-                    for kind, spent in kinds.items()
-                }
+                of_kind = {kind: spent.cpu / tokens * 1e9 for kind, spent in kinds.items()}
                 cpu = sum(of_kind.values())
                 return {"rate": tokens / (now - start), "cpu": cpu, "kinds": of_kind}
     raise AssertionError("the stream has no end")

@@ -137,8 +137,6 @@ def run_side(
         words, capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    # a checkout that this one is compared with may print the result alone, as its last line
-    lines = lines or done.stdout.splitlines()[-1:]
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(words[1:])[:200]} failed:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))

@@ -352,11 +352,9 @@ class Server:
         try:
             fd, stat = self.open(name)
         except OSError:
-            return self.answer(connection, 404, b"<Error><Code>NoSuchKey</Code></Error>", method)
+            return self.refuse(connection, 404, "NoSuchKey", method)
         if headers.get("if-match", f'"{etag(stat)}"').strip('"') not in (etag(stat), "*"):
-            return self.answer(
-                connection, 412, b"<Error><Code>PreconditionFailed</Code></Error>", method
-            )
+            return self.refuse(connection, 412, "PreconditionFailed", method)
         start = 0
         stop = stat.st_size
         status = 200
@@ -366,32 +364,28 @@ class Server:
             start = int(low) if low else stat.st_size - int(high)
             stop = min(int(high) + 1, stat.st_size) if low and high else stat.st_size
             if start >= stat.st_size:
-                return self.answer(
-                    connection, 416, b"<Error><Code>InvalidRange</Code></Error>", method
-                )
+                return self.refuse(connection, 416, "InvalidRange", method)
             status = 200 if behaviour.plain_200 else 206
             extra += f"Content-Range: bytes {start}-{stop - 1}/{stat.st_size}\r\n"
         if method == "HEAD":
-            delay = self.delay_of_small()
-            return self.begin(connection, status, extra, stop - start, -1, 0, 0, delay)
+            return self.begin(connection, status, extra, stop - start, self.delay_of_small())
         if not self.within_rate():
             self.counts["faults"] += 1
-            return self.answer(connection, 503, b"<Error><Code>SlowDown</Code></Error>", method)
+            return self.refuse(connection, 503, "SlowDown", method)
         fault, delay = self.faults.draw()
         if stop - start < behaviour.small_bytes:
             delay += behaviour.small_latency
         self.counts["faults"] += fault is not None
         length = stop - start
         if fault == "error":
-            return self.answer(connection, 503, b"<Error><Code>SlowDown</Code></Error>", method)
+            return self.refuse(connection, 503, "SlowDown", method)
         if fault == "short":
             length = max(1, length // 2)
         if fault == "overlong":
             length = min(length + 64, stat.st_size - start)
         connection.fault = fault
         connection.fault_at = length - length // 2
-        self.begin(connection, status, extra, length, fd, start, length, delay)
-        return None
+        return self.begin(connection, status, extra, length, delay, file=fd, start=start)
 
     def within_rate(self) -> bool:
         """Whether one more request is answered now."""
@@ -421,31 +415,29 @@ class Server:
     def answer(self, connection: Connection, status: int, body: bytes, method: str) -> None:
         kind = "Content-Type: application/xml\r\n"
         rest = b"" if method == "HEAD" else body
-        self.begin(connection, status, kind, len(body), -1, 0, 0, self.delay_of_small(), rest)
+        self.begin(connection, status, kind, len(body), self.delay_of_small(), body=rest)
+
+    def refuse(self, connection: Connection, status: int, code: str, method: str) -> None:
+        """Answer with an error as S3 names it."""
+        body = f"<Error><Code>{code}</Code></Error>".encode()
+        self.answer(connection, status, body, method)
 
     def delay_of_small(self) -> float:
         """Seconds before an answer that is not the body of an object."""
         return self.behaviour.latency if self.behaviour.latency_of_all else 0.0
 
     def begin(
-        self,
-        connection: Connection,
-        status: int,
-        extra: str,
-        length: int,
-        fd: int,
-        start: int,
-        left: int,
-        delay: float,
-        body: bytes = b"",
-    ) -> None:
+        self, connection: Connection, status: int, extra: str, length: int, delay: float,
+        *, body: bytes = b"", file: int = -1, start: int = 0,
+    ) -> None:  # fmt: skip
+        """Answer with a body in memory, or with so many bytes of a file."""
         head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n{extra}\r\n"
         connection.head = head.encode() + body
-        connection.file = fd
+        connection.file = file
         connection.offset = start
-        connection.left = left
+        connection.left = length if file >= 0 else 0
         connection.delay = delay
-        if fd >= 0 and self.behaviour.answers_at_once:
+        if file >= 0 and self.behaviour.answers_at_once:
             if len(self.sending) >= self.behaviour.answers_at_once:
                 self.poll.modify(connection.sock.fileno(), 0)
                 self.turns.append(connection)
@@ -468,21 +460,15 @@ class Server:
                 connection.sock.sendall(connection.head)
                 connection.head = b""
             while connection.left > 0:
-                if (
-                    connection.fault in ("reset", "truncate", "stall")
-                    and connection.left <= connection.fault_at
-                ):
+                is_broken = connection.fault in ("reset", "truncate", "stall")
+                if is_broken and connection.left <= connection.fault_at:
                     return self.break_off(connection)
                 if self.behaviour.link and self.link_at > time.monotonic():
                     return self.later(connection, self.link_at - time.monotonic())
-                chunk = (
-                    SHAPED_CHUNK if self.behaviour.bandwidth or self.behaviour.link else SEND_CHUNK
-                )
+                is_shaped = self.behaviour.bandwidth or self.behaviour.link
+                size = min(connection.left, SHAPED_CHUNK if is_shaped else SEND_CHUNK)
                 sent = os.sendfile(
-                    connection.sock.fileno(),
-                    connection.file,
-                    connection.offset,
-                    min(connection.left, chunk),
+                    connection.sock.fileno(), connection.file, connection.offset, size
                 )
                 connection.offset += sent
                 connection.left -= sent

@@ -70,12 +70,11 @@ def report(lengths: Sequence[int]) -> str:
     order.locate(ids + LOCATED)
     each = (time.process_time() - began) / LOCATED
     rests = [rest for rest in order.phases[-1].rests if rest is not None]
-    intervals = sum(len(rest.intervals.low) for rest in rests)
     waiting = max(rest.tokens - rest.samples * rest.length for rest in rests)
     return (
         f"{len(lengths):2} changes, the last to {lengths[-1]:6}: {opened:.2f} s to open, "
         f"{each * 1e6:.1f} us a sample, {(runs == 1).mean():.1%} of one run, at most {runs.max()}; "
-        f"{intervals:,} intervals, at most {waiting:,} tokens of a dataset wait"
+        f"at most {waiting:,} tokens of a dataset wait"
     )
 
 

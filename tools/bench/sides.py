@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def config_of(a: Result) -> Any:
         order=a.get("order", "stream"),
         num_samples=(a.get("num_samples", 500_000), 0, 0),
         storage=storage,
-        index_cache_dir=a.get("index_cache", "/tmp/streammega-bench-idx"),
+        index_cache_dir=a["index_cache"],
         **a.get("data", {}),
     )
 
@@ -166,25 +167,26 @@ def paced(a: Result) -> Result:
 # --- megatron-core ------------------------------------------------------------------------------------------------------------
 
 
+def gpt_config(length: int, **settings: Any) -> Any:
+    """The config of megatron-core's own dataset."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    tokenizer = SimpleNamespace(eod=0, pad=-1, vocab_size=65536, unique_identifiers={})
+    return GPTDatasetConfig(
+        random_seed=1234, sequence_length=length, tokenizer=tokenizer, reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False, split="1,0,0", **settings,
+    )  # fmt: skip
+
+
 def megatron_dataset(a: Result) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.gpt_dataset import GPTDataset
         from megatron.core.datasets.indexed_dataset import IndexedDataset
         from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
         from megatron.core.datasets.utils import Split
 
-        class Tokenizer:
-            eod = 0
-            pad = -1
-            vocab_size = 65536
-            unique_identifiers = {"class": "bench"}  # noqa: RUF012
-
-        config = GPTDatasetConfig(
-            random_seed=1234, sequence_length=S, path_to_cache=a.get("index_cache", "/tmp/streammega-bench-meg"),
-            tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-            create_attention_mask=False, blend=(["x"], None), split="1,0,0",
-        )  # fmt: skip
+        config = gpt_config(S, path_to_cache=a["index_cache"], blend=(["x"], None))
         if a["prefix"].startswith("/"):
             indexed = IndexedDataset(a["prefix"], multimodal=False, mmap=True)
         else:
