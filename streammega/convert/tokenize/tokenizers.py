@@ -79,6 +79,10 @@ class Tokenizer(ABC):
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """Token ids of each text."""
 
+    def encode_bare(self, texts: list[str]) -> Sequence[Ids]:
+        """Token ids of each text, without what a post-processor adds."""
+        return self.encode(texts)
+
     @abstractmethod
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """Tokens of each text with their places, without what a post-processor adds."""
@@ -200,6 +204,10 @@ class HuggingFaceTokenizer(Tokenizer):
         memory.
         """
         return self._encode(texts, add=self._add)
+
+    def encode_bare(self, texts: list[str]) -> Sequence[Ids]:
+        """By the same calls."""
+        return self._encode(texts, add=False)
 
     def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
         ids: list[Ids] = []
