@@ -170,3 +170,74 @@ def test_a_conversion_that_is_killed_within_a_large_record_goes_on_to_the_same_b
             tmp_path / f"whole{suffix}"
         ).read_bytes()
     assert not work.exists()
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_members_of_json_lines_may_be_larger_than_a_record(
+    compression: str, tmp_path: Path
+) -> None:
+    lines = [f"line {number:03}" for number in range(100)]
+    data = json_lines([*lines[:50], LARGE, *lines[50:]])
+    # the end of a line, and a place within one
+    for max_bytes in (10 * len(json_lines(lines[:1])) - 1, 200):
+        with tarfile.open(tmp_path / "in.tar", "w") as archive:
+            stored = gzip.compress(data) if compression else data
+            member = tarfile.TarInfo(f"a.jsonl{compression}")
+            member.size = len(stored)
+            archive.addfile(member, io.BytesIO(stored))
+        done = convert(
+            [str(tmp_path / "in.tar")],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            max_record_bytes=max_bytes,
+            on_error="skip",
+            overwrite=True,
+        )
+        assert done.dropped == {"too large": 1}
+        assert f"a.jsonl{compression}:51: the record is larger" in done.messages[0]
+        written = IndexedDataset(str(tmp_path / "out"))
+        stored_texts = [bytes(written.get(n)[:-1].tolist()).decode() for n in range(len(written))]
+        assert stored_texts == lines
+
+
+@pytest.mark.parametrize("suffix", ["txt.gz", "npy.gz", "npy"])
+def test_members_that_are_too_large_are_refused(suffix: str, tmp_path: Path) -> None:
+    array = io.BytesIO()
+    np.save(array, np.zeros(5000, np.uint16))
+    data = array.getvalue() if "npy" in suffix else LARGE.encode()
+    stored = gzip.compress(data) if suffix.endswith("gz") else data
+    with tarfile.open(tmp_path / "in.tar", "w") as archive:
+        member = tarfile.TarInfo(f"a.{suffix}")
+        member.size = len(stored)
+        archive.addfile(member, io.BytesIO(stored))
+    with pytest.raises(ConvertError, match=rf"in\.tar!a\.{suffix}: the record is larger than"):
+        convert(
+            [str(tmp_path / "in.tar")],
+            str(tmp_path / "out"),
+            tokenizer=None if "npy" in suffix else "bytes",
+            max_record_bytes=MAX_BYTES,
+        )
+
+
+@pytest.mark.parametrize("end", ["}]", "}\n]\n", "}   ]   \n"])
+def test_a_record_of_an_array_is_measured_without_what_follows_it(end: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.json"
+    source.write_text('[{"text": "' + "a" * 80 + '"' + end)
+    size = len('{"text": ""}') + 80
+    convert([str(source)], str(tmp_path / "out"), tokenizer="bytes", max_record_bytes=size)
+    assert len(IndexedDataset(str(tmp_path / "out"))) == 1
+    with pytest.raises(ConvertError, match="is larger than"):
+        convert([str(source)], str(tmp_path / "no"), tokenizer="bytes", max_record_bytes=size - 1)
+
+
+def test_rows_of_csv_are_measured_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text('text\n"' + "漢字\n" * 20 + '"\nnext\n', encoding="utf-8")
+    done = convert(
+        [str(tmp_path / "in.csv")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        max_record_bytes=100,
+        on_error="skip",
+    )
+    assert done.documents == 1
+    assert done.dropped == {"too large": 1}

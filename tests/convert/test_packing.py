@@ -320,7 +320,7 @@ def test_the_command_line_packs(documents: list[list[int]], tmp_path: Path) -> N
     assert max(map(len, bins_of(str(tmp_path / "out")))) == 2
     assert "padding; " in result.output
     described = CliRunner().invoke(app, ["describe", str(tmp_path / "out")])
-    assert f"{len(bins_of(str(tmp_path / 'out'))):,} of {PACK} tokens, " in described.output
+    assert f"{len(bins_of(str(tmp_path / 'out'))):,} of {PACK} tokens\n" in described.output
 
 
 @pytest.mark.guarantee("memory-workers-interruptions")

@@ -111,7 +111,7 @@ def test_what_json_holds_is_described(
         {name: gzip.compress(data) if name.endswith("gz") else data, "bad.manifest.json": b"{}"},
     )
     assert main(["describe", str(tmp_path / name)]) == 0
-    assert """first      '{"text": "one"}""" in capsys.readouterr().out
+    assert """first_document: '{"text": "one"}""" in capsys.readouterr().out
     assert main(["describe", str(tmp_path / "bad.manifest.json")]) == 1
 
 

@@ -116,7 +116,8 @@ class _Text:
         end = self._end_of_value()
         # a number may go on after a dot
         while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):
-            if len(self._text) - self._at > self._options.max_record_bytes:
+            size = (len(self._text) if end is None else end) - self._at
+            if size > self._options.max_record_bytes:
                 raise ConvertError(too_large(f"{self._path}:{self._count_lines()}", self._options))
             self._read_on()
             end = self._end_of_value()

@@ -160,7 +160,7 @@ def read_csv(
                 return
             if len(row) == len(header):
                 cells = map(_cell, row)
-                size = sum(map(len, row))
+                size = sum(map(_stored_bytes, row))
                 yield RawDocument(
                     data=b"",
                     path=path,
@@ -210,6 +210,10 @@ def _check_header(header: list[str], options: ConvertOptions, path: str) -> None
             raise _no_column(path, names, header)
     if options.origins and options.id_field is not None and options.id_field not in header:
         raise _no_id_column(path, options)
+
+
+def _stored_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))
 
 
 def _cell(text: str) -> str | bytes | None:

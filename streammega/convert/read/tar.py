@@ -27,6 +27,7 @@ from streammega.convert.read.json import BYTE_ORDER_MARK
 from streammega.convert.read.open import (
     DECOMPRESSORS,
     Item,
+    LongLine,
     PieceReader,
     Skipped,
     Slice,
@@ -34,9 +35,16 @@ from streammega.convert.read.open import (
     escapes_folder,
     fault,
     open_stream,
+    read_lines,
     too_large,
 )
-from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name, suffix_of
+from streammega.convert.read.suffixes import (
+    COMPRESSIONS,
+    JSON_LINES_SUFFIXES,
+    JSON_SUFFIXES,
+    bare_name,
+    suffix_of,
+)
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
@@ -76,15 +84,9 @@ def read_tar(
                 fault(options, skipped, "hostile path", message)
             elif not choice.takes(name):
                 skipped.add_member(document_suffix(name) or "without a suffix")
-            elif member.size > options.max_record_bytes:
-                fault(options, skipped, "too large", too_large(where, options))
             else:
                 choice.check_sample()
-                data = _data_of(archive, member, where)
-                if suffix_of(name) in DECOMPRESSORS:
-                    pieces = PieceReader(decompressed(io.BytesIO(data), suffix_of(name)))
-                    data = pieces.read(options.max_record_bytes + 1)  # the reader refuses so many
-                yield from _documents_of(document_suffix(name), data, where)
+                yield from _documents_of(archive, member, where, options, skipped)
         choice.check_end(skipped)
 
 
@@ -143,24 +145,37 @@ class _AfterHead:
         return data
 
 
-def _data_of(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
-    """The bytes of a regular member."""
+def _documents_of(
+    archive: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    where: str,
+    options: ConvertOptions,
+    skipped: Skipped,
+) -> Iterator[Item]:
+    """The documents of a regular member: of JSON lines each line, else one."""
+    suffix = document_suffix(member.name)
+    file: Any = archive.extractfile(member)
+    if suffix_of(member.name) in DECOMPRESSORS:
+        file = PieceReader(decompressed(file, suffix_of(member.name)))
     try:
-        return archive.extractfile(member).read()  # type: ignore[union-attr]
+        if suffix in JSON_LINES_SUFFIXES:
+            for number, line in enumerate(read_lines(b"", file, options.max_record_bytes), 1):
+                if isinstance(line, LongLine):
+                    yield RawDocument(data=b"", path=where, line=number, size=line.size)
+                elif line.strip():
+                    yield RawDocument(data=line, path=where, line=number, record=True)
+            return
+        # one byte more tells that the member is too large
+        data = file.read(options.max_record_bytes + 1)
     except tarfile.TarError as error:
         path = where.partition("!")[0]
         raise ConvertError(
             f"{path}: cannot be read within {in_one_line(where)} ({error}); is the archive whole?"
         ) from None
-
-
-def _documents_of(suffix: str, data: bytes, where: str) -> Iterator[Item]:
-    if suffix == ".json":  # one record, over several lines perhaps
+    if len(data) > options.max_record_bytes:
+        fault(options, skipped, "too large", too_large(where, options))
+    elif suffix == ".json":  # one record, over several lines perhaps
         yield RawDocument(data=data, path=where, record=True)
-    elif suffix in JSON_SUFFIXES:
-        for line, record in enumerate(io.BytesIO(data), 1):
-            if record.strip():
-                yield RawDocument(data=record, path=where, line=line, record=True)
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
         yield one_each(array, np.array([array.size]), len(data), where)
