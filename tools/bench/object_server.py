@@ -427,9 +427,17 @@ class Server:
         return self.behaviour.latency if self.behaviour.latency_of_all else 0.0
 
     def begin(
-        self, connection: Connection, status: int, extra: str, length: int, delay: float,
-        *, body: bytes = b"", file: int = -1, start: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        connection: Connection,
+        status: int,
+        extra: str,
+        length: int,
+        delay: float,
+        *,
+        body: bytes = b"",
+        file: int = -1,
+        start: int = 0,
+    ) -> None:
         """Answer with a body in memory, or with so many bytes of a file."""
         head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n{extra}\r\n"
         connection.head = head.encode() + body

@@ -38,8 +38,14 @@ def main() -> int:
     chosen = parser.parse_args()
     rng = np.random.default_rng(0)
     harness.table(
-        "order", "memory", "entropy (bits)", "places / 256", "adjacent", "neighbours apart", "domain drift"
-    )  # fmt: skip
+        "order",
+        "memory",
+        "entropy (bits)",
+        "places / 256",
+        "adjacent",
+        "neighbours apart",
+        "domain drift",
+    )
     row("full shuffle", None, full_shuffle(TOTAL, rng)[: chosen.samples])
     points: dict[str, list[tuple[float, float]]] = {
         name: [] for name in ("py1e", "shuffle buffer", "block shuffle")
@@ -71,9 +77,14 @@ def row(name: str, memory: int | None, places: Places) -> float:
     q = shuffle_quality(places, TOTAL, 32 * BATCH)
     held = "all" if memory is None else f"{memory} MiB"
     harness.row(
-        name, held, f"{q.distance_entropy:.2f}", f"{q.places_per_256:.0f}", f"{q.adjacent_share:.4f}",
-        f"{q.neighbour_distance:,.0f}", f"{q.domain_drift:.2f}",
-    )  # fmt: skip
+        name,
+        held,
+        f"{q.distance_entropy:.2f}",
+        f"{q.places_per_256:.0f}",
+        f"{q.adjacent_share:.4f}",
+        f"{q.neighbour_distance:,.0f}",
+        f"{q.domain_drift:.2f}",
+    )
     return q.domain_drift
 
 

@@ -233,8 +233,9 @@ def litdata(a: Result) -> Result:
     # Its client refuses endpoints without TLS otherwise.
     downloader._OBSTORE_CLIENT_OPTIONS = {**downloader._OBSTORE_CLIENT_OPTIONS, "allow_http": True}
     keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
+    options = {"endpoint_url": a["endpoint"], **keys}
     dataset = ld.StreamingDataset(
-        "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options={"endpoint_url": a["endpoint"], **keys},
+        "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options=options,
         cache_dir=tempfile.mkdtemp(), max_cache_size="20GB",
     )  # fmt: skip
     loader: Any = ld.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=a["workers"])

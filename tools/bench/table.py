@@ -259,9 +259,10 @@ def tell_first(seconds: Mapping[str, float], where: str) -> None:
 
 def megatron_side(bench: Bench, scheme: str) -> Result | None:
     """megatron-core's reader of a scheme, in its steady state."""
-    return bench.side(
-        "megatron", prefix=f"{scheme}://data/web", num_samples=500_000, seconds=SECONDS
-    ) or None  # fmt: skip
+    return (
+        bench.side("megatron", prefix=f"{scheme}://data/web", num_samples=500_000, seconds=SECONDS)
+        or None
+    )
 
 
 def our_megatron_order(bench: Bench) -> Result | None:
@@ -304,9 +305,7 @@ def local(chosen: Chosen) -> None:
 
 def our_local(bench: Bench, order: str, warmup: int, **options: Any) -> Result | None:
     """StreamLoader on local files, in its steady state."""
-    found = bench.side(
-        "ours", prefix=LOCAL, order=order, seconds=SECONDS, warmup=warmup, **options
-    )  # fmt: skip
+    found = bench.side("ours", prefix=LOCAL, order=order, seconds=SECONDS, warmup=warmup, **options)
     return found or None
 
 

@@ -65,8 +65,13 @@ RESIDENT = Size(MODEL, 128, 2, 2)
 FETCHED = Size(MODEL, 256, 4, 2, 20_000_000)
 SENT = Size(MODEL, 4096, 4, 2, 40_000_000)
 BIG = Size(
-    ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12), 1024, 16, 4, 400_000_000, torch.bfloat16
-)  # fmt: skip
+    ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12),
+    1024,
+    16,
+    4,
+    400_000_000,
+    torch.bfloat16,
+)
 SMALL = Size(ModelConfig(vocab_size=8192, dim=64, layers=2, heads=2), 128, 2, 2, 2_000_000)
 """Of `cost`, with CUDA and without."""
 BUCKET = 25 << 18
