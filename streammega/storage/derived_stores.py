@@ -236,6 +236,7 @@ class ConcatStore(Store):
             for number, low, high, offset in self._pieces(start, stop):
                 part_spans.setdefault(number, []).append((low, high))
                 part_outs.setdefault(number, []).append(out[offset : offset + high - low])
+            check_room(out, stop - start)
         for number, wanted in part_spans.items():
             store, info = self.parts[number]
             store.fetch_into(info.key, wanted, part_outs[number], info.etag)

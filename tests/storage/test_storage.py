@@ -40,6 +40,7 @@ from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.backends.s3_writer import MOST_PARTS, PART_BYTES, part_bytes, sized_for
+from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
 from streammega.storage.store import (
     Buffer,
@@ -401,6 +402,24 @@ def test_every_way_to_read_falls_back_where_range_answers_are_refused(
     assert read(store, info) == b"234"
     sent = pickle.loads(pickle.dumps(store))  # noqa: S301
     assert read(sent, info) == b"234"
+
+
+@pytest.mark.parametrize("room", [3, 5, 0])
+@pytest.mark.parametrize("size", [4, 0])
+def test_objects_end_to_end_fill_no_array_of_another_size(
+    tmp_path: Path, room: int, size: int
+) -> None:
+    store = LocalStore()
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"0123456789")
+    parts = [(store, store.info(str(tmp_path / name))) for name in ("a", "b")]
+    joined = ConcatStore(parts, "both")
+    out = np.zeros(room, np.uint8)
+    if room == size:
+        joined.fetch_into("", [(8, 8 + size)], [out])
+        return
+    with pytest.raises(ValueError, match="bytes are to be written to an array of"):
+        joined.fetch_into("", [(8, 8 + size)], [out])
 
 
 def test_a_wrapper_forwards_all_that_a_store_can_do() -> None:
