@@ -60,6 +60,7 @@ from streammega.convert.write.shards import (
 )
 from streammega.convert.write.units import run_unit
 from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.open import is_remote
@@ -261,6 +262,8 @@ class Conversion:
             origins=origins,
             pack=pack,
         )
+        # Once more: a version may have been appended since the conversion began.
+        check_not_grown(self.prefix, self.storage, overwrite=self.overwrite)
         return self.publisher.publish(layout, manifest)
 
     def release(self) -> None:
