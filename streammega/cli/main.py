@@ -15,9 +15,9 @@ from streammega.cli.cat import cat
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.data_commands import append, cache_app, gc, verify, versions
 from streammega.cli.diff_orders import diff_orders
-from streammega.cli.inspect import describe, order_report
 from streammega.cli.options import Overrides, RunFile
 from streammega.cli.plotting import plot
+from streammega.cli.report_commands import describe, order_report
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls

@@ -17,7 +17,7 @@ from streammega.samples.gpt import GPTDataset, check_numbering, num_units_of
 from streammega.samples.packed import check_bins
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
-from streammega.samples.tokenizers import check_tokenizers
+from streammega.samples.tokenizer_checks import check_tokenizers
 from streammega.storage.thread_pool import parallel_map
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"

@@ -23,7 +23,7 @@ from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs
 from streammega.samples.source import OPENERS
 from streammega.samples.token_file import TokenFile
-from streammega.samples.tokenizers import check_tokenizers
+from streammega.samples.tokenizer_checks import check_tokenizers
 from streammega.storage import open_store
 from streammega.storage.thread_pool import parallel_map
 

@@ -31,7 +31,7 @@ from streammega.samples.packed import check_one_kind
 from streammega.samples.phases import Phased, numbers_of_phases, prefixes_of
 from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.token_file import TokenFile
-from streammega.samples.tokenizers import check_tokenizers
+from streammega.samples.tokenizer_checks import check_tokenizers
 
 OF_ALL_PHASES = ("order", "order_version", "split", "seed", "add_extra_token", "drop_last")
 """What of an identity is the same in every phase."""

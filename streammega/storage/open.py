@@ -20,9 +20,9 @@ from streammega.errors import ConfigError
 from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore, driver_options
 from streammega.storage.backends.local import LocalStore, PreadStore
+from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
-from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.fsspec_adapter import StoreFiles
@@ -34,10 +34,10 @@ _lock = process_lock()
 _latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
 _latest_environment: tuple[dict[Any, Any], bytes] = ({}, b"")
 _registered: dict[str, Callable[[], Store]] = {}
-_BUILT_IN = {"mock": "streammega.dataset.mock"}
-"""Modules above this layer that register a scheme of ours when they are imported.
+_LAZY_SCHEMES = {"mock": "streammega.dataset.mock"}
+"""Schemes whose module registers itself, and is imported when one is first used.
 
-They are imported when it is first asked for: this layer imports nothing above it.
+This layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CLIENT_ENV_PREFIXES = (
@@ -60,9 +60,10 @@ _CLIENT_ENV_PREFIXES = (
     "NO_PROXY",
     "HOME",  # whose .aws, .azure and so on are read
 )
-"""How variables begin that clients read: the same bucket by the same settings is another one where
-these differ. A program that changes them would go on to write to the former endpoint or account,
-while a store of that is in use anywhere.
+"""Prefixes of environment variables that clients read.
+
+A store is shared only between opens for which these are equal: else a program that changes them
+would go on to write to the earlier endpoint or account.
 """
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
@@ -112,8 +113,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         local: Store = LocalStore() if config.local == "mmap" else PreadStore(config)
         return local, local_path(url)
     scheme, _, rest = url.partition("://")
-    if scheme in _BUILT_IN and scheme not in _registered:
-        importlib.import_module(_BUILT_IN[scheme])
+    if scheme in _LAZY_SCHEMES and scheme not in _registered:
+        importlib.import_module(_LAZY_SCHEMES[scheme])
     if scheme in _registered:
         return _registered[scheme](), rest
     scheme = scheme_of(url)
@@ -139,16 +140,16 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 
 def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
     """A store of its own. root: the bucket or host; empty where the driver serves all of them."""
-    second = Oss2Store if scheme == "oss" else FsspecStore
+    driver_store = Oss2Store if scheme == "oss" else FsspecStore
     if not _by_obstore(scheme, config):
-        return second(scheme, root, config)
+        return driver_store(scheme, root, config)
     if scheme == "oss":
         first: Store = OssStore(scheme, root, config)
     else:
         first = ObstoreStore(scheme, root, config)
     if scheme in ("gs", "az"):
         return first
-    make_second = partial(second, scheme, root, config)
+    make_second = partial(driver_store, scheme, root, config)
     return FallbackStore(first, make_second, after_fork=scheme in ("s3", "oss"))
 
 

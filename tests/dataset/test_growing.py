@@ -764,7 +764,7 @@ def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
 def test_a_server_that_does_not_keep_conditions_is_told(
     made: Path, moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streammega.storage.backends.s3 import ObstoreStore
+    from streammega.storage.backends.obstore import ObstoreStore
 
     storage = StorageConfig(storage_options=moto.options, timeout=60)
     root = f"s3://{moto.new_bucket()}"

@@ -25,7 +25,7 @@ from streammega.dataset.resolve import Listing, find_pairs, find_shards
 from streammega.dataset.shard import SUFFIXES, shard_name
 from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
-from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.open import register_scheme
 from tests.dataset.test_opening import KINDS, write
 from tools.bench.object_server import Running, running

@@ -22,7 +22,7 @@ import pytest
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.storage import Store
-from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.s3_options import cloud_arguments
 from tests.conftest import write_random_pair
 from tests.storage.test_storage import StoreContract

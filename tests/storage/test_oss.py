@@ -30,9 +30,9 @@ from streammega.errors import (
 )
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
+from streammega.storage.backends.obstore_writer import PART_BYTES, part_bytes
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
-from streammega.storage.backends.s3_writer import PART_BYTES, part_bytes
 from tests.storage.test_storage import StoreContract, put
 from tests.support.oss_server import DOMAIN, KEY, SECRET, Oss
 from tests.support.servers import S3

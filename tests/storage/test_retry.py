@@ -347,7 +347,7 @@ def test_uploads_and_removals_outlive_an_outage(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr("streammega.storage.backends.s3.LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr("streammega.storage.backends.obstore.LONGEST_PAUSE", 0.2)
     with answering_after(3.0, {"/bucket/old": b"x"}) as server:
         config = StorageConfig(transport=transport, storage_options=options(server))
         store, key = open_store("s3://bucket/key", config)

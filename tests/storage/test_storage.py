@@ -32,14 +32,14 @@ from streammega.errors.redaction import redact
 from streammega.errors.words import without_controls
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
-from streammega.storage.backends import obstore_after_fork, s3_writer
+from streammega.storage.backends import obstore_after_fork, obstore_writer
 from streammega.storage.backends.fallback import FallbackStore, RangesRefused
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore
+from streammega.storage.backends.obstore import ObstoreStore
+from streammega.storage.backends.obstore_writer import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.backends.oss import OssStore
-from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.backends.s3_options import s3_arguments
-from streammega.storage.backends.s3_writer import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
 from streammega.storage.store import (
@@ -272,7 +272,7 @@ class TestS3ThroughFsspec(S3Contract):
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
     moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_writer, "MOST_PARTS", 2)
+    monkeypatch.setattr(obstore_writer, "MOST_PARTS", 2)
     bucket = moto.new_bucket()
     config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
     store, key = open_store(f"s3://{bucket}/large", config)
@@ -297,8 +297,8 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_parts_of_s3fs_grow_too(moto: S3, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streammega.storage.backends.s3_writer.PART_BYTES", 5 << 20)
-    monkeypatch.setattr("streammega.storage.backends.s3_writer.PARTS_OF_A_SIZE", 1)
+    monkeypatch.setattr("streammega.storage.backends.obstore_writer.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("streammega.storage.backends.obstore_writer.PARTS_OF_A_SIZE", 1)
     bucket = moto.new_bucket()
     options = {**moto.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
     store, key = open_store(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streammega.storage.backends import s3, s3_writer
+from streammega.storage.backends import obstore, obstore_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
 from streammega.train.checkpoints import shared_place
 from streammega.train.checkpoints.publish import CheckpointPublisher
@@ -67,8 +67,8 @@ def train_and_die(
     for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
         setattr(owner, name, counted(getattr(owner, name)))
     for kind, name in (
-        (s3_writer.ObstoreWriter, "commit"),
-        (s3.ObstoreStore, "delete"),
+        (obstore_writer.ObstoreWriter, "commit"),
+        (obstore.ObstoreStore, "delete"),
     ):
         setattr(kind, name, counted(getattr(kind, name)))
     _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]

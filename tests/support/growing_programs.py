@@ -10,7 +10,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.dataset.append import append
-from streammega.storage.backends.s3 import ObstoreStore
+from streammega.storage.backends.obstore import ObstoreStore
 
 WITHIN = 120
 """Seconds that a process has: far more than it takes."""

@@ -50,7 +50,7 @@ from streammega.storage.open import is_remote, resolved
 PROBE = ".streammega-writable"
 """Of the object by which a conversion tries its rights: a hidden file, and so no input."""
 CLAIM = ".streammega-claim"
-"""Of the object by which a conversion says in a bucket that it writes there; see `claims`."""
+"""Of the object by which a conversion reserves names in a bucket; see `write/destination.py`."""
 DATASETS = "streammega datasets beside files of other formats"
 OWN = "of this conversion's own output"
 AGAIN = "other names of files that are read"

@@ -637,7 +637,7 @@ def _check_is_no_path(name: str) -> None:
 
 
 def _library_threads() -> int:
-    """How many threads the tokenizers library uses: see `engines`."""
+    """How many threads the tokenizers library uses: see `convert/workers.py`."""
     is_parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
     if is_parallel in ("false", "0", "off"):
         return 1

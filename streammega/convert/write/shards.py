@@ -45,7 +45,7 @@ from streammega.dataset.shard import shard_name
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url, parent_url, save_bytes
-from streammega.storage.backends.s3_writer import sized_for
+from streammega.storage.backends.obstore_writer import sized_for
 from streammega.storage.progress import Progress
 
 Place = tuple[int, int]

@@ -27,10 +27,10 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
+from streammega.storage.backends.obstore_writer import part_bytes
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.remote import CONNECT_WITHIN, RemoteStore
 from streammega.storage.backends.s3_options import S3_OPTIONS
-from streammega.storage.backends.s3_writer import part_bytes
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
 from streammega.storage.http_errors import (

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
+from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
-from streammega.storage.backends.s3 import ObstoreStore
 from streammega.storage.backends.s3_options import client_options
 from streammega.storage.http_errors import truncated
 from streammega.storage.store import ObjectWriter

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.errors.redaction import redact
+from streammega.storage.backends.obstore_writer import part_bytes
 from streammega.storage.backends.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.remote import CONNECT_WITHIN, RemoteStore
-from streammega.storage.backends.s3_writer import part_bytes
 from streammega.storage.etags import check_version
 from streammega.storage.http_errors import check_range, failure_of_status, no_answer
 from streammega.storage.store import ObjectInfo, ObjectWriter, Span

@@ -21,9 +21,9 @@ from streammega.errors import (
 from streammega.errors.redaction import redact, redaction_of
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.fallback import RangesRefused
+from streammega.storage.backends.obstore_writer import ObstoreWriter
 from streammega.storage.backends.remote import RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
-from streammega.storage.backends.s3_writer import ObstoreWriter
 from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
 from streammega.storage.http_errors import (

@@ -100,7 +100,7 @@ def _describe_dataset(
     *,
     as_json: bool,
 ) -> None:
-    from streammega.cli.describe import dataset_report, input_report, write_plot
+    from streammega.cli.dataset_report import dataset_report, input_report, write_plot
     from streammega.dataset import IndexedDataset
     from streammega.dataset.manifest import MANIFEST
 
