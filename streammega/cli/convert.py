@@ -76,7 +76,7 @@ def convert(
         bool, typer.Option(rich_help_panel=DOCUMENTS, help="Shuffle all documents.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(rich_help_panel=DOCUMENTS, help="The seed of --shuffle.")
+        int, typer.Option(min=0, rich_help_panel=DOCUMENTS, help="The seed of --shuffle.")
     ] = 0,
     overwrite: Annotated[
         bool, typer.Option(rich_help_panel=OUTPUT, help="Replace an existing dataset.")

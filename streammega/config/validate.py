@@ -114,8 +114,11 @@ def check_fields(settings: Any, section: str = "") -> None:
             object.__setattr__(settings, item.name, value)
         elif kind.choices:
             raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
-        for number in value if isinstance(value, tuple) else (value,):
-            if not all(bound.is_met(number, bound.limit) for bound in kind.bounds):
+        for number in value if isinstance(value, tuple | list) else (value,):
+            is_number = isinstance(number, numbers.Real)
+            if kind.bounds and not (
+                is_number and all(bound.is_met(number, bound.limit) for bound in kind.bounds)
+            ):
                 raise ConfigError(f"{what} is {shown}; it must be {kind.range}")
 
 

@@ -125,3 +125,16 @@ def test_overwriting_and_storage_are_as_asked(
 def test_sizes_are_read_as_they_are_written(size: int, words: str) -> None:
     assert format_size(size) == words
     assert parse_size(words, "--memory") == size
+
+
+def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
+    assert list(ConvertOptions(loss_modes=[1]).loss_modes or ()) == [1]  # type: ignore[arg-type]
+    for modes in (("a",), [128], "1"):
+        with pytest.raises(ConfigError, match=r"loss_modes \(--loss-mode\) is .*at most 127"):
+            ConvertOptions(loss_modes=modes)  # type: ignore[arg-type]
+
+
+def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:
+    result = CliRunner().invoke(app, ["convert", "in.jsonl", "out", "--shuffle", "--seed=-1"])
+    assert result.exit_code == 2
+    assert "'--seed'" in result.output
