@@ -443,7 +443,6 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["--report", "/no/such/folder/r.json"], "/no/such/folder/r.json: No such file"),
-        (["--shuffle", "--seed", "-1"], "shuffle_seed is -1"),
         (["--dtype", "float32"], "holds no token ids"),
         (["--input-dtype", "nothing"], "is not known"),
     ],
