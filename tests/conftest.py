@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
+from streammega import DataConfig, StorageConfig
+from tests.support.builders import data_config, write_random_pair
 from tests.support.oss_server import KEY as oss_key
 from tests.support.oss_server import SECRET as oss_secret
 from tests.support.oss_server import Oss, oss_server
@@ -225,21 +225,6 @@ def s3_storage(request: pytest.FixtureRequest, s3: S3) -> StorageConfig:
     return StorageConfig(transport=request.param, storage_options=s3.options, timeout=20, retries=2)
 
 
-def write_random_pair(
-    prefix: str, count: int = 200, longest: int = 100, seed: int = 0, vocab: int = 1000
-) -> list[np.ndarray]:
-    """A pair of random sequences of 0..longest tokens, one document each; returns the sequences."""
-    rng = np.random.default_rng(seed)
-    sequences = [
-        rng.integers(0, vocab, rng.integers(0, longest + 1)).astype(np.uint16) for _ in range(count)
-    ]
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for sequence in sequences:
-            writer.add_item(sequence)
-            writer.end_document()
-    return sequences
-
-
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
     """The prefix of a local pair of 200 random sequences."""
@@ -250,9 +235,4 @@ def pair(tmp_path: Path) -> str:
 
 @pytest.fixture
 def config(pair: str, tmp_path: Path) -> DataConfig:
-    return DataConfig(
-        blend=[pair],
-        sequence_length=16,
-        num_samples=(960, 0, 0),
-        index_cache_dir=tmp_path / "cache",
-    )
+    return data_config([pair], tmp_path, num_samples=(960, 0, 0))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,11 +31,13 @@ from streammega.convert.options import (
     Runner,
 )
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact, redact_urls
+from streammega.errors.redaction import redact, redact_urls, without_queries
 
 if TYPE_CHECKING:
     from streammega.convert import ConvertReport
 
+SHOWN_NAMES = 20
+"""Names of skipped files that are shown for each reason; JSON has more."""
 Inputs = Annotated[
     list[str],
     typer.Argument(
@@ -125,8 +129,11 @@ def convert(
     Started again after an interruption, it goes on where it stopped.
     """
     from streammega.cli.progress import ProgressDisplay
-    from streammega.convert import convert_task
-    from streammega.convert.tasks import parse_task
+    from streammega.convert import convert as convert_all
+    from streammega.convert import convert_task, merge_tasks
+    from streammega.convert.dry_run import plan_conversion
+    from streammega.convert.run import parse_task
+    from streammega.dataset.append import append
 
     conversion: dict[str, Any] = {
         "options": _options(settings, merges, seed if shuffle else None),
@@ -140,18 +147,22 @@ def convert(
     if append_to is not None:
         _check_append(append_to, output, conversion["options"], conversion["storage"])
     _check_outputs(report, plot)
+    run: Callable[..., Any] = convert_all
     if dry_run:
-        _print_plan(inputs, output, conversion)
-        return
-    if share is not None:
-        with ProgressDisplay("preparing") as progress:
-            done_share = convert_task(inputs, output, share, progress=progress, **conversion)
-        typer.echo(done_share.as_text())
-        return
-    done = _convert_all(inputs, output, conversion, is_merge=task is not None)
+        run = plan_conversion
+    elif share is not None:
+        run = partial(convert_task, task=share)
+    elif task is not None:
+        run = merge_tasks
+    with ProgressDisplay("preparing") as progress:
+        done = run(inputs, output, progress=progress, **conversion)
     typer.echo(done.as_text())
+    if dry_run or share is not None:
+        return
     if append_to is not None:
-        _append(append_to, done.prefix, conversion["storage"])
+        with ProgressDisplay("appending"):
+            version = append(append_to, [done.prefix], conversion["storage"])
+        typer.echo(f"{redact_urls(append_to)}@{version.number}: {version}")
     storages = (conversion["storage"], conversion["input_storage"])
     _write_outputs(done, report, plot, command_words(context.obj, storages))
 
@@ -165,19 +176,45 @@ def list_inputs(
     **settings: Any,
 ) -> None:
     """Say what convert would read, as what format, and what it would leave out and why."""
-    from streammega.convert.read import listing
+    from streammega.convert.read.inputs import described, find_inputs
+    from streammega.convert.read.stdin import is_pipe
+    from streammega.convert.read.walk import SkippedFiles
 
+    for name in inputs:
+        if is_pipe(name):
+            raise ConfigError(f"{name}: can be read only once, by the conversion; list files")
     options = ConvertOptions(**settings_from(ConvertOptions, settings))
-    found = listing.list_inputs(
-        inputs, options, storage_config(storage, storage_file, looks_only=True)
-    )
-    typer.echo(found.as_json() if as_json else found.as_text())
+    skipped = SkippedFiles()
+    config = storage_config(storage, storage_file, looks_only=True)
+    found = described(find_inputs(inputs, config, options, skipped))
+    if as_json:
+        values = {
+            "inputs": found,
+            "files_passed_over": skipped.counts,
+            "names_passed_over": skipped.names,
+        }
+        typer.echo(json.dumps(values, indent=1))
+        return
+    for item in found:
+        typer.echo(f"{item['format']:<9} {item['bytes']:>15,}  {_printable(item['path'])}")
+    for reason, count in sorted(skipped.counts.items()):
+        typer.echo(f"left out, {reason}: {count:,}")
+        for name in skipped.names[reason][:SHOWN_NAMES]:
+            typer.echo(f"  {_printable(redact_urls(name))}")
+        if count > SHOWN_NAMES:
+            typer.echo(f"  and {count - SHOWN_NAMES:,} more")
+    formats = Counter(item["format"] for item in found)
+    counted = ", ".join(f"{count:,} {name}" for name, count in sorted(formats.items()))
+    typer.echo(f"inputs: {counted}; {sum(item['bytes'] for item in found):,} bytes")
+
+
+def _printable(path: str) -> str:
+    """A path as it is, unless a terminal would obey it."""
+    return path if path.isprintable() else repr(path)
 
 
 def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]) -> list[str]:
     """The words of a command, without the secrets of its URLs and storage options."""
-    from streammega.convert.read.suffixes import without_queries
-
     shown = [without_queries(word) for word in words or ()]
     for storage in storages:
         shown = [redact(word, dict(storage.storage_options)) for word in shown]
@@ -242,58 +279,28 @@ def _storages(given: Mapping[str, Any]) -> dict[str, StorageConfig]:
     return {"storage": storage, "input_storage": input_storage}
 
 
-def _print_plan(inputs: Sequence[str], output: str, conversion: Mapping[str, Any]) -> None:
-    from streammega.cli.progress import ProgressDisplay
-    from streammega.convert.dry_run import plan_conversion
-
-    with ProgressDisplay("preparing") as progress:
-        plan = plan_conversion(inputs, output, progress=progress, **conversion)
-    typer.echo(plan.as_text())
-
-
-def _convert_all(
-    inputs: Sequence[str], output: str, conversion: Mapping[str, Any], *, is_merge: bool
-) -> ConvertReport:
-    """Make the dataset: of the inputs, or of what all tasks have made of them."""
-    from streammega.cli.progress import ProgressDisplay
-    from streammega.convert import convert as run
-    from streammega.convert import merge_tasks
-
-    with ProgressDisplay("preparing") as progress:
-        if is_merge:
-            return merge_tasks(inputs, output, progress=progress, **conversion)
-        return run(inputs, output, progress=progress, **conversion)
-
-
-def _check_append(grows: str, output: str, options: ConvertOptions, storage: StorageConfig) -> None:
+def _check_append(
+    dataset: str, output: str, options: ConvertOptions, storage: StorageConfig
+) -> None:
     """Raise ConfigError before anything is converted that could not be appended then."""
     from streammega.convert.tokenize.tokenizers import load_tokenizer
     from streammega.dataset.append import check_can_append
     from streammega.dataset.idx import token_dtype_named
-    from streammega.dataset.shard import split_name
+    from streammega.dataset.names import split_name
 
     prefix, kind_named = split_name(output)
     named_by_suffix = prefix != output and not output.endswith(".idx")
-    told: dict[str, Any] = {
+    made: dict[str, Any] = {
         "kind": kind_named if named_by_suffix else options.kind,
         "bin_tokens": options.pack,
     }
     if options.dtype is not None:
-        told["dtype"] = str(token_dtype_named(options.dtype))
+        made["dtype"] = str(token_dtype_named(options.dtype))
     # tokens of several tokenizers are of none that a manifest names
     if options.tokenizer is not None and not options.mix_tokenizers:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
-        told["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
-    check_can_append(grows, prefix, told, storage)
-
-
-def _append(grows: str, added: str, storage: StorageConfig) -> None:
-    from streammega.cli.progress import ProgressDisplay
-    from streammega.dataset.append import append
-
-    with ProgressDisplay("appending"):
-        version = append(grows, [added], storage)
-    typer.echo(f"{redact_urls(grows)}@{version.number}: {version}")
+        made["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
+    check_can_append(dataset, prefix, made, storage)
 
 
 def _write_outputs(

@@ -12,7 +12,7 @@ from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega.cli.trace_report import TracedRunFile
+    from streammega.cli.trace import TracedRunFile
 
 MOST_LISTED = 12
 """Entries of a list that are named one by one, where two lists differ."""
@@ -32,7 +32,7 @@ def diff_orders(
 
     Reads no tokens. Exit status 1 if a sample differs.
     """
-    from streammega.cli.trace_report import open_run
+    from streammega.cli.trace import open_run
     from streammega.train.config import load_run
 
     if samples is not None and samples < 1:
@@ -79,11 +79,11 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
 
 def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str, list[int]]:
     """How many tokens the first samples of each run take from each dataset, over all phases."""
-    from streammega.samples.dealt import dealt_samples
+    from streammega.samples.usage import sample_usage
 
     tokens: dict[str, list[int]] = {}
     for place, run in enumerate((one, two)):
-        for phase in dealt_samples(run.provenance, samples, run.steps.skipped):
+        for phase in sample_usage(run.provenance, samples, run.steps.skipped):
             for dataset in phase.datasets:
                 tokens.setdefault(dataset.dataset, [0, 0])[place] += dataset.tokens
     return tokens

@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 import streammega
-from streammega.cli.cat import cat
 from streammega.cli.convert import convert, list_inputs
-from streammega.cli.data_commands import append, cache_app, gc, verify, versions
+from streammega.cli.datasets import append, cache_app, cat, gc, verify, versions
+from streammega.cli.describe import describe
 from streammega.cli.diff_orders import diff_orders
-from streammega.cli.options import Overrides, RunFile
+from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
-from streammega.cli.report_commands import describe, order_report
+from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
-from streammega.errors import ConfigError, StreammegaError
-from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize
+from streammega.errors import StreammegaError
 
 EXIT_OF_INTERRUPT = 130
 """As shells have it: 128 and the number of SIGINT."""
@@ -53,97 +51,31 @@ def _root(
     pass
 
 
-app.command(no_args_is_help=True)(convert)
-app.command(name="ls", no_args_is_help=True)(list_inputs)
-app.command(no_args_is_help=True)(verify)
-app.command(no_args_is_help=True)(gc)
-app.command(no_args_is_help=True)(append)
-app.command(no_args_is_help=True)(versions)
-
-
-app.command(no_args_is_help=True)(describe)
-app.command(no_args_is_help=True)(cat)
-
-
+COMMANDS: dict[str, Callable[..., None]] = {
+    "convert": convert,
+    "ls": list_inputs,
+    "verify": verify,
+    "gc": gc,
+    "append": append,
+    "versions": versions,
+    "describe": describe,
+    "cat": cat,
+    "warmup": warmup,
+    "order-report": order_report,
+    "plot": plot,
+    "trace": trace,
+    "diff-orders": diff_orders,
+    "prepare": prepare,
+    "train": train,
+}
+"""Every command by its name, in the order of the help."""
+for name, command in COMMANDS.items():
+    app.command(
+        name=name,
+        no_args_is_help=command is not warmup,
+        context_settings={"ignore_unknown_options": command is train},
+    )(command)
 app.add_typer(cache_app, name="cache")
-
-
-@app.command()
-def warmup() -> None:
-    """Compile all kernels into numba's cache, so that no run on this machine or image does.
-
-    The cache is the folder that NUMBA_CACHE_DIR names; else it is beside the package, or, where
-    nobody may write there, in the user's cache folder.
-    """
-    from streammega.cli.progress import ProgressDisplay
-    from streammega.cli.warmup import warm_up
-
-    with ProgressDisplay("compiling kernels"):
-        done = warm_up()
-    if not done.folders:
-        raise ConfigError(
-            "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
-            "written"
-        )
-    typer.echo(
-        f"{done.compiled} kernels compiled, {done.loaded} were there already, in "
-        f"{', '.join(done.folders)} ({done.seconds:.0f} s)"
-    )
-    typer.echo("processes that may not write to this folder compile again: see NUMBA_CACHE_DIR")
-
-
-app.command(name="order-report", no_args_is_help=True)(order_report)
-app.command(no_args_is_help=True)(plot)
-app.command(no_args_is_help=True)(trace)
-app.command(name="diff-orders", no_args_is_help=True)(diff_orders)
-
-
-@app.command(no_args_is_help=True)
-def prepare(
-    config: RunFile,
-    overrides: Overrides = None,
-) -> None:
-    """Build all indices of a run ahead of it, without GPUs.
-
-    With data.shared_index_url they are published for the nodes.
-    """
-    from dataclasses import replace
-
-    from streammega.cli.progress import ProgressDisplay
-    from streammega.samples.prepare import prepare as run
-    from streammega.train.config import load_run
-
-    settings = load_run(config, overrides or [])
-    data = settings.data
-    if not data.num_samples:
-        data = replace(data, num_samples=settings.num_samples())
-    count = 0
-    with ProgressDisplay("preparing") as progress:
-        for done in run(data):
-            typer.echo(
-                f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
-            )
-            count += 1
-            progress.begin(f"preparing, {count} datasets done")
-    if data.order == "stream":
-        typer.echo("the stream order needs no indices")
-        return
-    where = ""
-    if data.shared_index_url:
-        where = f", published in {redact_urls(data.shared_index_url)}"
-    typer.echo(f"{pluralize(count, 'dataset')} prepared{where}")
-
-
-@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
-def train(
-    config: RunFile,
-    overrides: Overrides = None,
-) -> None:
-    """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
-    from streammega.train.__main__ import main as train_main
-
-    logging.getLogger().setLevel(logging.INFO)
-    raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 
 def _is_by_ctrl_c(stop: SystemExit) -> bool:

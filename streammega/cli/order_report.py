@@ -1,34 +1,30 @@
-"""What an order is like before a run is started: shuffle quality, blend drift, and what each rank
-would fetch.
+"""The command that measures an order before a run is started: shuffle quality, blend drift, and what
+each rank would fetch.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
-from streammega.cli.render import Report
+from streammega.cli.describe import RUN
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import Report, show_report
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.order.batch_size import BatchSchedule, batch_schedule
-from streammega.order.lanes import StreamOrder
-from streammega.order.quality import (
-    FetchPlan,
-    ShuffleQuality,
-    fetch_plan,
-    places_of,
-    shuffle_quality,
-)
-from streammega.samples.lanes import LaneSource
-from streammega.samples.open import open_source
-from streammega.samples.phases import Phased, source_at
-from streammega.samples.source import SampleSource
 
-MiB = 1 << 20
+if TYPE_CHECKING:
+    from streammega.order.quality import FetchPlan, ShuffleQuality
+    from streammega.order.schedule import BatchSchedule
+    from streammega.order.stream_order import StreamOrder
+    from streammega.samples.source import SampleSource
+
 WINDOW_STEPS = 32
 """Global batches over which the drift of domain shares is measured."""
 DRIFT_POINTS = 200
@@ -37,6 +33,17 @@ FAR_MORE = 1.5
 """Bytes fetched for each byte used, above which a word is said on why."""
 
 
+OF_A_BLEND = (
+    "sequence_length",
+    "global_batch_size",
+    "order",
+    "split",
+    "seed",
+    "lanes",
+    "block_kib",
+)
+"""Options of order-report that a run's file has settings for."""
+
 NAMES = {
     "distance_entropy": "entropy of distances between consecutive samples (bits)",
     "places_per_256": "distinct places among 256 samples",
@@ -44,6 +51,106 @@ NAMES = {
     "neighbour_distance": "median samples between neighbours of one document",
     "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
 }
+
+
+def order_report(
+    context: typer.Context,
+    blend: Annotated[
+        list[str],
+        typer.Argument(
+            help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b. Or a run's TOML file, and "
+            "settings over it: section.name=value."
+        ),
+    ],
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
+    global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
+    steps: Annotated[
+        int, typer.Option(help="Global batches to look at, from the first of each phase on.")
+    ] = 256,
+    order: Annotated[
+        str, typer.Option(help="The order: stream, megatron or sequential.")
+    ] = "stream",
+    split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
+    seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
+    lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
+    block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
+    plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Measure an order before it is used: shuffle quality, blend drift, requests, bytes.
+
+    Of a run's file in each of its phases. Reads no tokens.
+    """
+    is_run = blend[0].endswith(RUN)
+    if is_run:
+        _check_of_a_blend(context, blend[0])
+        reports = _reports_of_run(blend[0], blend[1:], ranks, steps)
+        if plot and len(reports) > 1:
+            raise ConfigError(
+                f"--plot: draws one order, and {blend[0]} has {len(reports)} phases; leave it out"
+            )
+    else:
+        config = DataConfig(
+            blend=_blend_of(blend),
+            sequence_length=sequence_length,
+            split=split,
+            seed=seed,
+            order=order,  # type: ignore[arg-type]  # checked by the config
+            lanes=lanes,
+            block_bytes=block_kib * 1024,
+            num_samples=(steps * global_batch_size, 0, 0),
+            storage=storage_config(storage, storage_file, looks_only=True),
+        )
+        reports = [measure_order(config, "train", global_batch_size, ranks, steps)]
+    values = [report_values(report, ranks) for report in reports]
+    if as_json:
+        typer.echo(json.dumps(values, indent=1))
+    else:
+        for number, report in enumerate(values):
+            show_report(report, summary=title_of(reports[number]))
+        if is_run and not _is_given(context, "ranks"):
+            typer.echo(
+                f"note: a run's file does not name the number of data-parallel ranks; {ranks} are "
+                "assumed: give --ranks"
+            )
+    if plot:
+        write_plot(reports[0], plot)
+        typer.echo(f"plot written to {plot}", err=as_json)
+
+
+def _blend_of(words: list[str]) -> list[str] | str:
+    """The words as one text, in which a weight without a prefix is a mistake; as a list, where a
+    prefix has blanks.
+    """
+    has_blanks = any(len(word.split()) != 1 for word in words)
+    return words if has_blanks and len(words) > 1 else " ".join(words)
+
+
+def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[OrderReport]:
+    from streammega.cli.trace import open_run
+    from streammega.train.config import load_run
+
+    run = open_run(load_run(path, overrides), "train", None)
+    return phase_reports(run.provenance.source, run.steps.schedule, ranks, steps, run.end)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option."""
+    given_by = context.get_parameter_source(name)
+    return given_by is not None and given_by.name == "COMMANDLINE"
+
+
+def _check_of_a_blend(context: typer.Context, path: str) -> None:
+    """Raise ConfigError for options that a run's file says otherwise."""
+    for name in (*OF_A_BLEND, "storage", "storage_file"):
+        if _is_given(context, name):
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option}: {path} says it; to measure another, put section.name=value behind it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +173,16 @@ class OrderReport:
     phase: int | None = None
 
 
-def order_report(
+def measure_order(
     config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int
 ) -> OrderReport:
     """Measure `steps` global batches of an order from its plan; no token is read.
 
     Of a config with phases: of the first, to its end at most. Raises ConfigError for sizes below 1.
     """
+    from streammega.order.schedule import batch_schedule
+    from streammega.samples.open import open_source
+
     _check_sizes(global_batch_size=global_batch_size, ranks=dp_size, steps=steps)
     source = open_source(config, split, global_batch_size)
     schedule = batch_schedule(global_batch_size, None, config.batch_changes(split))
@@ -86,6 +196,8 @@ def phase_reports(
 
     A rank is told by every `dp_size`-th sample. Raises ConfigError for sizes below 1.
     """
+    from streammega.samples.phases import Phased, source_at
+
     _check_sizes(ranks=dp_size, steps=steps)
     starts = list(source.starts) if isinstance(source, Phased) else [0]
     if source.num_samples is not None:
@@ -98,7 +210,7 @@ def phase_reports(
         batch = schedule.size_at(start)
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
-        reports.append(_report(source_at(source, start), ids, batch, dp_size, phase))
+        reports.append(_measure(source_at(source, start), ids, batch, dp_size, phase))
     return reports
 
 
@@ -108,7 +220,7 @@ def _check_sizes(**sizes: int) -> None:
             raise ConfigError(f"{name} is {size}; it must be at least 1")
 
 
-def _report(
+def _measure(
     source: SampleSource,
     ids: NDArray[np.int64],
     global_batch_size: int,
@@ -116,6 +228,9 @@ def _report(
     phase: int | None,
 ) -> OrderReport:
     """Figures of samples of one phase."""
+    from streammega.order.quality import places_of, shuffle_quality
+    from streammega.samples.lanes import LaneSource
+
     config = source.config
     samples = len(ids)
     extents = source.locate(ids)
@@ -153,7 +268,9 @@ def _plan_of_a_rank(
     None where a dataset has fewer blocks than there are lanes, which share them: how often the
     loader then reads a block depends on what its memory holds.
     """
-    if order is not None and (order.geometry.groups > 1).any():
+    from streammega.order.quality import fetch_plan
+
+    if order is not None and (order.lanes_per_run > 1).any():
         return None
     itemsize = max(file.dtype.itemsize for files in source.files for file in files)
     holders = ids

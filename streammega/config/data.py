@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from streammega.config.blends import Blend, check_schedule, parse_blend
 from streammega.config.phases import (
@@ -21,7 +20,7 @@ from streammega.config.phases import (
     skipped_names,
 )
 from streammega.config.storage import MiB, StorageConfig, with_prefixes
-from streammega.config.validate import Ge, Lt, check_fields, checked_folder
+from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
@@ -133,7 +132,7 @@ class DataConfig(FieldsConfig):
     """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
     phases, in the order in which they first appear. For losses by source: SourceLosses.
     """
-    num_samples: tuple[int, int, int] | None = None
+    num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MOST_SAMPLES)] = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True
     """Samples carry S + 1 tokens, so that every position has a label."""
@@ -201,10 +200,9 @@ class DataConfig(FieldsConfig):
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
         self._check_blends()
-        super().__post_init__()
-        self._check_numbers()
         self._check_seams()
         if self.inter_document_masking:
             self._check_masking()
@@ -218,8 +216,7 @@ class DataConfig(FieldsConfig):
         self._check_changes()
         self._check_skipped_documents()
         if self.index_cache_dir:
-            folder = checked_folder("index_cache_dir", self.index_cache_dir)
-            object.__setattr__(self, "index_cache_dir", folder)
+            object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
     @property
     def documents_are_apart(self) -> bool:
@@ -288,11 +285,7 @@ class DataConfig(FieldsConfig):
         if self.phases:
             check_phases(self.phases, self.order, self.blend_schedule)
         if self.follow is not None:
-            check_follow(self.follow, self.order, self.blend_schedule is not None)
-
-    def _check_numbers(self) -> None:
-        if self.num_samples is not None:
-            object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
+            check_follow(self.order, self.blend_schedule is not None)
 
     def _check_seams(self) -> None:
         if self.seams != "joined" and self.order != "stream":
@@ -326,16 +319,3 @@ class DataConfig(FieldsConfig):
             raise ConfigError(
                 "skip_documents needs eod_id, the id that stands for tokens which are not seen"
             )
-
-
-def _three_counts(given: Any) -> tuple[int, int, int]:
-    """num_samples as plain ints. Raises ConfigError for anything but three counts."""
-    try:
-        train, valid, test = map(operator.index, given)
-    except (TypeError, ValueError):
-        train = valid = test = -1
-    if min(train, valid, test) < 0:
-        raise ConfigError(f"num_samples is {given}; it takes three counts: (train, valid, test)")
-    if max(train, valid, test) > MOST_SAMPLES:
-        raise ConfigError(f"num_samples is {given}; no run has more than {MOST_SAMPLES:,} samples")
-    return train, valid, test

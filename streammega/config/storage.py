@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -10,7 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from streammega.config.validate import Ge, Gt, check_fields, checked_folder, read_toml
+from streammega.config.validate import (
+    Ge,
+    Gt,
+    check_fields,
+    local_folder,
+    read_toml,
+    unknown_setting,
+)
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 
@@ -100,7 +106,7 @@ class StorageConfig:
         check_fields(self)
         if self.cache_dir:
             # the way to set a field of what is frozen
-            object.__setattr__(self, "cache_dir", checked_folder("cache_dir", self.cache_dir))
+            object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
 
     def for_url(self, url: str) -> StorageConfig:
         """The settings of the longest prefix that a URL begins with; these, where none does."""
@@ -116,14 +122,11 @@ def load_storage(path: str) -> StorageConfig:
     import dacite
 
     table = read_toml(path, "give a TOML file with settings of StorageConfig")
-    known = [item.name for item in fields(StorageConfig)]
     for name in table:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
+        if name not in StorageConfig.__dataclass_fields__:
             raise ConfigError(
-                f"{path}: unknown setting {name!r}; {hint} (key, secret, endpoint_url and the like "
-                f"stand under [storage_options])"
+                f"{path}: {unknown_setting(name, StorageConfig)} (key, secret, endpoint_url and the "
+                f"like stand under [storage_options])"
             )
     # 60 means 60.0
     hooks = {float: lambda value: float(value) if type(value) is int else value}

@@ -8,13 +8,17 @@ import numbers
 import operator
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from streammega.errors import ConfigError
 
@@ -62,10 +66,9 @@ class FieldType(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What a value may be: "one of none, full, a whole number"."""
-        numbers = {int: "a whole number", float: "a number"}
-        words = [*self.choices, *(numbers[part] for part in self.alternatives if part in numbers)]
-        return f"one of {', '.join(words)}" if self.choices else words[0]
+        """What a value may be: "text or a list", "one of none, full, a whole number"."""
+        words = [*self.choices, *dict.fromkeys(map(_words_of, self.alternatives))]
+        return f"one of {', '.join(words)}" if self.choices else " or ".join(words)
 
 
 @cache
@@ -89,8 +92,8 @@ def field_types(settings: type) -> dict[str, FieldType]:
 
 
 def check_fields(settings: Any, section: str = "") -> None:
-    """Raise ConfigError for a field whose value its type forbids: by `Literal`, by bounds, or
-    because it is no number. Whole numbers of other kinds (numpy's) become plain ints.
+    """Raise ConfigError for a field whose value its type forbids: another kind of value, none of
+    its choices, or out of its bounds. Numbers of other kinds (numpy's) become plain ones.
 
     section: what stands before the name in messages, such as "train.".
     """
@@ -106,14 +109,16 @@ def check_fields(settings: Any, section: str = "") -> None:
         if kind.flag is not None:
             what += f" ({flag_name(item.name, kind.flag)})"
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        if kind.alternatives in ((int,), (float,)):
-            value = _as_number(value, is_whole=int in kind.alternatives)
-            if value is None:
-                raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
-            # the way to set a field of a frozen dataclass
-            object.__setattr__(settings, item.name, value)
-        elif kind.choices:
+        if not item.repr:  # it may hold secrets
+            shown = f"a {type(value).__name__}"
+        for alternative in kind.alternatives:
+            with suppress(TypeError):
+                value = _as_kind(value, alternative)
+                break
+        else:
             raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
+        # the way to set a field of a frozen dataclass
+        object.__setattr__(settings, item.name, value)
         for number in value if isinstance(value, tuple | list) else (value,):
             is_number = isinstance(number, numbers.Real)
             if kind.bounds and not (
@@ -122,18 +127,67 @@ def check_fields(settings: Any, section: str = "") -> None:
                 raise ConfigError(f"{what} is {shown}; it must be {kind.range}")
 
 
-def _as_number(value: Any, *, is_whole: bool) -> Any:
-    """The number that a field gets; None for what is none, or is not whole where it must be."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    if not is_whole:
+KINDS: dict[Any, tuple[str, Any, Any]] = {
+    bool: ("true or false", bool | np.bool_ | int, ()),
+    int: ("a whole number", numbers.Integral, bool),
+    float: ("a number", numbers.Real, bool),
+    str: ("text", str | os.PathLike, ()),
+    Path: ("a path", str | os.PathLike, ()),
+    tuple: ("a list", Iterable, str | bytes | Mapping),
+    Sequence: ("a list", Iterable, str | bytes | Mapping),
+    dict: ("a mapping", Mapping, ()),
+    Mapping: ("a mapping", Mapping, ()),
+}
+"""How messages call a type, which classes its values have, and which of these it refuses."""
+
+
+def _as_kind(value: Any, kind: Any) -> Any:
+    """A value as a type has it. Raises TypeError for a value of another type."""
+    origin = get_origin(kind) or kind
+    if origin is Any:
         return value
-    return operator.index(value) if hasattr(value, "__index__") else None
+    _, accepted, refused = KINDS.get(origin) or (None, origin, ())
+    if not isinstance(value, accepted) or isinstance(value, refused):
+        raise TypeError
+    if size := _fixed_size(kind):
+        elements = list(value)
+        if len(elements) != size:
+            raise TypeError
+        return tuple(map(_as_kind, elements, get_args(kind)))
+    if origin is bool:
+        if value not in (0, 1):
+            raise TypeError
+        return bool(value)
+    return int(value) if origin is int else value
+
+
+def _fixed_size(kind: Any) -> int:
+    """How many numbers a tuple holds whose type says it; 0 for every other type."""
+    elements = get_args(kind) if get_origin(kind) is tuple else ()
+    return 0 if Ellipsis in elements else len(elements)
+
+
+def _words_of(kind: Any) -> str:
+    """How messages call a type."""
+    if size := _fixed_size(kind):
+        return f"{size} whole numbers"
+    origin = get_origin(kind) or kind
+    return KINDS[origin][0] if origin in KINDS else f"a {origin.__name__}"
 
 
 def flag_name(name: str, flag: Flag) -> str:
     """`--shard-size`, the name of the flag of a field."""
     return flag.name or "--" + name.replace("_", "-")
+
+
+def unknown_setting(name: str, settings: type, section: str = "") -> str:
+    """What an error says of a name that no setting has: the nearest that one has."""
+    known = [item.name for item in fields(settings)]
+    nearest = get_close_matches(name, known, 1)
+    hint = f"known: {', '.join(section + other for other in known)}"
+    if nearest:
+        hint = f"did you mean {section}{nearest[0]}?"
+    return f"unknown setting {section}{name}; {hint}"
 
 
 @cache
@@ -165,11 +219,3 @@ def read_toml(path: str, remedy: str) -> dict[str, Any]:
 def local_folder(path: str | Path) -> Path:
     """A folder that somebody named, `~` being their home."""
     return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
-
-
-def checked_folder(name: str, path: str | Path) -> Path:
-    """The folder that a setting names. Raises ConfigError for what is no path."""
-    try:
-        return local_folder(path)
-    except TypeError:
-        raise ConfigError(f"{name} is {path!r}; it must be the path of a folder") from None

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from streammega.convert.options import ConvertOptions as ConvertOptions
     from streammega.convert.options import Runner as Runner
     from streammega.convert.report import ConvertReport as ConvertReport
+    from streammega.convert.run import Task as Task
+    from streammega.convert.run import TaskReport as TaskReport
     from streammega.convert.run import convert as convert
-    from streammega.convert.tasks import Task as Task
-    from streammega.convert.tasks import TaskReport as TaskReport
-    from streammega.convert.tasks import convert_task as convert_task
-    from streammega.convert.tasks import merge_tasks as merge_tasks
+    from streammega.convert.run import convert_task as convert_task
+    from streammega.convert.run import merge_tasks as merge_tasks
     from streammega.convert.tokenize.chat import ChatEncoder as ChatEncoder
     from streammega.storage.progress import ProgressObserver as ProgressObserver
 
@@ -26,11 +26,11 @@ _HOMES = {
     "ConvertReport": "streammega.convert.report",
     "ProgressObserver": "streammega.storage.progress",
     "Runner": "streammega.convert.options",
-    "Task": "streammega.convert.tasks",
-    "TaskReport": "streammega.convert.tasks",
+    "Task": "streammega.convert.run",
+    "TaskReport": "streammega.convert.run",
     "convert": "streammega.convert.run",
-    "convert_task": "streammega.convert.tasks",
-    "merge_tasks": "streammega.convert.tasks",
+    "convert_task": "streammega.convert.run",
+    "merge_tasks": "streammega.convert.run",
 }
 
 __all__ = [*_HOMES]

@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.digests import digest_of_json
 from streammega.convert.job import (
     Job,
     UnitRecord,
@@ -24,10 +22,9 @@ from streammega.convert.job import (
     segment_bytes_within,
     stored_bytes,
 )
-from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.ray_workers import SharedFiles, shared_files
-from streammega.convert.read.folders import PassedOver
+from streammega.convert.options import ConvertOptions, Runner, digest_of_json
 from streammega.convert.read.inputs import Input
+from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import (
     check_all_units_done,
     check_errors,
@@ -43,33 +40,32 @@ from streammega.convert.work_dir import (
     finished_units,
     remove_work_dir,
 )
-from streammega.convert.workers import TaskList, run_tasks
-from streammega.convert.write.dedup import remove_duplicates
+from streammega.convert.workers import run_tasks
 from streammega.convert.write.destination import Destination
+from streammega.convert.write.document_order import remove_duplicates
 from streammega.convert.write.manifest_metadata import Labels
 from streammega.convert.write.packing import PackCounts
 from streammega.convert.write.publish import Publisher
+from streammega.convert.write.segments import run_unit
 from streammega.convert.write.shards import (
     ShardLayout,
+    ShardRecord,
     parts_of_datasets,
     parts_of_units,
     plan_shards,
-    read_pack_counts,
-    read_provenance_checksums,
     write_shard,
 )
-from streammega.convert.write.units import run_unit
-from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.manifest import Manifest
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.open import is_remote
-from streammega.storage.progress import Progress, ProgressObserver
+from streammega.storage.progress import ProgressObserver
 
 log = logging.getLogger(__name__)
 
-THREADS = 4
-"""Units that one process works on: nine tenths of their time are outside of the GIL."""
+MAX_THREADS = 4
+"""Units that threads of one process do at once: nine tenths of their time are outside of the GIL."""
 MAX_SHUFFLED_SHARDS = 4
 """Shards that are written at once where documents are shuffled or packed: each holds a bucket, and
 while it reads that, some of it twice.
@@ -85,15 +81,23 @@ class WrittenDataset:
     """All shards of a dataset, written but not published.
 
     records: those of units; empty where datasets are copied as they are. duplicates: documents that
-    were left out as such. packing: of all shards, None without bins.
+    were left out as such.
     """
 
     layout: ShardLayout
-    shards: list[ShardEntry]
+    shards: list[ShardRecord]
     records: list[UnitRecord]
     duplicates: int
     source_bytes: int
-    packing: PackCounts | None
+
+    @property
+    def packing(self) -> PackCounts | None:
+        """What packing made of all documents; None without bins."""
+        counts = [shard.packing for shard in self.shards if shard.packing is not None]
+        total = PackCounts()
+        for count in counts:
+            total.add(count)
+        return total if counts else None
 
 
 @dataclass(kw_only=True)
@@ -103,7 +107,7 @@ class Conversion:
     prefix: str
     work: str
     inputs: list[Input]
-    skipped_files: PassedOver
+    skipped_files: SkippedFiles
     options: ConvertOptions
     runner: Runner
     storage: StorageConfig
@@ -162,11 +166,6 @@ class Conversion:
             clear_work_dir(self.work, self.storage)
         if not self.options.origins:
             warn_missing_provenance(self.inputs, self.input_storage)
-        is_ray = self.runner.engine == "ray"
-        with shared_files(self.work, self.inputs) if is_ray else nullcontext() as files:
-            return self._run(files, is_merge=is_merge)
-
-    def _run(self, files: SharedFiles | None, *, is_merge: bool) -> WrittenDataset:
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
@@ -187,7 +186,7 @@ class Conversion:
                     len(done),
                     len(numbers),
                 )
-            done = self.do_units(job, numbers, done, files)
+            done = self.do_units(job, numbers, done)
             records = [done[number] for number in numbers]
             check_errors(records, self.options, all_done=True)
             parts = parts_of_units(job, records)
@@ -205,19 +204,12 @@ class Conversion:
             )
         layout = plan_shards(job, parts, sources, self.destination, self.runner.memory_bytes)
         layout = self.publisher.choose_names(layout)
-        shards = self._write_shards(job, layout, files)
-        packing = None
-        if self.options.pack is not None:
-            packing = PackCounts()
-            for number in range(layout.num_shards):
-                packing.add(read_pack_counts(job, number))
         return WrittenDataset(
             layout=layout,
-            shards=shards,
+            shards=self._write_shards(job, layout),
             records=records,
             duplicates=duplicates,
             source_bytes=source_bytes,
-            packing=packing,
         )
 
     def run_units(self, first: int, step: int) -> tuple[list[UnitRecord], int, int]:
@@ -230,28 +222,26 @@ class Conversion:
         job = self.job()
         numbers = range(first, len(job.units), step)
         before = finished_units(job, numbers)
-        records = self.do_units(job, numbers, before, None)
+        records = self.do_units(job, numbers, before)
         return list(records.values()), len(before), len(job.units)
 
     def publish(self, written: WrittenDataset) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
         self.progress.begin("publishing", None)
+        options = self.options
         layout = written.layout
-        shards = written.shards
+        shards = [record.shard for record in written.shards]
         metadata = dict(self.metadata)
         if not layout.multimodal:
             metadata["loss_modes"] = None  # there are no modes
-        origins = None
-        if self.options.origins:
-            origins, num_ids = read_provenance_checksums(self.work, layout, self.storage)
-            if self.options.id_field is not None and not num_ids:
-                warn_missing_ids(self.options.id_field, shards)
+        if options.id_field is not None and not any(record.ids for record in written.shards):
+            warn_missing_ids(options.id_field, shards)
+        packing = written.packing
         pack = None
-        if written.packing is not None and self.options.pack is not None:
-            counts = written.packing
-            pack = {"length": self.options.pack, "bins": counts.bins, "padding": counts.padding}
+        if packing is not None and options.pack is not None:
+            pack = {"length": options.pack, "bins": packing.bins, "padding": packing.padding}
         manifest = Manifest(
-            kind=self.options.kind,
+            kind=options.kind,
             dtype=layout.dtype,
             multimodal=layout.multimodal,
             **metadata,
@@ -259,7 +249,7 @@ class Conversion:
             sequences=sum(shard.sequences for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             shards=shards,
-            origins=origins,
+            origins=[record.origins for record in written.shards] if options.origins else None,
             pack=pack,
         )
         # Once more: a version may have been appended since the conversion began.
@@ -284,39 +274,35 @@ class Conversion:
         remove_work_dir(self.work, self.storage)
 
     def do_units(
-        self,
-        job: Job,
-        numbers: Sequence[int],
-        done: dict[int, UnitRecord],
-        files: SharedFiles | None,
+        self, job: Job, numbers: Sequence[int], done: dict[int, UnitRecord]
     ) -> dict[int, UnitRecord]:
         """The records of units by their numbers; those that are `done` are not done again."""
         remaining = [number for number in numbers if number not in done]
         self.progress.begin(
             "converting", stored_bytes(piece for number in remaining for piece in job.units[number])
         )
-        work = TaskList(
-            function=run_unit,
-            shared=job,
-            numbers=remaining,
-            # Splitting sentences is Python throughout, and holds the GIL.
-            threads=1 if self.options.split_sentences else THREADS,
-            files=files,
-        )
         records = dict(done)
         check_errors(records.values(), self.options)
-        for number, record in run_tasks(work, self.runner, self.progress.advance):
+        for number, record in run_tasks(
+            partial(run_unit, job),
+            remaining,
+            self.runner,
+            self.progress.advance,
+            # Splitting sentences is Python throughout, and holds the GIL.
+            max_threads=1 if self.options.split_sentences else MAX_THREADS,
+            work=self.work,
+            inputs=self.inputs,
+        ):
             records[number] = record
             if record.errors:
                 check_errors(records.values(), self.options)
         return records
 
-    def _write_shards(
-        self, job: Job, layout: ShardLayout, files: SharedFiles | None
-    ) -> list[ShardEntry]:
+    def _write_shards(self, job: Job, layout: ShardLayout) -> list[ShardRecord]:
         """Write the shards that are not written yet. Returns all of them."""
         done = finished_shards(job, layout)
-        for number in self.publisher.missing_shards(layout, done):
+        entries = {number: record.shard for number, record in done.items()}
+        for number in self.publisher.missing_shards(layout, entries):
             del done[number]
         numbers = [number for number in range(layout.num_shards) if number not in done]
         itemsize = np.dtype(layout.dtype).itemsize
@@ -328,23 +314,17 @@ class Conversion:
         threads = 1
         if self.runner.engine != "ray" and numbers:
             threads = max(1, (self.runner.workers or num_threads()) // len(numbers))
-        work = TaskList(
-            function=_write_shard,
-            shared=(job, layout, threads),
-            numbers=numbers,
-            # A tar is written by Python, which holds the GIL.
-            threads=1 if self.options.kind == "tar" else num_threads(),
-            files=files,
-        )
         needs_memory = bool(layout.buckets) or self.options.pack is not None
-        max_at_once = MAX_SHUFFLED_SHARDS if needs_memory else None
-        for number, shard in run_tasks(work, self.runner, self.progress.advance, max_at_once):
-            done[number] = shard
+        for number, record in run_tasks(
+            partial(write_shard, job, layout, threads=threads),
+            numbers,
+            self.runner,
+            self.progress.advance,
+            # A tar is written by Python, which holds the GIL.
+            max_threads=1 if self.options.kind == "tar" else num_threads(),
+            max_at_once=MAX_SHUFFLED_SHARDS if needs_memory else None,
+            work=self.work,
+            inputs=self.inputs,
+        ):
+            done[number] = record
         return [done[number] for number in range(layout.num_shards)]
-
-
-def _write_shard(
-    shared: tuple[Job, ShardLayout, int], number: int, progress: Progress
-) -> ShardEntry:
-    job, layout, threads = shared
-    return write_shard(job, layout, number, progress, threads)

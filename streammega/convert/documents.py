@@ -1,16 +1,17 @@
-"""Documents on their way: raw, and as tokens."""
+"""Documents while they are converted: raw, as readers give them, and as tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.idx import MOST_TOKENS
-from streammega.dataset.provenance import DocumentOrigins, concat_origins
+from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins
 from streammega.errors import ConvertError
+from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
 
 
@@ -62,6 +63,10 @@ class Tokens:
         sequence_bounds = bounds_of(self.documents)
         tokens: NDArray[np.int64] = np.diff(token_bounds[sequence_bounds])
         return tokens
+
+    def with_origins(self, path: str, kind: int = FILE, first: int = 0) -> Tokens:
+        """The documents with where they come from: the file, or its rows from number `first` on."""
+        return replace(self, origins=origins_in(path, kind, first, len(self.documents)))
 
     def take(self, keep: NDArray[np.bool_]) -> Tokens:
         """Some of the documents, in their order."""
@@ -126,6 +131,17 @@ class Tokens:
                 cut_to -= 1
             is_kept[cut_from:cut_to] = False
         return is_kept
+
+
+def origins_in(path: str, kind: int, first: int, count: int) -> DocumentOrigins:
+    """Origins of documents in one file, numbered from `first` on unless `kind` is FILE."""
+    return DocumentOrigins(
+        paths=(redact_urls(path),),
+        path=np.zeros(count, np.int32),
+        kind=np.full(count, kind, np.uint8),
+        place=np.zeros(count, np.int64) if kind == FILE else np.arange(first, first + count),
+        ids=[""] * count,
+    )
 
 
 def bounds_of(counts: NDArray[Any]) -> NDArray[np.int64]:

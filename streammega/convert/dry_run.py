@@ -14,15 +14,15 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.read.formats import TEXT_FORMATS, is_compressed
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.open import Skipped
+from streammega.convert.read.source import Skipped
 from streammega.convert.read.stdin import is_pipe
-from streammega.convert.read.suffixes import TEXT_FORMATS, is_compressed
-from streammega.convert.setup import check_may_write, plan
+from streammega.convert.run import plan
 from streammega.convert.tokenize.encode import encoder_of
 from streammega.convert.tokenize.tokenizers import Tokenizer
-from streammega.convert.write.segments import Selection, token_dtype
-from streammega.convert.write.units import batches_of
+from streammega.convert.write.destination import check_may_write
+from streammega.convert.write.segments import Selection, batches_of, token_dtype
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
@@ -53,12 +53,26 @@ class ShownSequence:
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """What a conversion would do. Estimates scale what the sample held by the bytes of all inputs.
+class Sample:
+    """Documents of some units, as they would be stored. shown: the sequences of the first ones.
+    dropped: documents that would be left out, by reason.
+    """
 
-    inputs: files and bytes by format. units: of how many bytes each. documents, tokens,
-    output_bytes: estimates. dropped: documents of the sample that would be left out, by
-    reason.
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    is_complete: bool = True
+    """Whether it is all of the inputs."""
+    dtype: np.dtype[Any] | None = None
+    """Of its tokens; None without any."""
+    shown: list[list[ShownSequence]] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What a conversion would do. inputs: files and bytes by format. documents, tokens,
+    output_bytes, shards: estimates, which scale the sample by the bytes of all inputs.
     """
 
     prefix: str
@@ -69,15 +83,12 @@ class Plan:
     tokenizer: str
     eod_id: int | None
     dtype: str
-    sampled_documents: int
-    sampled_bytes: int
-    shown: list[list[ShownSequence]]
+    sample: Sample
     documents: int
     tokens: int
     output_bytes: int
     shards: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     def as_text(self) -> str:
         """For a terminal."""
@@ -87,17 +98,17 @@ class Plan:
         tokenizer = self.tokenizer or "none: the inputs hold tokens"
         lines.append(f"  work       {pluralize(self.units, 'unit')}, {self.workers} at a time")
         lines.append(f"  tokenizer  {tokenizer}; documents end with id {self.eod_id}")
-        for number, document in enumerate(self.shown):
+        for number, document in enumerate(self.sample.shown):
             lines += [_shown(number, sequence) for sequence in document]
-        for reason, count in sorted(self.dropped.items()):
+        for reason, count in sorted(self.sample.dropped.items()):
             lines.append(f"  left out   {count:,} of the sample: {reason}")
         lines.append(
             f"  output     about {pluralize(self.documents, 'document')}, "
             f"{pluralize(self.tokens, 'token')} of "
             f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in "
             f"{pluralize(self.shards, f'{self.kind} shard')} (by "
-            f"{pluralize(self.sampled_documents, 'document')}, "
-            f"{self.sampled_bytes:,} bytes)"
+            f"{pluralize(self.sample.documents, 'document')}, "
+            f"{self.sample.bytes:,} bytes)"
         )
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
@@ -144,10 +155,11 @@ def plan_conversion(
     conversion.progress.begin("reading samples", None)
     sample = _take_sample(job, conversion.tokenizer, conversion.progress)
     scale = 1.0
-    if not sample.is_all_of_it:
+    if not sample.is_complete:
         input_bytes = sum(item.size for item in conversion.inputs)
         scale = max(1.0, input_bytes / max(1, sample.bytes))
-    dtype = np.dtype(options.dtype or sample.dtype)
+    # the ids of most tokenizers fit 16 bits
+    dtype = np.dtype(options.dtype or sample.dtype or np.uint16)
     tokens = round(sample.tokens * scale)
     output_bytes = tokens * dtype.itemsize
     shards = 1
@@ -163,112 +175,78 @@ def plan_conversion(
         tokenizer=conversion.tokenizer.name if conversion.tokenizer else "",
         eod_id=conversion.metadata["eod_id"],
         dtype=str(dtype),
-        sampled_documents=sample.documents,
-        sampled_bytes=sample.bytes,
-        shown=sample.shown,
+        sample=sample,
         documents=round(sample.documents * scale),
         tokens=tokens,
         output_bytes=output_bytes,
         shards=shards,
-        dropped=sample.dropped,
         notes=_notes(options, conversion.inputs, conversion.skipped_files.counts),
     )
 
 
-def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserver) -> _Sample:
-    """Of some units, spread over all."""
-    sample = _Sample(job, tokenizer)
+def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserver) -> Sample:
+    """Up to SAMPLE_BYTES of each of some units, spread over all."""
+    sample = Sample()
     if not job.units:
         return sample
     spread = np.linspace(0, len(job.units) - 1, SAMPLED_UNITS)
-    wanted = np.unique(spread.astype(int)).tolist()
-    for unit in wanted:
-        bytes_before, tokens_before = sample.bytes, sample.tokens
-        sample.take(unit)
-        progress.advance(sample.bytes - bytes_before, sample.tokens - tokens_before)
-    if len(wanted) < len(job.units):
-        sample.is_all_of_it = False
+    units = np.unique(spread.astype(int)).tolist()
+    sample.is_complete = len(units) == len(job.units)
+    for unit in units:
+        record = UnitRecord(digest="")
+        skipped = Skipped()
+        selection = Selection(job, record)
+        size = 0
+        for batch in batches_of(job, unit, skipped):
+            if size >= SAMPLE_BYTES:
+                sample.is_complete = False
+                break
+            if not isinstance(batch, Tokens):
+                beginnings = [_beginning(document) for document in batch]
+                sample.is_complete = sample.is_complete and beginnings == batch
+                batch = encoder_of(job)(beginnings, skipped)
+            size += batch.source_bytes
+            kept, _ = selection.choose(batch)
+            _add(sample, kept, job, tokenizer)
+            progress.advance(batch.source_bytes, len(kept.tokens))
+        sample.bytes += size
+        for counts in (record.counts, skipped.counts):
+            for reason, count in counts.items():
+                sample.dropped[reason] = sample.dropped.get(reason, 0) + count
     return sample
 
 
-class _Sample:
-    """Some of the documents of some units, as they would be stored."""
+def _beginning(document: RawDocument) -> RawDocument:
+    """A document; of a long text, only as much as a sample takes."""
+    if document.record or len(document.data) <= SAMPLE_BYTES:
+        return document
+    # The bytes may end within a character, which is left out.
+    text = document.data[:SAMPLE_BYTES].decode("utf-8", "ignore")
+    return replace(document, data=text.encode())
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self.documents = 0
-        self.tokens = 0
-        self.bytes = 0
-        self.is_all_of_it = True
-        """Whether nothing of the inputs was left out of it."""
-        self._dtypes: list[np.dtype[Any]] = []
-        self.shown: list[list[ShownSequence]] = []
-        self.dropped: dict[str, int] = {}
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """That of the shards: all of the sample's tokens fit it."""
-        if not self._dtypes:
-            # Nothing was found; most tokenizers' ids fit this.
-            return np.dtype(np.uint16)
-        return np.result_type(*self._dtypes)
-
-    def take(self, unit: int) -> None:
-        """Look into a unit: at batches of it, until these hold SAMPLE_BYTES."""
-        record = UnitRecord(digest="")
-        skipped = Skipped()
-        selection = Selection(self._job, record)
-        size = 0
-        for batch in batches_of(self._job, unit, skipped):
-            if size >= SAMPLE_BYTES:
-                self.is_all_of_it = False
-                break
-            if not isinstance(batch, Tokens):
-                batch = [self._beginning(document) for document in batch]
-            tokens = batch if isinstance(batch, Tokens) else encoder_of(self._job)(batch, skipped)
-            size += tokens.source_bytes
-            kept, _ = selection.choose(tokens)
-            self._add(kept)
-        self.bytes += size
-        for counts in (record.counts, skipped.counts):
-            for reason, count in counts.items():
-                self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def _beginning(self, document: RawDocument) -> RawDocument:
-        """A document; of a long text, only as much as a sample takes."""
-        if document.record or len(document.data) <= SAMPLE_BYTES:
-            return document
-        self.is_all_of_it = False
-        # The bytes may end within a character, which is left out.
-        text = document.data[:SAMPLE_BYTES].decode("utf-8", "ignore")
-        return replace(document, data=text.encode())
-
-    def _add(self, batch: Tokens) -> None:
-        self.documents += len(batch.documents)
-        self.tokens += len(batch.tokens)
-        if len(batch.tokens):
-            self._dtypes.append(token_dtype([batch.tokens], self._job.options.dtype))
-        token_bounds = bounds_of(batch.lengths)
-        room = SHOWN_DOCUMENTS - len(self.shown)
-        first = 0
-        for num_sequences in batch.documents[:room].tolist():
-            sequences = []
-            for number in range(first, first + num_sequences):
-                start = int(token_bounds[number])
-                sequences.append(self._sequence(batch, number, start))
-            self.shown.append(sequences)
-            first += num_sequences
-
-    def _sequence(self, batch: Tokens, number: int, start: int) -> ShownSequence:
-        length = int(batch.lengths[number])
-        stop = start + min(length, SHOWN_TOKENS)
-        ids = batch.tokens[start:stop].tolist()
-        pieces = []
-        if self._tokenizer is not None:
-            pieces = [self._tokenizer.decode([token_id]) for token_id in ids]
-        mode = None if batch.modes is None else int(batch.modes[number])
-        return ShownSequence(ids=ids, pieces=pieces, mode=mode, length=length)
+def _add(sample: Sample, batch: Tokens, job: Job, tokenizer: Tokenizer | None) -> None:
+    sample.documents += len(batch.documents)
+    sample.tokens += len(batch.tokens)
+    if len(batch.tokens):
+        dtype = token_dtype([batch.tokens], job.options.dtype)
+        sample.dtype = dtype if sample.dtype is None else np.result_type(sample.dtype, dtype)
+    token_bounds = bounds_of(batch.lengths)
+    sequence_bounds = bounds_of(batch.documents)
+    for document in range(min(len(batch.documents), SHOWN_DOCUMENTS - len(sample.shown))):
+        sequences = []
+        for number in range(*sequence_bounds[document : document + 2].tolist()):
+            start, stop = token_bounds[number : number + 2].tolist()
+            ids = batch.tokens[start : min(stop, start + SHOWN_TOKENS)].tolist()
+            sequences.append(
+                ShownSequence(
+                    ids=ids,
+                    pieces=[] if tokenizer is None else [tokenizer.decode([one]) for one in ids],
+                    mode=None if batch.modes is None else int(batch.modes[number]),
+                    length=stop - start,
+                )
+            )
+        sample.shown.append(sequences)
 
 
 def _by_format(inputs: Sequence[Input]) -> dict[str, tuple[int, int]]:

@@ -14,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.digests import digest_of_json
-from streammega.convert.options import ConvertOptions
+from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.json import HEAD_BYTES, holds_lines
 from streammega.convert.read.megatron import dataset_name, document_runs
-from streammega.convert.read.open import Slice, open_plain, read_head
-from streammega.convert.read.suffixes import is_compressed, may_hold_values
+from streammega.convert.read.source import Slice
+from streammega.convert.read.text import can_start_at_any_line
 from streammega.dataset.indexed import IndexedDataset
 from streammega.errors import StorageError
 from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage.open import open_file
 from streammega.storage.store import Bytes
 
 SEGMENT_BYTES = 32 << 20
@@ -66,10 +65,7 @@ class Segment:
     """One written segment. `name`: its prefix in the work folder."""
 
     name: str
-    dtype: str
-    multimodal: bool
     documents: int
-    tokens: int
 
 
 @dataclass(kw_only=True)
@@ -113,10 +109,8 @@ def length_histogram(sizes: NDArray[np.int64]) -> list[int]:
     """How many documents have [2^b, 2^(b+1)) tokens, for each bin b; empty ones are in the
     first.
     """
-    at_least_one = np.maximum(sizes, 1)
-    bins = np.log2(at_least_one).astype(np.int64)
-    counts = np.bincount(bins, minlength=HISTOGRAM_BINS)
-    histogram: list[int] = counts[:HISTOGRAM_BINS].tolist()
+    bins = np.log2(np.maximum(sizes, 1)).astype(np.int64)
+    histogram: list[int] = np.bincount(bins, minlength=HISTOGRAM_BINS)[:HISTOGRAM_BINS].tolist()
     return histogram
 
 
@@ -185,7 +179,7 @@ def _unit_bytes(inputs: Sequence[Input]) -> int:
 def _slices(item: Input, unit_bytes: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     """(slice, bytes) of an input. A slice of a file that is cut fills a unit, whatever its size."""
     is_large = item.size > unit_bytes
-    if is_large and _may_be_cut_at_lines(item, storage):
+    if is_large and can_start_at_any_line(item, storage):
         for start in range(0, item.size, unit_bytes):
             stop = min(start + unit_bytes, item.size)
             yield Slice(input=item, start=start, stop=stop, stored_bytes=stop - start), unit_bytes
@@ -203,23 +197,13 @@ def _slices(item: Input, unit_bytes: int, storage: StorageConfig) -> Iterator[tu
         yield Slice(input=item, stored_bytes=None if is_folder else item.size), item.size
 
 
-def _may_be_cut_at_lines(item: Input, storage: StorageConfig) -> bool:
-    """Whether an input has a document in each line, so that one can begin anywhere."""
-    if item.format not in ("lines", "jsonl") or is_compressed(item.path):
-        return False
-    if item.format == "lines":
-        return True
-    # Only a look into the file tells `.json` with a record a line from one of values over lines.
-    return not may_hold_values(item.path) or holds_lines(read_head(item.url, storage, HEAD_BYTES))
-
-
 def _row_groups(
     item: Input, unit_bytes: int, storage: StorageConfig
 ) -> Iterator[tuple[Slice, int]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_plain(item.url, storage, item.etag) as file:
+    with open_file(item.url, storage, etag=item.etag) as file:
         try:
             metadata = pq.ParquetFile(file).metadata
         except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
@@ -241,12 +225,9 @@ def _row_groups(
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:
     """Of slices together; None where that of one is not known."""
-    total = 0
-    for piece in pieces:
-        if piece.stored_bytes is None:
-            return None
-        total += piece.stored_bytes
-    return total
+    sizes = [piece.stored_bytes for piece in pieces]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def load_bytes(url: str, storage: StorageConfig) -> Bytes:

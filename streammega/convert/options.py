@@ -6,6 +6,8 @@ help from the first sentence of the field's docstring.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,7 +15,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from streammega.config.validate import Flag, Ge, Le, Lt, check_fields
-from streammega.convert.digests import digest_of_json
 from streammega.errors import ConfigError
 
 MiB = 1 << 20
@@ -346,3 +347,13 @@ def key_mode(key: str) -> tuple[str, int]:
             f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127"
         )
     return name, int(mode)
+
+
+def digest_of_json(value: Any) -> str:
+    """Equal for values that are equal as JSON."""
+    return digest_of_bytes(json.dumps(value, sort_keys=True).encode())
+
+
+def digest_of_bytes(data: bytes) -> str:
+    """96 bits: no two units of a corpus are ever alike by chance."""
+    return hashlib.blake2b(data, digest_size=12).hexdigest()

@@ -18,9 +18,9 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.megatron import dataset_name
 from streammega.dataset.manifest import ShardEntry
+from streammega.dataset.names import strip_suffix
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
-from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
@@ -232,14 +232,9 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
     """Why nothing is left, for a message: counts by reason, and the first faults with their
     places.
     """
-    counts: dict[str, int] = {}
-    messages: list[str] = []
-    for record in records:
-        messages += record.messages
-        for reason, count in record.counts.items():
-            counts[reason] = counts.get(reason, 0) + count
-    parts = [f"; {count_of(reason, count)}" for reason, count in sorted(counts.items())]
-    parts += [f"\n  {message}" for message in messages[:3]]
+    total = sum_records(records)
+    parts = [f"; {count_of(reason, count)}" for reason, count in sorted(total.counts.items())]
+    parts += [f"\n  {message}" for message in total.messages[:3]]
     return "".join(parts)
 
 

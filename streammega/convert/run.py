@@ -1,37 +1,111 @@
-"""A conversion from its inputs to a published dataset: plan, run, publish."""
+"""A conversion from its inputs to a published dataset: plan, run, publish.
+
+`convert` does all of it. Where several processes that know nothing of each other share the work
+(Slurm arrays, Kubernetes jobs), each runs `convert_task` on its part of the units, and `merge_tasks`
+makes the dataset. Tasks may run in any order and number, and be killed and started again: a unit
+is made of its inputs alone, and one that has a record is not done again.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.read.inputs import described
+from streammega.convert.read.formats import TEXT_FORMATS
+from streammega.convert.read.inputs import OwnOutput, described, find_inputs
 from streammega.convert.read.stdin import (
-    check_output,
-    forget_pipes,
     is_pipe,
-    keep_pipes,
-    named_as_given,
-    tell_of_pipes,
+    pipes_as_files,
+    with_pipe_names,
 )
+from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import ConvertReport, sum_records
-from streammega.convert.setup import check_output_is_free, check_writable, merge_settings, plan
-from streammega.convert.work_dir import output_lock, work_folder
-from streammega.convert.write.destination import Destination
+from streammega.convert.tokenize.chat import as_option, find_template
+from streammega.convert.tokenize.encode import BatchEncoder, keep_encoder
+from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.work_dir import can_resume, check_unlocked, output_lock, work_folder
+from streammega.convert.write.destination import (
+    Destination,
+    check_may_write,
+    check_output,
+    check_writable,
+    warn_of_little_room,
+)
 from streammega.convert.write.document_order import document_tokens
+from streammega.convert.write.manifest_metadata import labels_of
 from streammega.convert.write.publish import Publisher
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.manifest import MANIFEST, Manifest
-from streammega.dataset.shard import split_name
+from streammega.dataset.manifest import Manifest
+from streammega.dataset.names import MANIFEST, split_name
+from streammega.dataset.versions import check_not_grown
+from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
+from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
+
+MERGE = "merge"
+"""In place of a task's number: make the dataset of what all tasks did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One of `of` tasks, counted from 0."""
+
+    number: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.of:
+            raise ConfigError(
+                f"there is no task {self.number} of {self.of}; tasks are counted from 0, to "
+                f"{self.of - 1}"
+            )
+
+
+def parse_task(text: str) -> Task | None:
+    """The task of "3/16"; None for "merge". Raises ConfigError for anything else."""
+    if text == MERGE:
+        return None
+    number, slash, of = text.partition("/")
+    if not slash or not number.isdigit() or not of.isdigit():
+        raise ConfigError(
+            f"task (--task) is {text!r}; give the number of a task, from 0 on, and how many there "
+            f"are, such as 3/16, or '{MERGE}' when all of them have ended"
+        )
+    return Task(number=int(number), of=int(of))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """What a task did. units: of this task; units_before: of those, done by an earlier start of it;
+    units_of_all: of all tasks together.
+    """
+
+    task: Task
+    units: int
+    units_before: int
+    units_of_all: int
+    documents: int
+    tokens: int
+    seconds: float
+
+    def as_text(self) -> str:
+        """For people."""
+        before = f", {self.units_before:,} of them before" if self.units_before else ""
+        return (
+            f"task {self.task.number} of {self.task.of}: {self.units:,} of {self.units_of_all:,} "
+            f"units are done{before}; {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.seconds:.1f} s\n"
+            f"when all tasks have ended: the same command with --task {MERGE}"
+        )
 
 
 def convert(
@@ -67,7 +141,7 @@ def convert(
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
     options, runner = merge_settings(options, runner, settings)
-    named: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "options": options,
         "runner": runner,
         "overwrite": overwrite,
@@ -77,21 +151,80 @@ def convert(
     }
     check_output(output)
     if not any(is_pipe(name) for name in inputs):
-        return convert_files(inputs, output, **named)
-    with _pipes_as_files(inputs, output, options, runner, named["storage"], overwrite) as kept:
+        return _convert_files(inputs, output, **arguments)
+    with _kept_pipes(inputs, output, options, runner, arguments["storage"], overwrite) as kept:
         files = [kept.get(name, name) for name in inputs]
-        report = convert_files(files, output, is_kept=True, **named)
-    messages = [named_as_given(message, kept) for message in report.messages]
+        report = _convert_files(files, output, is_kept=True, **arguments)
+    messages = [with_pipe_names(message, kept) for message in report.messages]
     return replace(report, messages=messages)
 
 
-def convert_files(
+def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: Any) -> TaskReport:
+    """Do one task's share of a conversion; `merge_tasks` makes the dataset.
+
+    All tasks, and what merges, are given the same inputs, output, options and work folder (of the
+    runner: a URL, or a folder of a shared file system). Other arguments and errors are those of
+    `convert`.
+    """
+    began = time.monotonic()
+    _check_tasks(inputs, output, arguments)
+    conversion = plan(inputs, output, **arguments)
+    check_unlocked(conversion.work)
+    conversion.publisher.check(conversion.inputs, overwrite=conversion.overwrite)
+    check_may_write(conversion.prefix, conversion.storage)
+    # All tasks are one conversion: each may take the reservation.
+    conversion.publisher.reserve(overwrite=conversion.overwrite)
+    records, num_before, num_units = conversion.run_units(task.number, task.of)
+    return TaskReport(
+        task=task,
+        units=len(records),
+        units_before=num_before,
+        units_of_all=num_units,
+        documents=sum(record.documents for record in records),
+        tokens=sum(record.tokens for record in records),
+        seconds=time.monotonic() - began,
+    )
+
+
+def merge_tasks(inputs: Sequence[str], output: str, **arguments: Any) -> ConvertReport:
+    """Make the dataset of what tasks did: `convert`, which does none of their work.
+
+    Arguments are those of `convert`. Raises ConvertError where some of the work is not done.
+    """
+    _check_tasks(inputs, output, arguments)
+    return _convert_files(inputs, output, is_merge=True, **arguments)
+
+
+def _check_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]) -> None:
+    """Raise ConfigError for what several processes cannot share."""
+    settings = {name: arguments[name] for name in Runner.__dataclass_fields__ if name in arguments}
+    runner = replace(arguments.get("runner") or Runner(), **settings)
+    check_output(output)
+    if any(is_pipe(name) for name in inputs):
+        raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
+    if runner.restart:
+        raise ConfigError(
+            "restart (--restart) would forget what other tasks have done; remove the work folder "
+            "before the first of them starts"
+        )
+    if runner.engine != "local":
+        raise ConfigError(
+            "tasks (--task) and the ray engine both share the work out; choose one of them"
+        )
+    if runner.work is None and is_remote(output):
+        raise ConfigError(
+            f"{output}: tasks need a work folder that all of them can write; name one by --work, a "
+            f"URL beside the output for instance"
+        )
+
+
+def _convert_files(
     inputs: Sequence[str],
     output: str,
     *,
     is_kept: bool = False,
     is_merge: bool = False,
-    **named: Any,
+    **arguments: Any,
 ) -> ConvertReport:
     """Convert inputs that can be read again. Other arguments are those of `convert`.
 
@@ -99,11 +232,11 @@ def convert_files(
     units.
     """
     began = time.monotonic()
-    conversion = plan(inputs, output, **named)
+    conversion = plan(inputs, output, **arguments)
     with ExitStack() as stack:
         if not is_kept:
             stack.enter_context(output_lock(conversion.prefix, conversion.work))
-        check_output_is_free(conversion)
+        _check_before_run(conversion)
         try:
             conversion.publisher.reserve(overwrite=conversion.overwrite)
             written = conversion.run(is_merge=is_merge)
@@ -116,6 +249,108 @@ def convert_files(
             raise
         conversion.remove_work()
     return _make_report(conversion, written, manifest, time.monotonic() - began)
+
+
+def _check_before_run(conversion: Conversion) -> None:
+    """Raise what would fail in the end, while the output is locked."""
+    prefix = conversion.prefix
+    overwrite = conversion.overwrite
+    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
+    # What is done already takes room, and is not done again.
+    if not (os.path.isdir(conversion.work) and can_resume(conversion.work)):
+        warn_of_little_room(prefix, conversion.inputs)
+    check_not_grown(prefix, conversion.storage, overwrite=overwrite)
+    check_writable(prefix, conversion.storage, replaces=overwrite)
+    if is_remote(conversion.work):
+        check_writable(conversion.work, conversion.storage, is_work=True)
+
+
+def plan(
+    inputs: Sequence[str],
+    output: str,
+    *,
+    options: ConvertOptions | None = None,
+    runner: Runner | None = None,
+    overwrite: bool = False,
+    storage: StorageConfig | None = None,
+    input_storage: StorageConfig | None = None,
+    progress: ProgressObserver | None = None,
+    **settings: Any,
+) -> Conversion:
+    """A conversion that has not begun; rights, buckets and disks are not looked at yet.
+
+    Arguments and errors are those of `convert`.
+    """
+    options, runner = merge_settings(options, runner, settings)
+    storage = storage or StorageConfig()
+    input_storage = input_storage or storage
+    check_output(output)
+    prefix, kind_named = split_name(output)
+    # Of `web.bin.zst` the suffix says the form; `web` and `web.idx` leave it to the options.
+    if prefix != output and not output.endswith(".idx"):
+        options = replace(options, kind=kind_named)
+    tokenizer = None
+    if options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+    if options.chat_template is not None:
+        # All of it, for workers elsewhere, and so that another one is another conversion.
+        template = find_template(options.chat_template, options.tokenizer, options.template_vars)
+        options = replace(options, chat_template=as_option(template))
+    skipped_files = SkippedFiles()
+    own = OwnOutput(prefix=prefix, work=work_folder(prefix, runner.work))
+    found = find_inputs(inputs, input_storage, options, skipped_files, own)
+    metadata = labels_of(found, options, tokenizer, input_storage)
+    if tokenizer is None and options.eod_id is None:
+        # What is cut keeps the end of its document.
+        options = replace(options, eod_id=metadata["eod_id"])
+    if options.modes is not None:
+        # The sequence with the end may be one of those left out.
+        metadata = metadata | {"eod_id": None}
+    if any(item.format in TEXT_FORMATS for item in found):
+        if tokenizer is None:
+            raise ConvertError(
+                "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or "
+                "`bytes`)"
+            )
+        # Making the encoder raises what would fail at the first text.
+        keep_encoder(BatchEncoder(tokenizer, options, input_storage))
+    # A cluster of this machine alone sees its folders.
+    is_cluster = runner.engine == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local"
+    if is_cluster and runner.work is None and is_remote(prefix):
+        raise ConfigError(
+            f"{prefix}: the machines of a Ray cluster need a work folder that all of them can "
+            f"write; name one by --work, a URL beside the output for instance"
+        )
+    return Conversion(
+        prefix=prefix,
+        work=own.work,
+        inputs=found,
+        skipped_files=skipped_files,
+        options=options,
+        runner=runner,
+        storage=storage,
+        input_storage=input_storage,
+        tokenizer=tokenizer,
+        metadata=metadata,
+        overwrite=overwrite,
+        progress=progress or ProgressObserver(),
+    )
+
+
+def merge_settings(
+    options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]
+) -> tuple[ConvertOptions, Runner]:
+    """Put fields of options and runner that were given by name in their places."""
+    of_options = dict(settings)
+    if "key" in of_options:
+        of_options["keys"] = (of_options.pop("key"),)
+    of_runner = {}
+    for name in settings:
+        if name in Runner.__dataclass_fields__:
+            of_runner[name] = of_options.pop(name)
+    options = replace(options or ConvertOptions(), **of_options)
+    runner = replace(runner or Runner(), **of_runner)
+    return options, runner
 
 
 def _make_report(
@@ -153,7 +388,7 @@ def _make_report(
 
 
 @contextmanager
-def _pipes_as_files(
+def _kept_pipes(
     inputs: Sequence[str],
     output: str,
     options: ConvertOptions,
@@ -172,10 +407,5 @@ def _pipes_as_files(
         destination = Destination(prefix, options.kind, storage)
         Publisher(destination, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
-        kept = keep_pipes(inputs, work, options.read_as)
-        try:
-            with tell_of_pipes(kept):
-                yield kept
-        except BaseException:
-            forget_pipes(work)
-            raise
+        with pipes_as_files(inputs, work, options.read_as) as kept:
+            yield kept

@@ -19,10 +19,9 @@ from streammega.config import StorageConfig
 from streammega.convert.job import Job, UnitRecord, read_record
 from streammega.convert.read.stdin import KEPT as KEPT_PIPE
 from streammega.convert.write.publish import RECORD
-from streammega.convert.write.shards import ShardLayout, read_shard
+from streammega.convert.write.shards import ShardLayout, ShardRecord, read_shard
 from streammega.dataset.local_cache import default_cache_dir
-from streammega.dataset.manifest import MANIFEST, ShardEntry
-from streammega.dataset.shard import split_name
+from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError
 from streammega.storage import join_url, open_store
 from streammega.storage.open import is_remote
@@ -143,14 +142,6 @@ def _make(work: str) -> None:
         ) from None
 
 
-def remove_folder(work: str) -> None:
-    """Remove a work folder of this machine at once, so that a kill leaves all of it or nothing."""
-    removed = _removed(work)
-    shutil.rmtree(removed, ignore_errors=True)
-    os.rename(work, removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
 def _removed(work: str) -> str:
     """What a folder is called while it is being removed."""
     return f"{work}.removed"
@@ -166,10 +157,10 @@ def finished_units(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
     return {number: record for number, record in found.items() if record is not None}
 
 
-def finished_shards(job: Job, layout: ShardLayout) -> dict[int, ShardEntry]:
+def finished_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
     """The shards that need not be written again, by their numbers."""
     found = {number: read_shard(job, layout, number) for number in range(layout.num_shards)}
-    return {number: shard for number, shard in found.items() if shard is not None}
+    return {number: record for number, record in found.items() if record is not None}
 
 
 def can_resume(work: str) -> bool:
@@ -187,7 +178,7 @@ def clear_work_dir(work: str, storage: StorageConfig) -> None:
     folder = folder.rstrip("/")
     kept = {f"{folder}/{name}" for name in KEPT}
     # Records go before what they speak of.
-    for key in sorted(keys, key=_is_no_record):
+    for key in sorted(keys, key=lambda key: not key.endswith(".json")):
         name = os.path.basename(key)
         if key not in kept and not name.startswith(KEPT_PIPE):
             store.delete(key)
@@ -197,17 +188,17 @@ def remove_work_dir(work: str, storage: StorageConfig) -> None:
     """Remove the work folder of a conversion that is done."""
     if not is_remote(work):
         if os.path.isdir(work):
-            remove_folder(work)
+            # Renamed first, so that a kill leaves all of it or nothing.
+            removed = _removed(work)
+            shutil.rmtree(removed, ignore_errors=True)
+            os.rename(work, removed)
+            shutil.rmtree(removed, ignore_errors=True)
         return
     store, _ = open_store(f"{work}/", storage)
     # What is noted of the output goes last: as long as anything is here, it says whose the output
     # is.
     for key in sorted(_keys_below(work, storage), key=lambda key: key.endswith(KEPT)):
         store.delete(key)
-
-
-def _is_no_record(key: str) -> bool:
-    return not key.endswith(".json")
 
 
 def _keys_below(work: str, storage: StorageConfig) -> list[str]:

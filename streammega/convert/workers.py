@@ -1,4 +1,4 @@
-"""Tasks done by threads and processes of this machine, or by a Ray cluster."""
+"""Units and shards done side by side: by threads or processes of this machine, or by a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,94 +7,189 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
-    FIRST_COMPLETED,
     BrokenExecutor,
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
     as_completed,
-    wait,
-)  # fmt: skip
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing.context import SpawnContext
 from typing import Any
 
 from streammega.convert.options import Runner
-from streammega.convert.ray_workers import DEATHS, SharedFiles, Task, run_on_ray
-from streammega.errors import ConvertError
+from streammega.convert.read.inputs import Input
+from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.kernels.parallel import num_threads
+from streammega.storage.open import is_remote
 from streammega.storage.progress import Progress
 
 log = logging.getLogger(__name__)
 
-POLL = 0.2
-"""Seconds between two looks at what processes have done: often enough for a progress bar."""
+Task = Callable[[int, Progress], Any]
+"""(number of the task, progress(bytes, tokens)) -> its result. It is sent to other processes."""
+MAX_DEATHS = 5
+"""Times that workers may be killed under a run before it fails."""
+MAX_CHECKED_INPUTS = 1000
+"""Of more inputs, so many spread over all are checked."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when its parent ends."""
-
-
 LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
 """They set how many threads the tokenizers library uses."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class TaskList:
-    """Tasks to be done: `function(shared, number, progress)` for each number.
-
-    threads: as many of them do well as threads of one process, since they spend their time outside
-    of the GIL. Threads share what they load, a tokenizer's cache for instance, and those of this
-    process start at once. files: what each machine of a cluster must see.
-    """
-
-    function: Task
-    shared: Any
-    numbers: Sequence[int]
-    threads: int = 1
-    files: SharedFiles | None = None
+_task: Task | None = None
+"""In a worker process: the task, sent there once."""
+_checked: set[str] = set()
+"""In a worker of a cluster: the markers of conversions whose files this process has found."""
 
 
 def run_tasks(
-    work: TaskList, runner: Runner, progress: Progress, max_at_once: int | None = None
+    task: Task,
+    numbers: Sequence[int],
+    runner: Runner,
+    progress: Progress,
+    *,
+    max_threads: int = 1,
+    max_at_once: int | None = None,
+    work: str | None = None,
+    inputs: Sequence[Input] = (),
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) as tasks are done. Raises what a task raised; the others are given up."""
-    if not work.numbers:
+    """(number, result) as tasks are done. Raises what a task raised, and stops the others.
+
+    max_threads: up to so many workers are threads of this process, which start at once and share a
+    tokenizer's cache. More are processes. work, inputs: what each machine of a cluster must see.
+    """
+    if not numbers:
         return
     if runner.engine == "ray":
-        yield from run_on_ray(
-            work.function, work.shared, work.numbers, work.files, progress, max_at_once
-        )
+        with _shared_files(work, inputs) as files:
+            yield from _run_on_ray(task, numbers, files, progress, max_at_once)
         return
     wanted = runner.workers or num_threads()
-    workers = min(wanted, len(work.numbers))
-    if max_at_once is not None:
-        workers = min(workers, max_at_once)
-    as_threads = workers <= work.threads
-    # Threads of one process share the threads of the tokenizer's library, as many as there are
-    # workers: so these are busy while one worker writes, and when only one is left. Processes
-    # inherit what is set here, each for its own threads.
-    with _library_settings(wanted if as_threads else work.threads):
+    workers = min(wanted, len(numbers), max_at_once or wanted)
+    if workers > max_threads:
+        yield from _run_in_processes(task, numbers, workers, progress)
+        return
+    # The workers share the threads of the tokenizer's library: all of these are busy while one
+    # worker writes, and when only one is left.
+    with _library_settings(wanted):
         if workers == 1:
-            for number in work.numbers:
-                yield number, work.function(work.shared, number, progress)
-        elif as_threads:
-            yield from _on_threads(work, workers, progress)
+            for number in numbers:
+                yield number, task(number, progress)
         else:
-            yield from _on_processes(work, workers, progress)
+            yield from _run_in_threads(task, numbers, workers, progress)
+
+
+def _run_in_threads(
+    task: Task, numbers: Sequence[int], workers: int, progress: Progress
+) -> Iterator[tuple[int, Any]]:
+    stopped = threading.Event()
+    # The caller's function need not be one that threads may call at once.
+    lock = threading.Lock()
+
+    def report(size: int, tokens: int) -> None:
+        """Report progress of one thread, and end the thread if the conversion was stopped."""
+        # Threads cannot be stopped from outside.
+        if stopped.is_set():
+            raise ConvertError("interrupted")
+        with lock:
+            progress(size, tokens)
+
+    with ThreadPoolExecutor(workers) as pool:
+        running: dict[Future[Any], int] = {}
+        try:
+            # Ctrl-C comes here too: the first threads are at work before the last task is given.
+            for number in numbers:
+                running[pool.submit(task, number, report)] = number
+            for future in as_completed(running):
+                yield running[future], future.result()
+        finally:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run_in_processes(
+    task: Task, numbers: Sequence[int], workers: int, progress: Progress
+) -> Iterator[tuple[int, Any]]:
+    """Each process does one task at a time, and reports its progress when that is done."""
+    # Clients and thread pools of this process do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    left = list(numbers)
+    deaths = 0
+    while left:
+        pool = ProcessPoolExecutor(workers, context, _start_process, (task,))
+        try:
+            running = {pool.submit(_run_here, number): number for number in left}
+            for future in as_completed(running):
+                result, size, tokens = future.result()
+                progress(size, tokens)
+                left.remove(running[future])
+                yield running[future], result
+        except BrokenExecutor:
+            deaths += 1
+            if deaths > MAX_DEATHS:
+                raise ConvertError(
+                    "workers were killed again and again (out of memory?); use fewer --workers, or "
+                    "less --memory"
+                ) from None
+            log.warning(
+                "a worker was killed; what it was doing is done again (%d of at most %d times)",
+                deaths,
+                MAX_DEATHS,
+            )
+        finally:
+            # The pool has no call to stop running tasks before Python 3.14.
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                process.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_process(task: Task) -> None:
+    global _task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    if sys.platform == "linux":
+        # A worker does not outlive its parent, however that ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _set_library_threads(1)
+    _task = task
+
+
+def _run_here(number: int) -> tuple[Any, int, int]:
+    """In a worker process: (result, bytes, tokens) of a task."""
+    assert _task is not None
+    return _run_counted(_task, number)
+
+
+def _run_counted(task: Task, number: int) -> tuple[Any, int, int]:
+    """(result, bytes, tokens) of a task, for a process that cannot report progress meanwhile."""
+    bytes_done = 0
+    tokens_done = 0
+
+    def count(size: int, tokens: int) -> None:
+        nonlocal bytes_done, tokens_done
+        bytes_done += size
+        tokens_done += tokens
+
+    return task(number, count), bytes_done, tokens_done
+
+
+def _set_library_threads(threads: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 @contextmanager
 def _library_settings(threads: int) -> Iterator[None]:
-    """The environment of `_prepare` while tasks run in this process; the caller's own comes back
-    after them.
-    """
+    """Threads of the tokenizers library in this process; the caller's settings come back after."""
     before = {name: os.environ.get(name) for name in LIBRARY_VARIABLES}
-    _prepare(threads)
+    _set_library_threads(threads)
     try:
         yield
     finally:
@@ -105,164 +200,144 @@ def _library_settings(threads: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
-    stopped = threading.Event()
-    # The caller's function need not be one that threads may call at once.
-    lock = threading.Lock()
-
-    def note(size: int, tokens: int) -> None:
-        """Tell progress for one thread, which ends here where the conversion was stopped."""
-        # Threads cannot be stopped from outside; each ends at the next thing that it tells.
-        if stopped.is_set():
-            raise ConvertError("interrupted")
-        with lock:
-            progress(size, tokens)
-
-    with ThreadPoolExecutor(workers) as pool:
-        running: dict[Future[Any], int] = {}
-        try:
-            # Ctrl-C comes here too: the first threads are at work before the last task is given.
-            for number in work.numbers:
-                future = pool.submit(work.function, work.shared, number, note)
-                running[future] = number
-            for future in as_completed(running):
-                yield running[future], future.result()
-        finally:
-            stopped.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+# --- Ray ---
 
 
-def _prepare(threads: int) -> None:
-    """How many threads the tokenizers library may use in this process, for all of its tasks."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+@dataclass(frozen=True, kw_only=True)
+class SharedFiles:
+    """What every machine of a cluster must see. marker: a file in the work folder, or its URL.
 
+    inputs: (path, bytes) of local ones.
+    """
 
-class _SharedCount:
-    """Bytes and tokens that were done: workers add to them, their parent reports them."""
+    marker: str
+    inputs: tuple[tuple[str, int], ...] = ()
 
-    def __init__(self, context: SpawnContext) -> None:
-        self._lock = context.Lock()
-        self._bytes = context.RawValue("q", 0)
-        self._tokens = context.RawValue("q", 0)
-        self._bytes_reported = 0
-        self._tokens_reported = 0
-
-    def add(self, size: int, tokens: int) -> None:
-        """As `Progress`, in a worker."""
-        with self._lock:
-            self._bytes.value += size
-            self._tokens.value += tokens
-
-    def report(self, progress: Progress) -> None:
-        """Report what was added since the last call."""
-        # Without the lock: a worker that was killed while it had that would keep it for ever.
-        size = self._bytes.value - self._bytes_reported
-        tokens = self._tokens.value - self._tokens_reported
-        self._bytes_reported += size
-        self._tokens_reported += tokens
-        if size or tokens:
-            progress(size, tokens)
-
-
-_shared: Any = None
-"""In a worker process: what all tasks share, sent there once."""
-_count: _SharedCount | None = None
-"""In a worker process: what it adds to."""
-
-
-def _start(shared: Any, count: _SharedCount, threads: int) -> None:
-    """Begin a worker process, of so many threads."""
-    global _shared, _count
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    if sys.platform == "linux":
-        # A worker does not outlive its parent, however that ends.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prepare(threads)
-    _shared = shared
-    _count = count
-
-
-def _do_group(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[int, Any]]:
-    """Some tasks, a few at a time, in a worker process."""
-    assert _count is not None
-    progress = _count.add
-
-    def do(number: int) -> tuple[int, Any]:
-        return number, function(_shared, number, progress)
-
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(do, numbers))
-
-
-def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
-    # Clients and thread pools of this process do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    processes = -(-workers // work.threads)
-    left = list(work.numbers)
-    deaths = 0
-    while left:
-        # A new one for each pool: a worker that was killed may have held the lock.
-        count = _SharedCount(context)
-        pool = ProcessPoolExecutor(
-            processes,
-            mp_context=context,
-            initializer=_start,
-            initargs=(work.shared, count, work.threads),
-        )
-        try:
-            for number, result in _results(pool, work, left, processes, count, progress):
-                left.remove(number)
-                yield number, result
-        except BrokenExecutor:
-            deaths += 1
-            if deaths > DEATHS:
-                raise ConvertError(
-                    "workers were killed again and again (out of memory?); use fewer --workers, or "
-                    "less --memory"
-                ) from None
-            log.warning(
-                "a worker was killed; what it was doing is done again (%d of at most %d times)",
-                deaths,
-                DEATHS,
+    def check(self) -> None:
+        """Raise ConvertError if this machine does not see all of it."""
+        missing = self._missing()
+        if missing:
+            raise ConvertError(
+                f"{socket.gethostname()}: this machine of the cluster cannot take part: {missing}"
             )
-        finally:
-            _end(pool)
+
+    def _missing(self) -> str:
+        folder = os.path.dirname(self.marker)
+        if not is_remote(self.marker) and not os.path.exists(self.marker):
+            return (
+                f"it does not see the work folder {folder}. Pass --work with a URL, or with a "
+                f"folder of a shared file system"
+            )
+        remedy = "put the inputs where all machines see them"
+        for path, size in self.inputs:
+            try:
+                size_there = os.stat(path).st_size
+            except OSError as error:
+                return f"the input {path} cannot be read there ({error.strerror}); {remedy}"
+            if size_there != size:
+                return f"the input {path} has {size_there:,} bytes there, not {size:,}; {remedy}"
+        return ""
 
 
-def _results(
-    pool: ProcessPoolExecutor,
-    work: TaskList,
-    left: Sequence[int],
-    processes: int,
-    count: _SharedCount,
+@contextmanager
+def _shared_files(work: str | None, inputs: Sequence[Input]) -> Iterator[SharedFiles | None]:
+    """What the machines of a cluster must see while tasks run."""
+    if work is None:
+        yield None
+        return
+    files = []
+    for item in inputs:
+        path = os.path.abspath(item.path)
+        if not is_remote(item.path) and os.path.isfile(path):
+            files.append((path, item.size))
+    step = max(1, -(-len(files) // MAX_CHECKED_INPUTS))
+    # The name is new each time, so that no machine has such a file from an earlier conversion.
+    marker = f"{work}/cluster-{uuid.uuid4().hex}"
+    try:
+        if not is_remote(work):
+            with open(marker, "wb"):
+                pass
+        yield SharedFiles(marker=marker, inputs=tuple(files[::step]))
+    finally:
+        if os.path.exists(marker):
+            os.unlink(marker)
+
+
+def _run_on_ray(
+    task: Task,
+    numbers: Sequence[int],
+    files: SharedFiles | None,
     progress: Progress,
+    max_at_once: int | None,
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of the tasks `left`, as groups of them are done."""
-    # A worker's threads begin the next task of a group while the last ones of it still run, so a
-    # group has two for each.
-    group_size = 1 if work.threads == 1 else 2 * work.threads
-    groups = iter([left[at : at + group_size] for at in range(0, len(left), group_size)])
-    # For each process one at work and one that waits for it, and one to spare: who is done finds
-    # the next there at once.
-    most_running = 2 * processes + 1
-    running: set[Future[Any]] = set()
-    while True:
-        for numbers in islice(groups, most_running - len(running)):
-            running.add(pool.submit(_do_group, work.function, numbers, work.threads))
-        if not running:
-            return
-        # Not longer than POLL, since what is counted is to be seen while tasks run.
-        done, running = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
-        count.report(progress)
-        for future in done:
-            yield from future.result()
+    """(number, result) as tasks are done. Raises ConfigError without Ray."""
+    with _connected() as ray:
+        if max_at_once is not None:
+            # Each holds memory of its own: as many on every machine as on one.
+            max_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
+        remote = ray.remote(max_retries=MAX_DEATHS, scheduling_strategy="SPREAD")(_run_on_machine)
+        shared = ray.put((task, files))
+        waiting = deque(numbers)
+        running: dict[Any, int] = {}
+        try:
+            while waiting or running:
+                while waiting and (max_at_once is None or len(running) < max_at_once):
+                    number = waiting.popleft()
+                    running[remote.remote(shared, number)] = number
+                done, _ = ray.wait(list(running), num_returns=1)
+                (reference,) = done
+                number = running.pop(reference)
+                result, size, tokens = _get(ray, reference)
+                progress(size, tokens)
+                yield number, result
+        finally:
+            # On a cluster that was there before they would go on.
+            for reference in running:
+                ray.cancel(reference, force=True)
 
 
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Stop the workers now: what they have not finished is nothing."""
-    # The pool has no call for this before Python 3.14; without it, running tasks are waited for.
-    processes = getattr(pool, "_processes", None) or {}
-    for process in list(processes.values()):
-        process.terminate()
-    pool.shutdown(wait=True, cancel_futures=True)
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """Ray, joined or started; what was joined before is left as it is. Raises ConfigError."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
+    is_joined_here = not ray.is_initialized()
+    if is_joined_here:
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS"),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+        )
+    try:
+        yield ray
+    finally:
+        if is_joined_here:
+            ray.shutdown()
+
+
+def _get(ray: Any, reference: Any) -> Any:
+    """What a task returned. Raises what it raised, ConvertError if its workers were killed."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, StreammegaError):
+            raise error.cause from None
+        raise ConvertError(str(error.cause)) from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+        raise ConvertError(
+            f"workers of the cluster were killed again and again ({type(error).__name__}); see "
+            f"Ray's own logs, use less --memory"
+        ) from None
+
+
+def _run_on_machine(shared: tuple[Task, SharedFiles | None], number: int) -> tuple[Any, int, int]:
+    """(result, bytes, tokens) of a task, on a machine of the cluster."""
+    task, files = shared
+    if files is not None and files.marker not in _checked:
+        files.check()
+        _checked.add(files.marker)
+    _set_library_threads(1)  # Ray gives a task one core
+    return _run_counted(task, number)

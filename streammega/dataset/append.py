@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import (
-    MANIFEST,
     Manifest,
-    Parent,
     ShardEntry,
+    check_counts,
     manifest_url,
     parent_of,
     read_manifest,
+    shard_names,
     version_url,
 )
-from streammega.dataset.shard import SUFFIXES, check_expected, strip_suffix
-from streammega.dataset.versions import (
-    DatasetVersion,
-    check_no_version,
-    folder_of,
-    read_newest,
-)
+from streammega.dataset.names import MANIFEST, strip_suffix
+from streammega.dataset.shard import Shard
+from streammega.dataset.versions import DatasetVersion, check_no_version, read_newest
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError, UnsupportedOperation
 from streammega.errors.redaction import redact_urls
-from streammega.storage import Store, join_url, open_store, parent_url
+from streammega.storage import Store, open_store
 from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote, resolved
 from streammega.storage.store import create_object, create_on_condition
@@ -69,7 +65,7 @@ def append(
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
     check_no_version(prefix, NOT_TO_A_VERSION)
-    added = [open_request(prefix, name, storage) for name in names]
+    added = [AppendRequest.read(prefix, name, storage) for name in names]
     if not added:
         raise ConfigError(f"{redact_urls(prefix)}: nothing is named that is to be appended")
     create = create_object if alone else _create
@@ -77,15 +73,19 @@ def append(
         _check_conditions(manifest_url(names[0]), storage)
     while True:  # each turn that fails is one in which another producer succeeded
         current = read_newest(prefix, storage)
-        missing = [request for request in added if not has_shards_of(current, request)]
+        missing = [request for request in added if not request.is_in(current)]
         if current is not None and not missing:
             return current
         manifest = join_manifests(prefix, current, missing)
         number = 1 if current is None else current.number + 1
+        parents = [] if current is None else current.parents
+        # Without a parent a version lists everything, and so does what came before it perhaps.
+        wanted = parent_of(number)
+        parent = next((each for each in parents if wanted and each.number == wanted), None)
         url = version_url(prefix, number)
         store, key = open_store(url, storage)
         # False: one of its number is there, perhaps this one, after a lost answer.
-        if create(store, key, manifest.to_json(_parent(number, current))):
+        if create(store, key, manifest.to_json(parent)):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
 
 
@@ -105,17 +105,6 @@ def check_can_append(
     current = read_newest(prefix, storage)
     if current is not None:
         check_alike(prefix, current.manifest, name, metadata)
-
-
-def _parent(number: int, current: DatasetVersion | None) -> Parent | None:
-    """What a version builds on; None: it lists everything. That is so too where the one it would
-    build on was not needed to read the version before it: which lists everything, too.
-    """
-    parents = [] if current is None else current.parents
-    for parent in parents:
-        if parent.number and parent.number == parent_of(number):
-            return parent
-    return None
 
 
 def _create(store: Store, key: str, data: bytes) -> bool:
@@ -147,71 +136,67 @@ def _no_conditions(url: str, reason: str) -> StorageError:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AppendRequest:
+class AppendRequest(NamedTuple):
     """What is to be appended: its name, for messages, and its manifest."""
 
     name: str
     manifest: Manifest
+
+    @classmethod
+    def read(cls, prefix: str, name: str, storage: StorageConfig) -> AppendRequest:
+        """A dataset whose shards have the sizes that its manifest says."""
+        url = manifest_url(name)
+        check_same_folder(prefix, url.removesuffix(MANIFEST))
+        try:
+            manifest = read_manifest(url, storage)
+        except ObjectNotFoundError as error:
+            raise ObjectNotFoundError(
+                f"{redact_urls(name)}: has no manifest, so what its shards must be is not known; "
+                f"convert it to a name beside {redact_urls(prefix)} ({error})"
+            ) from None
+
+        def check(listed: tuple[str, ShardEntry]) -> None:
+            shard = Shard(listed[0], storage, manifest=manifest, entry=listed[1])
+            _ = shard.stored, shard.index_info  # looked up, and compared with the manifest
+
+        names = shard_names(check_counts(manifest, url), url)
+        parallel_map(check, list(zip(names, manifest.shards, strict=True)), LOOKS_AT_ONCE)
+        return cls(name, manifest)
+
+    def is_in(self, version: DatasetVersion | None) -> bool:
+        """Whether a version has all its shards. Raises ConfigError where it has others of their
+        names.
+        """
+        if version is None:
+            return False
+        shard_of_name = {shard.name: shard for shard in version.manifest.shards}
+        known = [shard_of_name.get(shard.name) for shard in self.manifest.shards]
+        if known == self.manifest.shards:
+            return True
+        if any(shard is not None for shard in known):
+            raise ConfigError(
+                f"{redact_urls(self.name)}: version {version.number} lists shards of these names "
+                f"with other contents; what a version lists must stay as it is: convert to another name"
+            )
+        return False
 
 
 def check_same_folder(prefix: str, name: str) -> None:
     """Raise ConfigError unless what is appended lies where the dataset does, by another name."""
     added = resolved(strip_suffix(name))
     grows = resolved(strip_suffix(prefix))
-    folder = redact_urls(folder_of(grows))
-    if folder_of(added) != folder_of(grows):
+    added_folder, _, _ = added.rpartition("/")
+    folder, _, _ = grows.rpartition("/")
+    if added_folder != folder:
         raise ConfigError(
-            f"{redact_urls(name)}: lies in the folder {redact_urls(folder_of(added))}, and "
-            f"{redact_urls(prefix)} in {folder}: a manifest names shards beside it, so both must be in "
-            f"one; convert it to {folder}"
+            f"{redact_urls(name)}: lies in the folder {redact_urls(added_folder)}, and "
+            f"{redact_urls(prefix)} in {redact_urls(folder)}: a manifest names shards beside it, so "
+            f"both must be in one; convert it to {redact_urls(folder)}"
         )
     if added == grows:
         raise ConfigError(
             f"{redact_urls(name)}: is the dataset itself; what is appended to it has another name"
         )
-
-
-def open_request(prefix: str, name: str, storage: StorageConfig) -> AppendRequest:
-    """A dataset whose shards are what its manifest says, as far as their sizes tell."""
-    url = manifest_url(name)
-    check_same_folder(prefix, url.removesuffix(MANIFEST))
-    try:
-        manifest = read_manifest(url, storage)
-    except ObjectNotFoundError as error:
-        raise ObjectNotFoundError(
-            f"{redact_urls(name)}: has no manifest, so what its shards must be is not known; "
-            f"convert it to a name beside {redact_urls(prefix)} ({error})"
-        ) from None
-    folder = parent_url(url) if "/" in url else "."
-    suffix = SUFFIXES[manifest.kind]  # type: ignore[index]  # checked when it was read
-
-    def check(shard: ShardEntry) -> None:
-        for ending, size in ((suffix, shard.bytes), (".idx", shard.index_bytes)):
-            store, key = open_store(join_url(folder, shard.name + ending), storage)
-            check_expected(store.url(key), "bytes", store.info(key).size, size)
-
-    parallel_map(check, manifest.shards, LOOKS_AT_ONCE)
-    return AppendRequest(name=name, manifest=manifest)
-
-
-def has_shards_of(version: DatasetVersion | None, request: AppendRequest) -> bool:
-    """Whether a version has all shards of an request.
-
-    Raises ConfigError where it has others of their names.
-    """
-    if version is None:
-        return False
-    shard_of_name = {shard.name: shard for shard in version.manifest.shards}
-    known = [shard_of_name.get(shard.name) for shard in request.manifest.shards]
-    if known == request.manifest.shards:
-        return True
-    if any(shard is not None for shard in known):
-        raise ConfigError(
-            f"{redact_urls(request.name)}: version {version.number} lists shards of these names "
-            f"with other contents; what a version lists must stay as it is: convert to another name"
-        )
-    return False
 
 
 def join_manifests(
@@ -228,45 +213,26 @@ def join_manifests(
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if len({shard.name for shard in shards}) < len(shards):
         raise ConfigError(f"{redact_urls(prefix)}: a shard is named twice among what is appended")
+    # All have bins, and of one length, or none has.
+    packs = [manifest.pack for manifest in manifests if manifest.pack is not None]
+    pack = None
+    if packs:
+        counts = {name: sum(each[name] for each in packs) for name in ("bins", "padding")}
+        pack = packs[0] | counts
+    # A manifest has a checksum of origins for each of its shards, or none.
+    origins: list[str] | None = []
+    for manifest in manifests:
+        more = manifest.origins
+        origins = None if origins is None or more is None else [*origins, *more]
     return replace(
-        first,
+        first.with_shards(shards),
         eod_id=_agreed([manifest.eod_id for manifest in manifests]),
         vocab_size=_agreed([manifest.vocab_size for manifest in manifests]),
         tokenizer=_agreed([manifest.tokenizer for manifest in manifests]) or {},
-        documents=sum(shard.documents for shard in shards),
-        sequences=sum(shard.sequences for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        shards=shards,
-        origins=_joined_origins([manifest.origins for manifest in manifests]),
-        pack=_joined_bins([manifest.pack for manifest in manifests]),
+        origins=origins,
+        pack=pack,
         chat_template=_agreed([manifest.chat_template for manifest in manifests]),
     )
-
-
-def _joined_origins(origins: Sequence[list[str] | None]) -> list[str] | None:
-    """The checksums of all origins; None where one of the datasets has none, since a manifest has
-    one for each of its shards, or no one. What lies beside a shard is found without them.
-    """
-    joined: list[str] = []
-    for of_dataset in origins:
-        if of_dataset is None:
-            return None
-        joined += of_dataset
-    return joined
-
-
-def _joined_bins(packs: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
-    """What manifests say together of their bins, which are of one length; None where documents lie
-    end to end.
-    """
-    joined: dict[str, int] | None = None
-    for pack in packs:
-        if joined is None or pack is None:
-            joined = pack
-        else:
-            counts = {name: joined[name] + pack[name] for name in ("bins", "padding")}
-            joined = {**joined, **counts}
-    return joined
 
 
 def check_alike(first_name: str, first: Manifest, name: str, metadata: Mapping[str, Any]) -> None:

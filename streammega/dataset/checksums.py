@@ -33,10 +33,17 @@ class _Part:
     hash: Any
 
 
-class ChecksummedWriter(ObjectWriter):
-    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums."""
+def checksums_of(data: memoryview | bytes) -> list[str]:
+    """One for each CHECK_BYTES of an object, the last for the rest; one of an empty object."""
+    view = memoryview(data)
+    starts = range(0, max(len(view), 1), CHECK_BYTES)
+    return [xxhash.xxh3_128_hexdigest(view[start : start + CHECK_BYTES]) for start in starts]
 
-    def __init__(self, inner: ObjectWriter | None) -> None:
+
+class ChecksummedWriter(ObjectWriter):
+    """Passes bytes on to a writer, counts them and keeps their checksums."""
+
+    def __init__(self, inner: ObjectWriter) -> None:
         self._inner = inner
         self._hash: Any = xxhash.xxh3_128()
         self._checksums: list[str] = []
@@ -44,17 +51,15 @@ class ChecksummedWriter(ObjectWriter):
 
     @property
     def checksums(self) -> list[str]:
-        """One for each CHECK_BYTES of what was written, the last for the rest."""
+        """As `checksums_of` all that was written."""
         ends_whole = self.size > 0 and self.size % CHECK_BYTES == 0
         if ends_whole:
             return list(self._checksums)
-        # Of nothing, too, there is one.
         return [*self._checksums, self._hash.hexdigest()]
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        if self._inner is not None:
-            self._inner.write(data)
+        self._inner.write(data)
         view = memoryview(data)
         start = 0
         while start < len(view):
@@ -72,33 +77,22 @@ class ChecksummedWriter(ObjectWriter):
 
         Nothing may be written meanwhile, and nothing of it is published unless it was exhausted.
         """
-        parts = self._parts_of(ranges)
-        writer = self._inner
-        done = False
+        parts = self._parts_of(ranges) if threads > 1 and self._inner.can_write_at else []
         try:
-            if threads > 1 and len(parts) > 1 and writer is not None and writer.can_write_at:
-                yield from _copied_by_threads(parts, writer, threads)
-            else:
-                yield from self._copied_in_order(parts)
-            done = True
-        finally:
-            # Given up in the middle, there are holes in what was written.
-            if not done:
-                self.abort()
+            if len(parts) < 2:
+                for piece in read_files(ranges, copy_buffer()):
+                    self.write(piece.data)
+                    yield len(piece)
+                return
+            yield from _copied_by_threads(parts, self._inner, threads)
+        except BaseException:
+            self.abort()  # there are holes in what was written
+            raise
         for part in parts:
             self._hash = part.hash
             self.size = part.stop
             if self.size % CHECK_BYTES == 0:
                 self._end_check()
-
-    def _copied_in_order(self, parts: Sequence[_Part]) -> Iterator[int]:
-        buffer = copy_buffer()
-        for part in parts:
-            for piece in read_files(part.ranges, buffer):
-                if self._inner is not None:
-                    self._inner.write(piece.data)
-                part.hash.update(piece)
-            yield part.stop - part.start
 
     def _parts_of(self, ranges: Sequence[FileRange]) -> list[_Part]:
         """Ranges that follow what was written, cut where checksums end."""
@@ -125,13 +119,11 @@ class ChecksummedWriter(ObjectWriter):
 
     def commit(self) -> None:
         """Publish."""
-        if self._inner is not None:
-            self._inner.commit()
+        self._inner.commit()
 
     def abort(self) -> None:
         """Throw everything away."""
-        if self._inner is not None:
-            self._inner.abort()
+        self._inner.abort()
 
 
 def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: int) -> Iterator[int]:

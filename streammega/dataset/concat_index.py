@@ -108,7 +108,12 @@ def kept_indices(
     joined = _arrays_of(arrays)
     if opened:
         remove_former(folder, key_of_dataset, key)
-    _check_lengths(joined, folder / key)
+    # Rows of one file are looked up in the others.
+    counts = {joined.num_sequences, len(joined.sequence_offsets)}
+    if joined.sequence_modes is not None:
+        counts.add(len(joined.sequence_modes))
+    if len(counts) > 1:
+        raise damaged_array(f"{folder / key}-*.npy: are not of the same number of sequences")
     return joined
 
 
@@ -165,17 +170,6 @@ def _arrays_of(arrays: dict[str, NDArray[Any]]) -> IndexArrays:
         document_indices=plain["document_indices"],
         sequence_modes=plain["sequence_modes"] if modes else None,
     )
-
-
-def _check_lengths(joined: IndexArrays, files: Path) -> None:
-    """Raise CacheError if the files are not all of one index: rows of one are looked up in the
-    others.
-    """
-    counts = {joined.num_sequences, len(joined.sequence_offsets)}
-    if joined.sequence_modes is not None:
-        counts.add(len(joined.sequence_modes))
-    if len(counts) > 1:
-        raise damaged_array(f"{files}-*.npy: are not of the same number of sequences")
 
 
 def _digest(value: Any) -> str:

@@ -76,7 +76,17 @@ def messages_of(record: Any, where: str) -> list[Message]:
 
     Raises FormatError that names where it came from.
     """
-    return [_message(turn, number, where) for number, turn in enumerate(_turns(record, where), 1)]
+    messages = []
+    for number, turn in enumerate(_turns(record, where), 1):
+        role, content, _ = _role_and_content(turn, number, where)
+        if turn.get("tool_calls"):
+            raise FormatError(
+                f"{where}: message {number}, of role {role!r}, has tool calls, which are written by "
+                "a chat template only: give one by --chat-template"
+            )
+        text = _text_of(content, role, number, where)
+        messages.append(Message(role, encodable(text, where)))
+    return messages
 
 
 def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
@@ -116,16 +126,6 @@ def _turns(record: Any, where: str) -> list[Any]:
     if not isinstance(turns, list):
         raise FormatError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
     return turns
-
-
-def _message(turn: Any, number: int, where: str) -> Message:
-    role, content, _ = _role_and_content(turn, number, where)
-    if turn.get("tool_calls"):
-        raise FormatError(
-            f"{where}: message {number}, of role {role!r}, has tool calls, which are written by a "
-            "chat template only: give one by --chat-template"
-        )
-    return Message(role, encodable(_text_of(content, role, number, where), where))
 
 
 def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tuple[str, str]]:
@@ -176,17 +176,15 @@ def _short(value: Any) -> str:
     return spelt if len(spelt) <= MOST_SHOWN else f"{spelt[:MOST_SHOWN]}..."
 
 
-def encodable(text: str, where: str, before: int = 0) -> str:
-    """The text itself. JSON can spell half a character, which no tokenizer takes: that is a
-    FormatError.
-
-    before: characters that come before it, if it is a piece of a text.
+def encodable(text: str, where: str) -> str:
+    """The text itself. Raises FormatError for half a character: JSON can spell one, and no
+    tokenizer takes it.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise FormatError(
             f"{where}: holds half of a character (a lone surrogate, character "
-            f"{before + error.start}); leave it out"
+            f"{error.start}); leave it out"
         ) from None
     return text

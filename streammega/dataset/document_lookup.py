@@ -4,7 +4,7 @@ pointers of its `.idx` alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.provenance import ProvenanceReader, open_provenance
 from streammega.dataset.resolve import open_shards
-from streammega.dataset.shard import Shard, ShardInfo
+from streammega.dataset.shard import Shard
 from streammega.errors import FormatError
 
 Integers = NDArray[np.int64]
@@ -51,7 +51,7 @@ class ShardDocuments:
     @property
     def name(self) -> str:
         """The shard's name, as its dataset has it: a prefix, or with the suffix of its kind."""
-        return self.files.shard.name
+        return self.files.name
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -113,10 +113,9 @@ class ShardDocuments:
             raise IndexError(
                 f"document {document} of {self.files.index.url}, which has {self.num_documents}"
             )
-        first, last = self._sequences_of(document)
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
-        for sequence in range(first, last):
+        for sequence in self.sequences_of(document):
             size = int(self._arrays.sequence_lengths[sequence])
             begin = int(self._arrays.sequence_offsets[sequence]) // itemsize
             if size:
@@ -145,8 +144,19 @@ class ShardDocuments:
         return start, start + self._arrays.sequence_lengths[sequences]
 
     def sequences_of(self, document: int) -> range:
-        """The numbers of a document's sequences, which Megatron's order calls documents."""
-        return range(*self._sequences_of(document))
+        """The numbers of a document's sequences, which Megatron's order calls documents.
+
+        Raises FormatError for numbers that no sequence has.
+        """
+        bounds = self._arrays.document_indices
+        first = int(bounds[document])
+        last = int(bounds[document + 1])
+        if not 0 <= first <= last <= self._arrays.num_sequences:
+            raise FormatError(
+                f"{self.files.index.url}: document {document} has the sequences [{first}, {last}) "
+                f"of {self._arrays.num_sequences}; rebuild the .idx"
+            )
+        return range(first, last)
 
     def document_of(self, sequence: int) -> int:
         """The document that has a sequence. Raises FormatError where none has."""
@@ -163,54 +173,31 @@ class ShardDocuments:
     def _run(self, sequence: int, file_start: int, size: int, offset: int) -> DocumentRun:
         """Tokens of a sequence from `offset` on, as ones of its document."""
         document = self.document_of(sequence)
-        first, last = self._sequences_of(document)
+        sequences = self.sequences_of(document)
         lengths = self._arrays.sequence_lengths
-        start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
+        start = int(lengths[sequences.start : sequence].sum(dtype=np.int64)) + offset
         return DocumentRun(
             document=document,
             start=start,
             stop=start + size,
-            document_tokens=int(lengths[first:last].sum(dtype=np.int64)),
+            document_tokens=int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64)),
             file_start=file_start,
         )
 
-    def _sequences_of(self, document: int) -> tuple[int, int]:
-        bounds = self._arrays.document_indices
-        first = int(bounds[document])
-        last = int(bounds[document + 1])
-        if not 0 <= first <= last <= self._arrays.num_sequences:
-            raise FormatError(
-                f"{self.files.index.url}: document {document} has the sequences [{first}, {last}) "
-                f"of {self._arrays.num_sequences}; rebuild the .idx"
-            )
-        return first, last
-
     def _sequences(self, begin: int, end: int) -> Integers:
         """The sequences that have bytes of [begin, end), by where they lie."""
-        offsets = self._arrays.sequence_offsets
-        first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
-        last = int(np.searchsorted(offsets, end, side="left"))
-        if self._covers(first, last, begin, end):
-            return np.arange(first, last)
-        # A foreign pair may have its sequences in any order, where a binary search proves nothing.
-        in_order = self._by_offset
-        sorted_offsets = offsets[in_order]
-        first = max(0, int(np.searchsorted(sorted_offsets, begin, side="right")) - 1)
-        last = int(np.searchsorted(sorted_offsets, end, side="left"))
-        sequences: Integers = in_order[first:last]
-        return sequences
-
-    def _covers(self, first: int, last: int, begin: int, end: int) -> bool:
-        """Whether sequences [first, last) lie end to end and hold bytes [begin, end): a proof that
-        they were found, whatever the order of all others.
-        """
-        if not first < last:
-            return False
+        first, last = _overlapping(self._arrays.sequence_offsets, begin, end)
         lengths = self._arrays.sequence_lengths[first:last].astype(np.int64)
         starts = self._arrays.sequence_offsets[first:last]
         ends = starts + lengths * self._arrays.dtype.itemsize
-        lie_end_to_end = np.array_equal(starts[1:], ends[:-1])
-        return bool(lie_end_to_end and starts[0] <= begin and end <= ends[-1])
+        # Sequences that lie end to end and hold all bytes are those, whatever the order of others.
+        is_proof = len(starts) > 0 and np.array_equal(starts[1:], ends[:-1])
+        if is_proof and starts[0] <= begin and end <= ends[-1]:
+            return np.arange(first, last)
+        # A foreign pair may have its sequences in any order, where a binary search proves nothing.
+        in_order = self._by_offset
+        first, last = _overlapping(self._arrays.sequence_offsets[in_order], begin, end)
+        return in_order[first:last]
 
     @cached_property
     def _arrays(self) -> IndexArrays:
@@ -222,6 +209,12 @@ class ShardDocuments:
         return order
 
 
+def _overlapping(offsets: Integers, begin: int, end: int) -> tuple[int, int]:
+    """[first, last) of rising offsets of what may have bytes of [begin, end)."""
+    first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
+    return first, int(np.searchsorted(offsets, end, side="left"))
+
+
 def open_documents(
     name: str, storage: StorageConfig, cache_dir: str | Path | None = None
 ) -> list[ShardDocuments]:
@@ -229,30 +222,22 @@ def open_documents(
     StorageError.
     """
 
-    def open_all(shards: list[ShardInfo]) -> list[ShardDocuments]:
-        opened = [ShardDocuments(Shard(shard, storage, cache_dir)) for shard in shards]
+    def open_all(shards: list[Shard]) -> list[ShardDocuments]:
         # That a name stands for a manifest shows when its own pair is looked up, and is not there.
-        _ = opened[0].files.index.info
-        return opened
+        _ = shards[0].index_info
+        return [ShardDocuments(shard) for shard in shards]
 
-    return open_shards(name, storage, open_all)
+    return open_shards(name, storage, cache_dir, open_all)
 
 
 def _append(runs: list[DocumentRun], run: DocumentRun) -> None:
     """Add a run, as one with the last where it goes on from there."""
-    if not runs or not _goes_on(runs[-1], run):
+    last = runs[-1] if runs else None
+    if (
+        last is not None
+        and (last.document, last.stop) == (run.document, run.start)
+        and last.file_start + last.stop - last.start == run.file_start
+    ):
+        runs[-1] = replace(last, stop=run.stop)
+    else:
         runs.append(run)
-        return
-    last = runs[-1]
-    runs[-1] = DocumentRun(
-        document=last.document,
-        start=last.start,
-        stop=run.stop,
-        document_tokens=last.document_tokens,
-        file_start=last.file_start,
-    )
-
-
-def _goes_on(last: DocumentRun, run: DocumentRun) -> bool:
-    is_same = last.document == run.document and last.stop == run.start
-    return is_same and last.file_start + last.stop - last.start == run.file_start

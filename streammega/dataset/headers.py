@@ -1,29 +1,25 @@
-"""What the stream order needs of shards, without reading their indices: sizes, counts, and the
-pointers at a split's bounds. Headers of many small `.idx` are read together, and kept on local disk.
+"""What the stream order needs of shards, without reading their indices: sizes, counts, the pointers
+at a split's bounds, and a digest of what a dataset holds. Headers of many small `.idx` are read
+together, and kept on local disk.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.content import (
-    content_digest,
-    end_parts,
-    end_shards,
-    read_ends,
-    set_ends,
-)
 from streammega.dataset.idx import (
     CODE_OF_DTYPE,
     DOCUMENT_BOUND,
@@ -36,25 +32,33 @@ from streammega.dataset.idx import (
     OFFSET,
     VERSION,
     IndexHeader,
-    check_end,
     dtype_code,
     index_bytes,
 )
 from streammega.dataset.local_cache import (
     ArrayKind,
+    cache_folder,
     cached_arrays,
     damaged_array,
     note_use,
     remove_former,
     remove_unused,
 )
-from streammega.dataset.resolve import EMPTY_LISTING, Listing, listed_pair, open_shards
-from streammega.dataset.shard import READ_WHOLE, Shard, ShardInfo, files_of, split_name
+from streammega.dataset.resolve import list_pairs, open_shards
+from streammega.dataset.shard import READ_WHOLE, Shard
 from streammega.errors import CacheError, FormatError, ObjectChangedError, ObjectNotFoundError
-from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage import Buffer, ObjectInfo, Store, open_store
+from streammega.storage.backends.local import PreadStore
+from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.store import Part
 from streammega.storage.thread_pool import parallel_map
 
+LISTED_AT_ONCE = 128
+"""Pairs of a blend that are opened at once where a listing has them: each waits for an answer or
+two from far away, and holds next to nothing meanwhile.
+"""
+DATASETS_AT_ONCE = 16
+"""Datasets that are opened at once where listings do not have all of them."""
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
 READERS = 128
@@ -63,217 +67,100 @@ READERS = 128
 """
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
-@dataclass(kw_only=True, slots=True)
-class ShardBounds:
-    """A shard of which its sizes and counts are known; `token_at` reads a pointer.
+def read_datasets(
+    names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None = None
+) -> list[list[Shard]]:
+    """Open the shards of datasets, by listings where these tell of them: see `read_dataset`."""
+    # Held until all is open, so that what is listed first does not end with its client.
+    _stores = [open_store(name, storage) for name in names]
+    pairs = list_pairs(names, storage, cache_dir)
+    are_listed = len(pairs) == len(set(names))
+    at_once = min(LISTED_AT_ONCE if are_listed else DATASETS_AT_ONCE, storage.max_requests)
+    if _read_pairs(pairs, storage):
+        at_once = 1 if are_listed else at_once  # nothing is asked: threads would only take turns
+    beside = min(at_once, max(1, len(names)))
 
-    `bin_info`: of its tokens, decompressed.
-    """
+    def open_one(name: str) -> list[Shard]:
+        return read_dataset(name, storage, cache_dir, pairs.get(name), beside)
 
-    files: Shard
-    store: Store
-    bin_info: ObjectInfo
-    dtype: np.dtype[Any]
-    num_sequences: int
-    num_documents: int
-
-    @property
-    def multimodal(self) -> bool:
-        """Whether its sequences have modes: by sizes alone, where a manifest
-        has the counts.
-        """
-        index = self.files.index
-        entry = self.files.shard.entry
-        if entry is None:
-            return index.header.multimodal
-        if entry.sequences == 0:  # of no sequences, both sizes are the same
-            return False
-        with_modes = index_bytes(entry.sequences, entry.documents + 1, multimodal=True)
-        return entry.index_bytes == with_modes
-
-    @property
-    def bin_tokens(self) -> int | None:
-        """Tokens of its bins, as its manifest says; None where documents lie end to end."""
-        entry = self.files.shard.entry
-        return None if entry is None else entry.bin_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the whole `.bin`."""
-        return self.bin_info.size // self.dtype.itemsize
-
-    def token_at(self, sequence: int) -> int:
-        """The token of the `.bin` at which a sequence starts; past the last sequence, how many
-        there are.
-        """
-        # Both ends are known without a read: most splits begin or end there.
-        if sequence >= self.num_sequences:
-            return self.num_tokens
-        if sequence == 0:
-            return 0
-        index = self.files.index
-        offset = index.read_offset(sequence)
-        if not 0 <= offset <= self.bin_info.size or offset % self.dtype.itemsize:
-            raise FormatError(
-                f"{index.url}: sequence {sequence} starts at byte {offset} of "
-                f"{self.bin_info.size}; rebuild the .idx"
-            )
-        return offset // self.dtype.itemsize
+    return parallel_map(open_one, names, at_once)
 
 
-def read_bounds(
-    shard: ShardInfo | str, storage: StorageConfig, cache_dir: str | Path | None = None
-) -> ShardBounds:
-    """Open a shard by what a manifest says, or by its header.
-
-    What the manifest says, the sizes of both objects must bear out. Without one, the last sequence
-    of the `.idx` must end where the tokens do. Raises ObjectNotFoundError, FormatError,
-    StorageError.
-    """
-    if isinstance(shard, str):
-        shard = ShardInfo(name=shard)
-    return _bounds(Shard(shard, storage, cache_dir))
-
-
-def _bounds(files: Shard) -> ShardBounds:
-    """The bounds of a shard, by its manifest or its header."""
-    store, bin_info = files.tokens()
-    index = files.index
-    entry = files.shard.entry
-    # A remote header costs a request for each shard, and a manifest tells what it holds; a local
-    # one costs none.
-    is_packed = entry is not None and entry.bin_tokens is not None
-    if entry is not None and (is_packed or not index.is_local):
-        _ = index.info  # its size is compared
-        dtype = entry.dtype
-        num_sequences = entry.sequences
-        num_documents = entry.documents
-    else:
-        header = _checked_header(files, bin_info.size)
-        dtype = header.dtype
-        num_sequences = header.sequence_count
-        num_documents = header.document_count - 1
-    return ShardBounds(
-        files=files,
-        store=store,
-        bin_info=bin_info,
-        dtype=_little_endian(dtype),
-        num_sequences=num_sequences,
-        num_documents=num_documents,
-    )
-
-
-@functools.cache
-def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """One object for all shards, and not one for each."""
-    return dtype.newbyteorder("<")
-
-
-def _checked_header(files: Shard, token_bytes: int) -> IndexHeader:
-    """The header of an `.idx`, which ends where its tokens do."""
-    index = files.index
-    if not index.is_checked:
-        index.read_ahead()
-        check_end(index.read_end(), token_bytes, index.url, files.url)
-    return index.header
-
-
-def known_pairs(
-    names: Sequence[str],
-    listing: Listing,
-    storage: StorageConfig,
-    cache_dir: str | Path | None = None,
-) -> dict[str, Shard]:
-    """The files of those datasets of a blend that a listing has all of and that are plain pairs,
-    with their headers, read together or kept; of few, or where one of them is not as it should be:
-    none, for who opens it says what is wrong.
+def _read_pairs(pairs: Mapping[str, Shard], storage: StorageConfig) -> bool:
+    """Read the headers of pairs of a blend together, or take those that are kept. False: they are
+    few, or one is not as it should be, and who opens it says what is wrong.
 
     Raises StorageError for what may pass when it is tried again, CacheError for a damaged file.
     """
-    shards = {}
-    for name in names:
-        shard = listed_pair(name, listing)
-        if shard is not None and split_name(shard.name)[1] == "bin":
-            shards[name] = shard
-    files = files_of(list(shards.values()), storage, cache_dir)
-    if not are_kept(files):
-        return {}
-    folder = files[0].index.cache_dir / "idx"
-    all_files = range(len(files))  # each is a dataset
-    try:
-        adopt_kept(
-            folder, shards, files, all_files, lambda: _read(files, all_files, storage, keep=True)
-        )
-    except (FormatError, ObjectChangedError, ObjectNotFoundError):
-        return {}
-    return dict(zip(shards, files, strict=True))
+    shards = list(pairs.values())
+    if not are_kept(shards):
+        return False
+    each = range(len(shards))  # each is a dataset
+    with suppress(FormatError, ObjectChangedError, ObjectNotFoundError):
+        adopt_kept(pairs, shards, each, lambda: _read(shards, each, storage, keep=True))
+        return True
+    return False
 
 
 def read_dataset(
     name: str,
     storage: StorageConfig,
     cache_dir: str | Path | None = None,
-    listing: Listing = EMPTY_LISTING,
+    listed_pair: Shard | None = None,
     beside: int = 1,
-    known: Shard | None = None,
-) -> list[ShardBounds]:
-    """Open all shards of a dataset by their sizes and headers, and by a listing of it. What
-    `content_of` needs of its tokens is read too.
+) -> list[Shard]:
+    """Open all shards of a dataset by their sizes and headers. What `content_of` needs of their
+    tokens is read too.
 
-    `beside`: how many datasets are opened at the same time. known: its files, of `known_pairs`.
-    Raises as read_bounds does.
+    listed_pair: the pair of that name, if a listing had it. `beside`: how many datasets are opened
+    at the same time. Raises as `Shard.open` does.
     """
 
-    def open_all(shards: Sequence[ShardInfo]) -> list[ShardBounds]:
-        """The bounds of shards, of kept headers where their sums are known, otherwise by requests."""
-        # Looked up again, it may be another pair.
-        if known is not None and list(shards) == [known.shard]:
-            return [_bounds(known)]
-        files = files_of(shards, storage, cache_dir)
-        if are_kept(files):
-            folder = files[0].index.cache_dir / "idx"
-            ends_of = end_shards([shard.stored.size for shard in files])
-            read = functools.partial(_read, files, ends_of, storage, beside)
-            adopt_kept(folder, [name], files, ends_of, read)
-        pairs = _open_pairs(files, storage)
-        read_ends([(pair.files, pair.store, pair.bin_info) for pair in _at_ends(pairs)])
-        return pairs
+    def open_all(shards: list[Shard]) -> list[Shard]:
+        if are_kept(shards):
+            ends_of = end_shards([shard.stored.size for shard in shards])
+            adopt_kept([name], shards, ends_of, lambda: _read(shards, ends_of, storage, beside))
+        _open_each(shards, storage)
+        read_ends(_at_ends(shards))
+        return shards
 
-    return open_shards(name, storage, open_all, listing=listing)
+    return open_shards(name, storage, cache_dir, open_all, listed_pair=listed_pair)
 
 
-def content_of(pairs: Sequence[ShardBounds]) -> str:
-    """A digest of what a dataset holds, of its pairs as `read_dataset` opened them."""
+def content_of(shards: Sequence[Shard]) -> str:
+    """A digest of what a dataset holds, of its shards as `read_dataset` opened them."""
     return content_digest(
-        dtypes=[pair.dtype for pair in pairs],
-        tokens=[pair.num_tokens for pair in pairs],
-        ends=[pair.files.ends for pair in _at_ends(pairs)],
-        sequences=sum(pair.num_sequences for pair in pairs),
-        documents=sum(pair.num_documents for pair in pairs),
+        dtypes=[shard.dtype for shard in shards],
+        tokens=[shard.num_tokens for shard in shards],
+        ends=[shard.ends for shard in _at_ends(shards)],
+        sequences=sum(shard.num_sequences for shard in shards),
+        documents=sum(shard.num_documents for shard in shards),
     )
 
 
-def _at_ends(pairs: Sequence[ShardBounds]) -> list[ShardBounds]:
-    """The first and the last pair that hold tokens."""
-    return [pairs[number] for number in end_shards([pair.bin_info.size for pair in pairs])]
+def _at_ends(shards: Sequence[Shard]) -> list[Shard]:
+    """The first and the last shard that hold tokens."""
+    return [shards[number] for number in end_shards([shard.num_tokens for shard in shards])]
 
 
-def _open_pairs(files: Sequence[Shard], storage: StorageConfig) -> list[ShardBounds]:
-    """The bounds of shards. The tokens at the ends of remote `.bin` shards are read meanwhile."""
+def _open_each(shards: Sequence[Shard], storage: StorageConfig) -> None:
+    """Open shards. The tokens at the ends of remote `.bin` shards are read meanwhile."""
     # Where nothing is asked, threads would only take turns.
-    if all(_is_known(shard) for shard in files):
-        return [_bounds(shard) for shard in files]
-    ends = [files[number] for number in sorted({0, len(files) - 1})]
-    jobs: list[Callable[[], Any]] = [functools.partial(_bounds, shard) for shard in files]
-    if all(shard.kind == "bin" and shard.shard.stored is not None for shard in ends):
-        jobs.append(functools.partial(_read_ends_of, ends))
-    opened = parallel_map(lambda job: job(), jobs, min(OPENERS, storage.max_requests))
-    return opened[: len(files)]
+    if all(_is_known(shard) for shard in shards):
+        for shard in shards:
+            shard.open()
+        return
+    ends = [shards[number] for number in sorted({0, len(shards) - 1})]
+    jobs: list[Callable[[], Any]] = [shard.open for shard in shards]
+    if all(shard.kind == "bin" and shard.known_tokens is not None for shard in ends):
+        jobs.append(lambda: read_ends(ends))
+    parallel_map(lambda job: job(), jobs, min(OPENERS, storage.max_requests))
 
 
-def _read_ends_of(files: Sequence[Shard]) -> None:
-    read_ends([(shard, *shard.tokens()) for shard in files])
+def _is_known(shard: Shard) -> bool:
+    """Whether all that is needed of a shard is known without a request."""
+    is_listed = shard.known_tokens is not None and shard.known_index is not None
+    return is_listed and (shard.entry is not None or shard.header is not None)
 
 
 def _readers(most: int, beside: int, storage: StorageConfig) -> int:
@@ -282,7 +169,7 @@ def _readers(most: int, beside: int, storage: StorageConfig) -> int:
 
 
 def _read(
-    files: Sequence[Shard],
+    shards: Sequence[Shard],
     ends_of: Sequence[int],
     storage: StorageConfig,
     beside: int = 1,
@@ -292,13 +179,13 @@ def _read(
     """What is kept of shards. `ends_of`: the numbers of those whose tokens are looked at. `keep`: see
     `_read_headers`.
     """
-    rows = _read_headers(files, ends_of, storage, beside, keep=keep)
-    ends = [shard.ends or 0 for shard in files]
+    rows = _read_headers(shards, ends_of, storage, beside, keep=keep)
+    ends = [shard.ends or 0 for shard in shards]
     return np.column_stack([rows, np.array(ends, np.int64)])
 
 
 def _read_headers(
-    files: Sequence[Shard],
+    shards: Sequence[Shard],
     ends_of: Sequence[int],
     storage: StorageConfig,
     beside: int,
@@ -310,32 +197,31 @@ def _read_headers(
     headers, if what was read of all is not too much to be held.
     """
     keep = (
-        keep and sum(min(shard.index.info.size, READ_WHOLE) for shard in files) <= MOST_KEPT_BYTES
+        keep and sum(min(shard.index_info.size, READ_WHOLE) for shard in shards) <= MOST_KEPT_BYTES
     )
 
     def read_one(shard: Shard) -> IndexHeader:
-        _, bin_info = shard.tokens()
-        header = _checked_header(shard, bin_info.size)
+        header = shard.read_header(shard.stored.size)
         if not keep:
-            shard.index.forget()  # of thousands it would be much
+            shard.forget()  # of thousands it would be much
         return header
 
-    if not are_small(files):
-        jobs: list[Callable[[], Any]] = [functools.partial(read_one, shard) for shard in files]
-        jobs += [functools.partial(_read_ends_of, [files[number]]) for number in ends_of]
+    if not are_small(shards):
+        jobs: list[Callable[[], Any]] = [partial(read_one, shard) for shard in shards]
+        jobs += [partial(read_ends, [shards[number]]) for number in ends_of]
         read = parallel_map(lambda job: job(), jobs, _readers(READERS, beside, storage))
-        return rows_of_headers(read[: len(files)])
+        return rows_of_headers(read[: len(shards)])
     readers = _readers(SMALL_READERS, beside, storage)
     rows = []
-    for first in range(0, len(files), READ_TOGETHER):
+    for first in range(0, len(shards), READ_TOGETHER):
         stop = first + READ_TOGETHER
-        at_ends = [files[number] for number in ends_of if first <= number < stop]
-        rows.append(_read_small(files[first:stop], at_ends, readers, read_one, keep=keep))
+        at_ends = [shards[number] for number in ends_of if first <= number < stop]
+        rows.append(_read_small(shards[first:stop], at_ends, readers, read_one, keep=keep))
     return np.concatenate(rows)
 
 
 def _read_small(
-    files: Sequence[Shard],
+    shards: Sequence[Shard],
     at_ends: Sequence[Shard],
     readers: int,
     read_one: Callable[[Shard], IndexHeader],
@@ -344,24 +230,17 @@ def _read_small(
 ) -> NDArray[np.int64]:
     """As `_read_headers`, of small ones; what is not as it should be is for `read_one`."""
     parts = [part for shard in at_ends for part in end_parts(shard.stored)]
-    all_bodies = read_bodies(files, readers, parts)
-    set_ends([(shard, shard.stored) for shard in at_ends], all_bodies[len(files) :])
-    bodies = all_bodies[: len(files)]
-    rows, is_sound = rows_of(bodies, [shard.stored.size for shard in files])
+    all_bodies = read_bodies(shards, readers, parts)
+    set_ends(at_ends, all_bodies[len(shards) :])
+    bodies = all_bodies[: len(shards)]
+    rows, is_sound = rows_of(bodies, [shard.stored.size for shard in shards])
     if keep:
-        for shard, body in zip(files, bodies, strict=True):
+        for shard, body in zip(shards, bodies, strict=True):
             shard.index.keep(body)
     for number in np.flatnonzero(~is_sound).tolist():
         # This says what is wrong.
-        rows[number : number + 1] = rows_of_headers([read_one(files[number])])
+        rows[number : number + 1] = rows_of_headers([read_one(shards[number])])
     return rows
-
-
-def _is_known(files: Shard) -> bool:
-    """Whether all that is needed of a shard is known without a request."""
-    shard = files.shard
-    is_listed = shard.stored is not None and shard.index is not None
-    return is_listed and (shard.entry is not None or files.index.is_checked)
 
 
 log = logging.getLogger(__name__)
@@ -380,22 +259,22 @@ _KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS + 
 """The last column is the digest of a shard's first and last tokens: 0 where it is not needed."""
 
 
-def are_kept(files: Sequence[Shard]) -> bool:
+def are_kept(shards: Sequence[Shard]) -> bool:
     """Whether headers of shards are kept: those of many `.bin`, of which no manifest tells what
-    they hold, and a listing has the versions. Without, nothing would distinguish them from former shards.
+    they hold, and a listing has the versions. Without, nothing would distinguish them from former
+    shards. Those that are known already are not kept again.
     """
-    if len(files) < KEEP_SHARDS or files[0].shard.entry is not None:
+    if len(shards) < KEEP_SHARDS or shards[0].entry is not None or shards[0].header is not None:
         return False
     return all(
-        shard.kind == "bin" and shard.shard.index is not None and shard.shard.stored is not None
-        for shard in files
+        shard.kind == "bin" and shard.known_index is not None and shard.known_tokens is not None
+        for shard in shards
     )
 
 
 def adopt_kept(
-    folder: Path,
     names: Iterable[str],
-    files: Sequence[Shard],
+    shards: Sequence[Shard],
     ends_of: Sequence[int],
     read: Callable[[], NDArray[np.int64]],
 ) -> None:
@@ -407,6 +286,7 @@ def adopt_kept(
     and of others what nobody used for long. Where headers cannot be kept, they are read every time.
     Raises what `read` does, and CacheError for a damaged file.
     """
+    folder = cache_folder(shards[0].cache_dir) / "idx"
     found: list[NDArray[np.int64]] = []
 
     def build() -> dict[str, NDArray[Any]]:
@@ -414,32 +294,34 @@ def adopt_kept(
         return {"headers": found[0]}
 
     key_of_datasets = f"{_PREFIX}{_digest(names)}-"
-    key = key_of_datasets + _digest(_versions(files))
+    key = key_of_datasets + _digest(_versions(shards))
+    path = folder / f"{key}-headers.npy"
     try:
         arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
     except CacheError as error:
-        if (folder / f"{key}-headers.npy").exists():
+        if path.exists():
             raise  # what is there is damaged: to be named, not passed over
-        log.info("%s; until then the headers of %d shards are read each time", error, len(files))
+        log.info("%s; until then the headers of %d shards are read each time", error, len(shards))
         arrays = {"headers": found[0] if found else read()}
     if found:
         remove_former(folder, key_of_datasets, key)
         remove_unused(folder, _PREFIX, UNUSED_DAYS)
     else:
-        note_use(folder / f"{key}-headers.npy")
+        note_use(path)
     rows = np.asarray(arrays["headers"])
-    headers = _from_array(rows[:, :FIELDS], files, folder / f"{key}-headers.npy")
-    for shard, header in zip(files, headers, strict=True):
-        shard.index.adopt(header)
+    if len(rows) != len(shards):
+        raise damaged_array(f"{path}: holds {len(rows)} headers, of {len(shards)} shards")
+    for row, shard in zip(rows.tolist(), shards, strict=True):
+        shard.header = _header_of(row, shard, path)
     for number in ends_of:
-        files[number].ends = int(rows[number, FIELDS])
+        shards[number].ends = int(rows[number, FIELDS])
 
 
-def _versions(files: Iterable[Shard]) -> Iterable[str]:
+def _versions(shards: Iterable[Shard]) -> Iterator[str]:
     """The shards, and what tells the two objects of each from all others of their names."""
-    for shard in files:
+    for shard in shards:
         yield shard.prefix
-        for info in (shard.shard.stored, shard.shard.index):
+        for info in (shard.known_tokens, shard.known_index):
             assert info is not None
             yield f"{info.size} {info.etag}"
 
@@ -453,24 +335,19 @@ def rows_of_headers(headers: Sequence[IndexHeader]) -> NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, FIELDS)
 
 
-def _from_array(rows: NDArray[np.int64], files: Sequence[Shard], path: Path) -> list[IndexHeader]:
-    """Raises CacheError for rows that cannot be those of the shards."""
-    if len(rows) != len(files):
-        raise damaged_array(f"{path}: holds {len(rows)} headers, of {len(files)} shards")
-    headers = []
-    for (code, sequences, documents, modes), shard in zip(rows.tolist(), files, strict=True):
-        expected_bytes = index_bytes(sequences, documents, multimodal=bool(modes))
-        assert shard.shard.index is not None
-        if code not in DTYPE_OF_CODE or sequences < 0 or expected_bytes != shard.shard.index.size:
-            raise damaged_array(f"{path}: does not hold the header of {shard.index.url}")
-        header = IndexHeader(
-            dtype=DTYPE_OF_CODE[code],
-            sequence_count=sequences,
-            document_count=documents,
-            multimodal=bool(modes),
-        )
-        headers.append(header)
-    return headers
+def _header_of(row: list[int], shard: Shard, path: Path) -> IndexHeader:
+    """Raises CacheError for a row that cannot be that of the shard."""
+    code, sequences, documents, modes, _ = row
+    expected_bytes = index_bytes(sequences, documents, multimodal=bool(modes))
+    assert shard.known_index is not None
+    if code not in DTYPE_OF_CODE or sequences < 0 or expected_bytes != shard.known_index.size:
+        raise damaged_array(f"{path}: does not hold the header of {shard.index.url}")
+    return IndexHeader(
+        dtype=DTYPE_OF_CODE[code],
+        sequence_count=sequences,
+        document_count=documents,
+        multimodal=bool(modes),
+    )
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -497,23 +374,23 @@ _STORED = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("count
 assert _STORED.itemsize == HEADER_BYTES == HEADER.size
 
 
-def are_small(files: Sequence[Shard]) -> bool:
+def are_small(shards: Sequence[Shard]) -> bool:
     """Whether all `.idx` are small ones of one store that reads many of them at once."""
-    store = files[0].index.store
+    store = shards[0].store
     if store.is_local:
         return False
-    roots = {id(file.index.store) for file in files}
-    return len(roots) == 1 and all(file.index.info.size <= READ_WHOLE for file in files)
+    stores = {id(shard.store) for shard in shards}
+    return len(stores) == 1 and all(shard.index_info.size <= READ_WHOLE for shard in shards)
 
 
 def read_bodies(
-    files: Sequence[Shard], most_readers: int, more: Sequence[Part] = ()
+    shards: Sequence[Shard], most_readers: int, more: Sequence[Part] = ()
 ) -> list[Buffer]:
     """Each `.idx`, whole, and behind them more parts of objects of the same store. Raises
     StorageError.
     """
-    store: Store = files[0].index.store
-    infos = [file.index.info for file in files]
+    store = shards[0].store
+    infos = [shard.index_info for shard in shards]
     parts = [*((info, 0, info.size) for info in infos), *more]
     began = time.monotonic()
     first = store.read_many(parts[:1], 1)
@@ -584,3 +461,104 @@ def _itemsizes() -> Integers:
 
 
 _ITEMSIZE_OF_CODE = _itemsizes()
+
+
+# --- content: which tokens it is ---------------------------------------------------------------
+
+END_BYTES = 1 << 10
+"""Bytes of tokens that are read at each end of a shard."""
+TOKENS_READ_WHOLE = 16 << 10
+"""Bytes of tokens that are read whole: one request takes less than two."""
+AT_ONCE = 4
+"""Requests at once for one dataset: two ends of two shards."""
+_DIGITS = 16
+
+
+def end_shards(token_bytes: Sequence[int]) -> list[int]:
+    """The numbers of the first and the last shard that hold tokens; of a single one, or none."""
+    numbers = range(len(token_bytes))
+    first = next((number for number in numbers if token_bytes[number]), None)
+    if first is None:
+        return []
+    last = next(number for number in reversed(numbers) if token_bytes[number])
+    return [first] if first == last else [first, last]
+
+
+def read_ends(shards: Sequence[Shard]) -> None:
+    """Set `ends` of each shard for which it is not known, by requests that go out together.
+
+    Raises ObjectNotFoundError, ObjectChangedError, FormatError, StorageError.
+    """
+    unread = [shard for shard in shards if shard.ends is None]
+    stores = []
+    parts = []
+    for shard in unread:
+        store, info = shard.tokens()
+        of_shard = end_parts(info)
+        parts += of_shard
+        stores += [store] * len(of_shard)
+    set_ends(unread, _read_parts(stores, parts))
+
+
+def end_parts(info: ObjectInfo) -> list[Part]:
+    """What is read of the tokens of a shard."""
+    size = info.size
+    if size <= TOKENS_READ_WHOLE:
+        return [(info, 0, size)] if size else []
+    return [(info, 0, END_BYTES), (info, size - END_BYTES, size)]
+
+
+def set_ends(shards: Iterable[Shard], bodies: Iterable[Buffer]) -> None:
+    """Set `ends` of shards. bodies: the `end_parts` of all of them, end to end."""
+    unused = iter(bodies)
+    for shard in shards:
+        _, info = shard.tokens()
+        read = b"".join(next(unused) for _ in end_parts(info))
+        ends = read[:END_BYTES] + read[-END_BYTES:]
+        # As it is kept on disk: an int64.
+        shard.ends = int.from_bytes(xxhash.xxh3_64_digest(ends), "little", signed=True)
+
+
+def content_digest(
+    dtypes: Sequence[np.dtype[Any]],
+    tokens: Sequence[int],
+    ends: Sequence[int | None],
+    sequences: int,
+    documents: int,
+) -> str:
+    """A digest of a dataset, 16 hex digits. dtypes, tokens: of each shard. ends: of `end_shards`.
+    sequences, documents: of all shards.
+    """
+    kinds = [dtype.newbyteorder("<").str for dtype in dict.fromkeys(dtypes)]
+    numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
+    kind_of_shard = [numbers[dtype] for dtype in dtypes] if len(kinds) > 1 else []
+    described = json.dumps([kinds, kind_of_shard, list(tokens), list(ends), sequences, documents])
+    return hashlib.blake2b(described.encode(), digest_size=_DIGITS // 2).hexdigest()
+
+
+def _read_parts(stores: Sequence[Store], parts: Sequence[Part]) -> list[Buffer]:
+    """Parts of objects, each of its own store."""
+    first_store = stores[0] if stores else None
+    is_one_store = all(store is first_store for store in stores)
+    if first_store is not None and is_one_store and not first_store.is_local:
+        return first_store.read_many(parts, AT_ONCE)
+
+    def read_one(number: int) -> Buffer:
+        info, start, stop = parts[number]
+        store = _without_maps(stores[number])
+        return store.read(info.key, [(start, stop)], info.etag)[0]
+
+    if all(store.is_local for store in stores):
+        return [read_one(number) for number in range(len(parts))]
+    return parallel_map(read_one, range(len(parts)), AT_ONCE)
+
+
+def _without_maps(store: Store) -> Store:
+    """A store that reads local files without mapping them. What is opened may never be read: until
+    it is, it may change, which is then an error and not other bytes.
+    """
+    if not store.is_local:
+        return store
+    if isinstance(store, DerivedStore):
+        return store.over(PreadStore(StorageConfig()))
+    return PreadStore(StorageConfig())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -77,8 +77,7 @@ class IndexHeader:
         return self.documents_at + DOCUMENT_BOUND.itemsize * self.document_count
 
 
-@dataclass(frozen=True, kw_only=True)
-class UncheckedHeader:
+class UncheckedHeader(NamedTuple):
     """The fields of a header as they are stored, of a file that may be damaged or another's."""
 
     magic: bytes
@@ -180,14 +179,7 @@ def unchecked_header(head: bytes | memoryview) -> UncheckedHeader | None:
     """The fields of a header, none of which is checked; None where fewer bytes are left of it."""
     if len(head) < HEADER_BYTES:
         return None
-    magic, version, code, sequence_count, document_count = HEADER.unpack(bytes(head[:HEADER_BYTES]))
-    return UncheckedHeader(
-        magic=magic,
-        version=version,
-        dtype_code=code,
-        sequence_count=sequence_count,
-        document_count=document_count,
-    )
+    return UncheckedHeader(*HEADER.unpack(bytes(head[:HEADER_BYTES])))
 
 
 def dtype_of_broken(head: bytes | memoryview) -> np.dtype[Any] | None:

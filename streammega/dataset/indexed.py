@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -11,16 +12,16 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import StorageConfig, local_folder
+from streammega.config import MiB, StorageConfig, local_folder
 from streammega.dataset.concat_index import KEEP_BYTES, Version, join_indices, kept_indices
-from streammega.dataset.content import content_digest, end_shards, read_ends
+from streammega.dataset.headers import content_digest, end_shards, read_ends
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
-from streammega.dataset.megatron_compat import IndexView, opening_of, pair_exists
+from streammega.dataset.names import strip_suffix
 from streammega.dataset.resolve import open_shards
-from streammega.dataset.shard import Shard, ShardInfo, strip_suffix
-from streammega.errors import ConfigError, FormatError
+from streammega.dataset.shard import Shard
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived_stores import ConcatStore
@@ -30,6 +31,55 @@ OPENERS = 32
 """Shards that are opened at once: each waits for a few small answers."""
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
+
+
+class IndexView:
+    """The arrays of an `.idx` under Megatron's names; `view[i]` is (byte of the `.bin`, length,
+    mode or None) of sequence i.
+    """
+
+    def __init__(self, arrays: IndexArrays, modes: NDArray[np.int8] | None) -> None:
+        self.sequence_lengths = arrays.sequence_lengths
+        self.sequence_pointers = arrays.sequence_offsets
+        self.document_indices = arrays.document_indices
+        self.sequence_modes = modes
+        self.dtype = arrays.dtype.type
+        self.dtype_size = arrays.dtype.itemsize
+        self.sequence_count = len(arrays.sequence_lengths)
+        self.document_count = len(arrays.document_indices)
+
+    def __len__(self) -> int:
+        return self.sequence_count
+
+    def __getitem__(self, index: int) -> tuple[np.int64, np.int32, np.int8 | None]:
+        mode = self.sequence_modes[index] if self.sequence_modes is not None else None
+        return self.sequence_pointers[index], self.sequence_lengths[index], mode
+
+
+def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
+    """Whether a shard's tokens and its `.idx` are there.
+
+    Raises AccessDeniedError, EndpointError where that cannot be told.
+    """
+    shard = Shard(str(path_prefix), storage or StorageConfig())
+    try:
+        _ = shard.index.info, shard.stored
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _read_object_storage_config(config: Any) -> tuple[str | Path, int]:
+    """(folder for copies of `.idx` files, bytes of a chunk of the cache) of Megatron's config."""
+    folder = getattr(config, "path_to_idx_cache", None)
+    chunk_bytes = getattr(config, "bin_chunk_nbytes", MiB)
+    if not folder or not chunk_bytes > 0:
+        raise ConfigError(
+            "object_storage_config needs path_to_idx_cache, a folder, and a bin_chunk_nbytes above "
+            "zero"
+        )
+    # Megatron reads tokens in blocks of that size. Here only a cache has blocks.
+    return folder, max(MiB, int(chunk_bytes))
 
 
 class IndexedDataset(Sequence["Item"]):
@@ -85,14 +135,29 @@ class IndexedDataset(Sequence["Item"]):
                 "IndexedDataset needs the name of a dataset, such as 's3://bucket/web'"
             )
         self.object_storage_config = object_storage_config
-        opening = opening_of(multimodal, mmap, object_storage_config, storage, index_cache_dir)
-        folder = opening.index_cache_dir
+        if isinstance(
+            multimodal, StorageConfig
+        ):  # IndexedDataset(prefix, storage, index_cache_dir)
+            storage = multimodal
+            multimodal = None
+        if isinstance(mmap, (str, Path)):
+            index_cache_dir = mmap
+            mmap = None
+        storage = storage or StorageConfig()
+        if mmap is not None:
+            storage = replace(storage, local="mmap" if mmap else "pread")
+        if object_storage_config is not None:
+            folder, chunk_bytes = _read_object_storage_config(object_storage_config)
+            storage = replace(storage, chunk_bytes=chunk_bytes)
+            index_cache_dir = index_cache_dir or folder
         self._name = name
         self.prefix = strip_suffix(name)
-        self.storage = opening.storage
-        self._with_modes = opening.multimodal
-        self._cache_dir = local_folder(folder) if folder else default_cache_dir()
-        self.shards: list[str] = open_shards(name, self.storage, self._open, self._open_index)
+        self.storage = storage
+        self._with_modes = multimodal
+        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
+        self.shards: list[str] = open_shards(
+            name, self.storage, self._cache_dir, self._open, self._open_index
+        )
         """The names of what it is made of."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -100,9 +165,9 @@ class IndexedDataset(Sequence["Item"]):
                 "multimodal=True"
             )
 
-    def _open(self, shards: list[ShardInfo]) -> list[str]:
+    def _open(self, shards: list[Shard]) -> list[str]:
         """Look up the tokens of all shards; returns the shards' names."""
-        self._files = [Shard(shard, self.storage, self._cache_dir) for shard in shards]
+        self._files = shards
         opened = parallel_map(Shard.tokens, self._files, OPENERS)
         self._opened = opened
         self._sizes = [info.size for _, info in opened]
@@ -121,8 +186,8 @@ class IndexedDataset(Sequence["Item"]):
     def _open_index(self) -> None:
         # Looked up together, and kept: one after the other they would take a round trip each.
         at_ends = end_shards(self._sizes)
-        jobs = [partial(getattr, files.index, "info") for files in self._files]
-        jobs.append(partial(read_ends, [(self._files[n], *self._opened[n]) for n in at_ends]))
+        jobs = [partial(getattr, files, "index_info") for files in self._files]
+        jobs.append(partial(read_ends, [self._files[number] for number in at_ends]))
         parallel_map(lambda job: job(), jobs, OPENERS)
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
@@ -219,8 +284,7 @@ class IndexedDataset(Sequence["Item"]):
         """Tokens of the bins that documents are packed into, by the manifest; None where they lie
         end to end, or there is no manifest. Raises FormatError where shards differ.
         """
-        entries = [files.shard.entry for files in self._files]
-        lengths = {None if entry is None else entry.bin_tokens for entry in entries}
+        lengths = {shard.bin_tokens for shard in self._files}
         if len(lengths) > 1:
             raise FormatError(
                 f"{self.prefix}: its shards differ in their bins; make a blend of them"

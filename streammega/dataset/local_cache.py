@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
-from streammega.storage.atomic_file import create_beside
+from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
 from streammega.storage.etags import tell_unversioned
 from streammega.storage.store import atomic_writer
@@ -373,22 +373,10 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 
     Raises CacheError on a full disk.
     """
-    temporary = None
     try:
-        fd, temporary = create_beside(path)
-        with os.fdopen(fd, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-            # while it is open, and so held: nobody takes it for an orphan
-            os.replace(temporary, path)
-        temporary = None
+        write_file(path, chunks)
     except OSError as error:
         raise cache_error(path, error, expected_bytes) from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 @contextmanager

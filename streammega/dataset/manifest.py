@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import dacite
@@ -19,17 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
-from streammega.dataset.shard import (
-    MANIFEST as MANIFEST,
-)
-from streammega.dataset.shard import (
-    SUFFIXES,
-    Kind,
-    ManifestEntry,
-    ShardInfo,
-    named,
-    strip_suffix,
-)
+from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, named, strip_suffix
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.thread_pool import parallel_map
@@ -114,6 +105,11 @@ class Manifest:
     pack: dict[str, int] | None = None
     chat_template: dict[str, Any] | None = None
 
+    @cached_property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Of the tokens, little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
     @property
     def bin_tokens(self) -> int | None:
         """Tokens of a bin; None where documents lie end to end."""
@@ -123,6 +119,16 @@ class Manifest:
     def tokenizer_label(self) -> tuple[str, str]:
         """(name, digest) of the tokenizer; empty where it is not known."""
         return self.tokenizer.get("name", ""), self.tokenizer.get("digest", "")
+
+    def with_shards(self, shards: list[ShardEntry]) -> Manifest:
+        """The same with other shards, and the sums of these."""
+        return replace(
+            self,
+            shards=shards,
+            documents=sum(shard.documents for shard in shards),
+            sequences=sum(shard.sequences for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+        )
 
     def to_json(self, parent: Parent | None = None) -> bytes:
         """What is stored. parent: what the shards, and their origins, are stored without: those of
@@ -398,31 +404,17 @@ def _is_plain(stored: Any) -> bool:
     return all(type(checksum) is str for checksum in checksums)
 
 
-def manifest_shards(url: str, storage: StorageConfig) -> list[ShardInfo]:
-    """All shards of a manifest, beside it, in order, with what it says of them.
-
-    Raises as `read_manifest` does.
-    """
-    manifest = read_manifest(url, storage)
-    label = manifest.tokenizer_label
-    loss_modes = None if manifest.loss_modes is None else tuple(manifest.loss_modes)
-    dtype = np.dtype(manifest.dtype)
-    shards = []
-    for shard, name in zip(manifest.shards, shard_names(manifest, url), strict=True):
-        entry = ManifestEntry(
-            dtype=dtype,
-            documents=shard.documents,
-            sequences=shard.sequences,
-            tokens=shard.tokens,
-            bytes=shard.bytes,
-            index_bytes=shard.index_bytes,
-            loss_modes=loss_modes,
-            tokenizer=label,
-            bin_tokens=manifest.bin_tokens,
-        )
-        _check_entry(entry, shard, manifest, url)
-        shards.append(ShardInfo(name=name, entry=entry))
-    return shards
+def check_counts(manifest: Manifest, url: str) -> Manifest:
+    """The manifest itself. Raises FormatError for counts that no shard can have."""
+    itemsize = manifest.token_dtype.itemsize
+    for shard in manifest.shards:
+        contradicts = manifest.kind == "bin" and shard.tokens * itemsize != shard.bytes
+        if contradicts or shard.documents < 0 or shard.sequences < 0 or shard.tokens < 0:
+            raise FormatError(
+                f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of "
+                f"{manifest.dtype} in {shard.bytes} bytes; convert again, or name the shards"
+            )
+    return manifest
 
 
 def shard_names(manifest: Manifest, url: str) -> list[str]:
@@ -430,14 +422,3 @@ def shard_names(manifest: Manifest, url: str) -> list[str]:
     folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
     return [join_url(folder, named(shard.name, kind)) for shard in manifest.shards]
-
-
-def _check_entry(entry: ManifestEntry, shard: ShardEntry, manifest: Manifest, url: str) -> None:
-    """Raise FormatError for what no shard can hold."""
-    least = min(entry.documents, entry.sequences, entry.tokens)
-    contradicts = manifest.kind == "bin" and entry.token_bytes != entry.bytes
-    if least < 0 or contradicts:
-        raise FormatError(
-            f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of "
-            f"{manifest.dtype} in {shard.bytes} bytes; convert again, or name the shards"
-        )

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streammega.config import StorageConfig
-from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
-from streammega.dataset.shard import Shard, set_name, strip_suffix
+from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.shard import Shard
 from streammega.errors import FormatError, StorageError
 
 LossModes = tuple[int, ...] | None
@@ -29,60 +30,48 @@ class TokenizerLabel:
         return f"{self.name} ({self.digest[:12]})"
 
 
-def loss_modes_of(files: Sequence[Shard], name: str) -> LossModes:
+def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:
     """The modes whose sequences are to be learned; None where no manifest names any.
 
     Raises FormatError where shards differ, StorageError.
     """
     manifests: dict[str, Manifest | None] = {}
     prefix_of_modes: dict[LossModes, str] = {}
-    for shard_files in files:
-        entry = shard_files.shard.entry
-        if entry is not None:
-            prefix_of_modes[entry.loss_modes] = shard_files.prefix
-        elif shard_files.index.header.multimodal:
-            manifest = _beside(shard_files, name, manifests)
-            modes = None
-            if manifest is not None and manifest.loss_modes is not None:
-                modes = tuple(manifest.loss_modes)
-            prefix_of_modes[modes] = shard_files.prefix
+    for shard in shards:
+        if shard.manifest is None and not shard.multimodal:
+            continue
+        manifest = _manifest_of(shard, name, manifests)
+        modes = None if manifest is None or manifest.loss_modes is None else manifest.loss_modes
+        prefix_of_modes[None if modes is None else tuple(modes)] = shard.prefix
     if len(prefix_of_modes) > 1:
-        told = " and ".join(f"{prefix} has {modes}" for modes, prefix in prefix_of_modes.items())
+        listed = " and ".join(f"{prefix} has {modes}" for modes, prefix in prefix_of_modes.items())
         raise FormatError(
-            f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend "
-            "of them"
+            f"{name}: its shards differ in the modes that are to be learned ({listed}); make a "
+            "blend of them"
         )
     return next(iter(prefix_of_modes), None)
 
 
-def tokenizers_of(files: Sequence[Shard], name: str) -> set[TokenizerLabel]:
+def tokenizers_of(shards: Sequence[Shard], name: str) -> set[TokenizerLabel]:
     """The tokenizers of a dataset's shards, as far as manifests tell them. Raises StorageError."""
     manifests: dict[str, Manifest | None] = {}
     labels = set()
-    for shard_files in files:
-        entry = shard_files.shard.entry
-        told = None
-        if entry is not None:
-            told = entry.tokenizer
-        else:
-            manifest = _beside(shard_files, name, manifests)
-            if manifest is not None:
-                told = manifest.tokenizer_label
-        if told is None:
-            continue
-        tokenizer_name, digest = told
-        if digest:  # tokens that were not made from text have none
-            labels.add(TokenizerLabel(tokenizer_name, digest))
+    for shard in shards:
+        manifest = _manifest_of(shard, name, manifests)
+        if manifest is not None and manifest.tokenizer.get("digest"):
+            labels.add(TokenizerLabel(*manifest.tokenizer_label))
     return labels
 
 
-def _beside(files: Shard, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
-    """The manifest beside a shard that was opened without one; None where there is none."""
-    if strip_suffix(name) == files.prefix:
-        return None  # it was looked for already
-    stem = set_name(files.prefix)
+def _manifest_of(shard: Shard, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
+    """The manifest of a shard, which lies beside it where it was opened without; None where there
+    is none. known: those that were read.
+    """
+    if shard.manifest is not None or strip_suffix(name) == shard.prefix:
+        return shard.manifest  # that of a pair was looked for already
+    stem = set_name(shard.prefix)
     if stem not in known:
-        known[stem] = _manifest(stem + MANIFEST, files.storage)
+        known[stem] = _manifest(stem + MANIFEST, shard.storage)
     return known[stem]
 
 

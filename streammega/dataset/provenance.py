@@ -411,10 +411,7 @@ class ProvenanceReader:
             raise self._damaged(f"row group {number} claims to be larger than any is")
         try:
             file = pq.ParquetFile(
-                _FilePart(stored, start, self._info.size),
-                metadata=self._metadata,
-                read_dictionary=["path"],
-                page_checksum_verification=True,
+                _FilePart(stored, start), metadata=self._metadata, read_dictionary=["path"]
             )
             table = file.read_row_group(number, use_threads=False).combine_chunks()
             path = table["path"].combine_chunks()
@@ -439,38 +436,19 @@ class ProvenanceReader:
         return FormatError(f"{self.url}: {what}; remove it, or convert again with --origins")
 
 
-class _FilePart(io.RawIOBase):
-    """A file of which only one part can be read."""
+class _FilePart(io.BytesIO):
+    """A file of which only the bytes from `start` on can be read."""
 
-    def __init__(self, part: bytes, start: int, file_bytes: int) -> None:
-        super().__init__()
-        self._part = part
+    def __init__(self, part: bytes, start: int) -> None:
+        super().__init__(part)
         self._start = start
-        self._file_bytes = file_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file_bytes}[whence]
-        self._position = base + offset
-        return self._position
+        shift = self._start if whence == io.SEEK_SET else 0
+        return super().seek(offset - shift, whence) + self._start
 
-    def read(self, size: int = -1) -> bytes:
-        stop = self._file_bytes if size < 0 else self._position + size
-        first = self._position - self._start
-        last = stop - self._start
-        if not 0 <= first <= last <= len(self._part):
-            raise OSError(f"bytes [{self._position}, {stop}) are in another row group")
-        self._position = stop
-        return self._part[first:last]
+    def tell(self) -> int:
+        return super().tell() + self._start
 
 
 def open_provenance(prefix: str, storage: StorageConfig) -> ProvenanceReader | None:

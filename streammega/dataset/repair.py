@@ -4,7 +4,7 @@ tell is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import ChecksummedWriter
+from streammega.dataset.checksums import checksums_of
 from streammega.dataset.idx import (
     MAGIC,
     MOST_TOKENS,
@@ -22,21 +22,15 @@ from streammega.dataset.idx import (
     token_dtype_named,
     unchecked_header,
 )
-from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry, manifest_url, read_manifest
-from streammega.dataset.shard import (
-    ShardIndex,
-    ShardInfo,
-    open_tokens,
-    set_name,
-    split_name,
-    strip_suffix,
-)
+from streammega.dataset.manifest import Manifest, ShardEntry, manifest_url, read_manifest
+from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.shard import Shard
 from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, shards_of
 from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.check import find_ids
-from streammega.storage import ObjectInfo, Store, save_bytes
+from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move
 
 MANIFEST_STAYS = (
@@ -77,19 +71,18 @@ def repair_index(
         expected = list(manifest.shards)
         eod_id = manifest.eod_id if eod_id is None else eod_id
         dtype = dtype or manifest.dtype
-    options = RepairOptions(
-        storage=storage, manifest=manifest, eod_id=eod_id, dtype=dtype, force=force
-    )
     # All are made before the first is written: what is refused leaves everything as it was.
     rebuilt: dict[int, _Rebuilt] = {}
     for number, shard_name in enumerate(names):
         is_packed = manifest is not None and manifest.pack is not None
         report = VerifyReport(name=shard_name)
         check = ShardCheck(shard_name, expected[number], manifest, storage, report)
-        if check.open_index(has_checksum=True) is None or report.problems:
+        if check.check_index() is None or report.problems:
             if is_packed:
                 raise _packed(shard_name)
-            rebuilt[number] = _rebuild(shard_name, expected[number], options)
+            rebuilt[number] = _rebuild(
+                shard_name, expected[number], manifest, storage, eod_id, dtype, force=force
+            )
     differ = any(index.shard != expected[number] for number, index in rebuilt.items())
     if differ:
         check_no_version(name, MANIFEST_STAYS)
@@ -121,17 +114,6 @@ def _packed(name: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepairOptions:
-    """What is known of all shards of a dataset, and what may be done."""
-
-    storage: StorageConfig
-    manifest: Manifest | None
-    eod_id: int | None
-    dtype: str | None
-    force: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Rebuilt:
     """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say
     of it.
@@ -142,38 +124,51 @@ class _Rebuilt:
     shard: ShardEntry | None
 
 
-def _rebuild(name: str, expected: ShardEntry | None, options: RepairOptions) -> _Rebuilt:
+def _rebuild(
+    name: str,
+    expected: ShardEntry | None,
+    manifest: Manifest | None,
+    storage: StorageConfig,
+    eod_id: int | None,
+    dtype_name: str | None,
+    *,
+    force: bool,
+) -> _Rebuilt:
     """The `.idx` of a shard, made of its tokens. Raises ConfigError where that is refused."""
-    prefix, kind = split_name(name)
-    old_index = ShardIndex(ShardInfo(name=name), options.storage)
-    if kind == "tar":
+    stored = Shard(name, storage)
+    if stored.kind == "tar":
         raise ConfigError(
             f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again"
         )
-    if options.eod_id is None:
+    if eod_id is None:
         raise ConfigError(
             f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id"
         )
-    if not options.force and _has_sequences(old_index, expected, options.manifest):
+    try:
+        head = stored.index.head()
+    except ObjectNotFoundError:
+        head = memoryview(b"")
+    if not force and _has_sequences(head, expected, manifest):
         raise ConfigError(
-            f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the "
+            f"{redact_urls(stored.prefix)}.idx: its documents have several sequences, or modes, which the "
             "tokens do not tell: convert again, or copy the .idx from where it is whole (--force "
             "makes one sequence of each document, without modes)"
         )
-    dtype = token_dtype_named(options.dtype) if options.dtype else _dtype_left(old_index)
-    lengths = _document_lengths(name, dtype, options.eod_id, options.storage)
+    dtype = token_dtype_named(dtype_name) if dtype_name else dtype_of_broken(head)
+    if dtype is None:
+        raise ConfigError(
+            f"{stored.prefix}: the dtype of its tokens is not known; name it by --dtype, such as "
+            "uint16"
+        )
+    lengths = _document_lengths(stored, dtype, eod_id)
     bounds = np.arange(len(lengths) + 1)
     data = b"".join(encode_index(dtype, lengths, bounds, None))
-    written = ChecksummedWriter(None)
-    written.write(data)
-    is_former = expected is not None and (
-        (written.size, written.checksums) == (expected.index_bytes, expected.index_checksums)
-    )
-    if expected is None or is_former:
+    checksums = checksums_of(data)
+    if expected is None or checksums == expected.index_checksums:
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
-    if not options.force:
+    if not force:
         raise ConfigError(
-            f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not "
+            f"{redact_urls(stored.prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not "
             f"what the manifest says ({expected.documents:,}); are the tokens whole? copy the "
             "shard, or convert again (--force writes it all the same)"
         )
@@ -182,87 +177,64 @@ def _rebuild(name: str, expected: ShardEntry | None, options: RepairOptions) -> 
         documents=len(lengths),
         sequences=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
-        index_bytes=written.size,
-        index_checksums=written.checksums,
+        index_bytes=len(data),
+        index_checksums=checksums,
     )
     return _Rebuilt(data=data, documents=len(lengths), shard=shard)
 
 
-def _has_sequences(
-    old_index: ShardIndex, expected: ShardEntry | None, manifest: Manifest | None
-) -> bool:
-    """Whether documents have several sequences, or modes, by the manifest or by what is left of the
-    `.idx`.
+def _has_sequences(head: Buffer, expected: ShardEntry | None, manifest: Manifest | None) -> bool:
+    """Whether documents have several sequences, or modes, by the manifest or by the first bytes of
+    the broken `.idx`.
     """
-    # The manifest first: the `.idx` is broken, and its counts may be what is wrong with it.
+    # The manifest first: the counts of a broken `.idx` may be what is wrong with it.
     if manifest is not None and expected is not None:
         return manifest.multimodal or expected.sequences != expected.documents
-    try:
-        header = unchecked_header(old_index.head())
-    except ObjectNotFoundError:
-        return False
+    header = unchecked_header(head)
     if header is None or header.magic != MAGIC:
         return False
     return header.sequence_count != header.document_count - 1
 
 
-def _dtype_left(old_index: ShardIndex) -> np.dtype[Any]:
-    """The dtype of tokens, from what is left of the `.idx`."""
-    try:
-        dtype = dtype_of_broken(old_index.head())
-    except ObjectNotFoundError:
-        dtype = None
-    if dtype is None:
-        raise ConfigError(
-            f"{old_index.prefix}: the dtype of its tokens is not known; name it by --dtype, such "
-            "as uint16"
-        )
-    return dtype
-
-
-def _document_lengths(
-    name: str, dtype: np.dtype[Any], eod_id: int, storage: StorageConfig
-) -> NDArray[np.int32]:
+def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArray[np.int32]:
     """Tokens of each document of a shard, by their ends. Raises FormatError for one that no `.idx`
     could describe.
     """
-    store, key = open_tokens(name, storage)
-    info = store.info(key)
-    num_tokens = info.size // dtype.itemsize
-    ends = list(_document_ends(store, info, dtype, eod_id))
-    bounds = np.concatenate([np.zeros(1, np.int64), *ends])
-    if bounds[-1] < num_tokens:  # the last document was left open
-        bounds = np.append(bounds, num_tokens)
-    lengths = np.diff(bounds)
-    longest = int(lengths.max(initial=0))
-    if longest > MOST_TOKENS:
-        raise FormatError(
-            f"{name}: {longest:,} tokens without the id {eod_id}; is it the right one?"
-        )
-    return lengths.astype(np.int32)
-
-
-def _document_ends(
-    store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int
-) -> Iterator[NDArray[np.int64]]:
-    """One past each end, in tokens; a stretch of the tokens at a time."""
+    store, info = shard.tokens()
     whole = info.size - info.size % dtype.itemsize
+    bounds = [np.zeros(1, np.int64)]
     for start in range(0, whole, REMOTE_BYTES):
-        stop = min(start + REMOTE_BYTES, whole)
-        data = store.read(info.key, [(start, stop)], info.etag)[0]
+        span = (start, min(start + REMOTE_BYTES, whole))
+        (data,) = store.read(info.key, [span], info.etag)
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         places = np.empty(len(ids), np.int64)
         count = find_ids(ids, eod_id, places)
-        first_token = start // dtype.itemsize
-        yield first_token + places[:count] + 1
+        bounds.append(start // dtype.itemsize + places[:count] + 1)
+    num_tokens = whole // dtype.itemsize
+    if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document was left open
+        bounds.append(np.array([num_tokens]))
+    lengths = np.diff(np.concatenate(bounds))
+    longest = int(lengths.max(initial=0))
+    if longest > MOST_TOKENS:
+        raise FormatError(
+            f"{shard.url}: {longest:,} tokens without the id {eod_id}; is it the right one?"
+        )
+    return lengths.astype(np.int32)
 
 
 def _put_index(
     name: str, expected: ShardEntry | None, index: _Rebuilt, storage: StorageConfig
 ) -> str:
-    """Write a rebuilt `.idx`; returns what is said of it."""
+    """Write a rebuilt `.idx`, and keep the broken one by another name; returns what is said of it."""
     url = f"{strip_suffix(name)}.idx"
-    _keep_former(url, storage)
+    if exists(url, storage):
+        # What an earlier repair kept is perhaps the only copy of what was there first.
+        former = f"{url}.former"
+        number = 1
+        while exists(former, storage):
+            number += 1
+            former = f"{url}.former-{number}"
+        move(url, former, storage)
     save_bytes(url, index.data, storage)
     text = f"{redact_urls(url)}: rebuilt, {index.documents:,} documents"
     if expected is None:
@@ -280,28 +252,9 @@ def _put_manifest(
     for number, index in rebuilt.items():
         if index.shard is not None:
             shards[number] = index.shard
-    changed = replace(
-        manifest,
-        shards=shards,
-        documents=sum(shard.documents for shard in shards),
-        sequences=sum(shard.sequences for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        # What is rebuilt has no modes; a shard that was left as it is still has them.
-        multimodal=manifest.multimodal and len(rebuilt) < len(shards),
-    )
+    # What is rebuilt has no modes; a shard that was left as it is still has them.
+    multimodal = manifest.multimodal and len(rebuilt) < len(shards)
+    changed = replace(manifest.with_shards(shards), multimodal=multimodal)
     url = manifest_url(name)
     save_bytes(url, changed.to_json(), storage)
     return f"{redact_urls(url)}: speaks of the new .idx files now"
-
-
-def _keep_former(url: str, storage: StorageConfig) -> None:
-    """Give a broken `.idx` another name, if it is there."""
-    if not exists(url, storage):
-        return
-    # What an earlier repair kept is perhaps the only copy of what was there first.
-    former = f"{url}.former"
-    number = 1
-    while exists(former, storage):
-        number += 1
-        former = f"{url}.former-{number}"
-    move(url, former, storage)

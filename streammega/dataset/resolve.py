@@ -1,5 +1,5 @@
 """From the name of a dataset to its shards: a prefix, a manifest, a version, a folder or a glob, on a
-local disk or in a bucket.
+local disk or in a bucket. What listings and manifests say of them is known then.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from streammega.config import StorageConfig
-from streammega.dataset.manifest import MANIFEST, manifest_shards
-from streammega.dataset.shard import (
+from streammega.dataset.manifest import Manifest, check_counts, read_manifest, shard_names
+from streammega.dataset.names import (
+    MANIFEST,
     SUFFIXES,
-    ManifestEntry,
-    ShardInfo,
     may_belong,
     missing_shards,
     named,
@@ -26,7 +27,8 @@ from streammega.dataset.shard import (
     split_name,
     strip_suffix,
 )
-from streammega.dataset.versions import base_name, resolve_version, shards_between_versions
+from streammega.dataset.shard import Shard
+from streammega.dataset.versions import base_name, read_between_versions, resolve_version
 from streammega.errors import (
     FormatError,
     MissingShardsError,
@@ -38,8 +40,10 @@ from streammega.errors import (
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
 from streammega.storage.etags import same_version
 from streammega.storage.open import is_remote
-from streammega.storage.store import NotListedBetween, Store
+from streammega.storage.store import Store
 from streammega.storage.thread_pool import parallel_map
+
+log = logging.getLogger(__name__)
 
 FEW = 8
 """Up to so many shards are asked for one by one; a listing tells of 1,000 objects, but of others
@@ -51,136 +55,49 @@ MOST_OBJECTS = 3000
 """Of one listing: where so many others lie between the shards, these are looked up instead."""
 LISTERS = 32
 """Listings at once: those of 15,360 shards."""
+TRIES = 5
+"""Times that a dataset is looked up again when it was replaced while it was opened."""
+GLOB_CHARS = "*?["
+"""What makes a pattern of a name, if nothing is called just that."""
 _AFTER_A_DOT = "/"
 """The character after a dot: what begins with a name and a dot lies before the name and this."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """All objects of the shards `prefixes`, by their URLs."""
-
-    prefixes: frozenset[str] = frozenset()
-    objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
-
-    def object_at(self, url: str) -> ObjectInfo | None:
-        """An object, if it was listed with an ETag: without one, replaced ones would not be
-        noticed.
-        """
-        info = self.objects.get(url)
-        return info if info is not None and info.etag else None
-
-
-EMPTY_LISTING = Listing()
-
-
-def list_shards(names: Sequence[str], storage: StorageConfig) -> Listing:
-    """What listings tell of shards of remote stores, by their names; of few, and of those that no
-    listing between two keys tells of, nothing.
-
-    Raises StorageError for what may pass when it is tried again.
-    """
-    prefixes_of_root: dict[str, list[str]] = {}
-    for name in names:
-        prefix, _ = split_name(name)
-        root = prefix[: _length_of_root(prefix)]
-        prefixes_of_root.setdefault(root, []).append(prefix)
-    listed_prefixes: set[str] = set()
-    objects: dict[str, ObjectInfo] = {}
-    for root, prefixes in prefixes_of_root.items():
-        store, _ = open_store(prefixes[0], storage)
-        if not store.can_list_between:
-            continue
-        listed = _list_groups(store, [prefix[len(root) :] for prefix in prefixes])
-        if listed is None:
-            continue
-        listed_prefixes.update(prefixes)
-        objects.update([(root + info.key, info) for info in listed])
-    return Listing(prefixes=frozenset(listed_prefixes), objects=objects)
-
-
-def _length_of_root(url: str) -> int:
-    """Of what stands before the key within a bucket, with its slash."""
-    return url.find("/", url.find("://") + len("://")) + 1
-
-
-def with_listing(name: str, listing: Listing, entry: ManifestEntry | None = None) -> ShardInfo:
-    """A shard with what a listing and a manifest say of it."""
-    prefix, kind = split_name(name)
-    stored = listing.object_at(prefix + SUFFIXES[kind])
-    index = listing.object_at(f"{prefix}.idx")
-    return ShardInfo(name=name, stored=stored, index=index, entry=entry)
-
-
-def _list_groups(store: Store, keys: list[str]) -> list[ObjectInfo] | None:
-    """The objects of shards, and some of those that lie between them; None where listings do not
-    tell them, or not their ETags.
-    """
-    if len(keys) <= FEW:
-        return None
-    # As their objects lie, all of whose names go on by a dot.
-    ordered = sorted(keys, key=lambda key: f"{key}.")
-    groups = [ordered[first : first + GROUP] for first in range(0, len(ordered), GROUP)]
-
-    looked: list[ObjectInfo] = []
-
-    def list_group(number: int) -> Sequence[ObjectInfo] | None:
-        if number == len(groups):
-            looked.extend(_look_at(store, f"{ordered[0]}.idx"))
-            return []
-        group = groups[number]
-        with suppress(NotListedBetween):
-            return store.list_between(group[0], group[-1] + _AFTER_A_DOT, MOST_OBJECTS)
-        return None
-
-    # The look beside the listings: it would be another answer to wait for.
-    objects: list[ObjectInfo] = []
-    for part in parallel_map(list_group, range(len(groups) + 1), LISTERS):
-        if part is None:
-            return None
-        objects += part
-    return objects if _etags_agree(objects, looked) else None
-
-
-def _look_at(store: Store, key: str) -> list[ObjectInfo]:
-    """What another answer than a listing tells of an object; nothing, if it is not there."""
-    try:
-        return [store.info(key)]
-    except ObjectNotFoundError:
-        return []  # whoever opens it says what is missing
-
-
-def _etags_agree(listed: Sequence[ObjectInfo], looked: Sequence[ObjectInfo]) -> bool:
-    """Whether a listing tells the ETags that other answers do: where it does not, a run would end
-    at its first read.
-    """
-    for info in looked:
-        for other in listed:
-            if other.key == info.key:
-                is_same = info.size == other.size and same_version(info.etag, other.etag)
-                return bool(other.etag) and is_same
-    return False
-
-
 Opened = TypeVar("Opened")
-_Manifest = tuple[list[ShardInfo], StreammegaError | None]
-_Found = tuple[list[ShardInfo], list[ShardInfo], StreammegaError | None]
-TRIES = 5
-"""Times that a dataset is looked up again when it was replaced while it was opened."""
+
+
+class Resolved(NamedTuple):
+    """What a name stands for.
+
+    instead: a manifest and where it lies, whose shards are meant where the pair in `shards` is not
+    there. damage: why that manifest cannot be read.
+    """
+
+    shards: list[Shard]
+    instead: tuple[str, Manifest] | None = None
+    damage: StreammegaError | None = None
+
+    def versions(self) -> list[Any]:
+        """What was found, to be compared with what is there later."""
+        found: list[Any] = [self.instead]
+        for shard in self.shards:
+            found.append((shard.name, shard.known_tokens, shard.known_index, shard.entry))
+        return found
 
 
 def open_shards(
     name: str,
     storage: StorageConfig,
-    open_all: Callable[[list[ShardInfo]], Opened],
+    cache_dir: str | Path | None,
+    open_all: Callable[[list[Shard]], Opened],
     finish: Callable[[], None] = lambda: None,
-    listing: Listing = EMPTY_LISTING,
+    listed_pair: Shard | None = None,
 ) -> Opened:
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
     of that name, if any.
 
-    `finish` is called after that, for what is to be read of them at once. `listing`: one that was
-    made earlier; it is trusted for the first attempt only. A dataset that is replaced meanwhile is
-    looked up and opened again: it is the former one, or the new one.
+    `finish` is called after that, for what is to be read of them at once. `listed_pair`: the pair
+    of that name as a listing had it; it is trusted for the first attempt only. A dataset that is
+    replaced meanwhile is looked up and opened again: it is the former one, or the new one.
     """
     # Held meanwhile, for all that is opened on the way: a store ends with its last user, and its
     # client and connections with it.
@@ -189,10 +106,11 @@ def open_shards(
     for number in range(TRIES):
         is_first = number == 0
         is_last = number == TRIES - 1
-        seen: list[ShardInfo] = []
+        resolved = Resolved([] if listed_pair is None else [listed_pair])
         try:
-            listing_now = listing if is_first else EMPTY_LISTING
-            opened = _open_found(name, storage, open_all, seen, listing_now)
+            if listed_pair is None or not is_first:
+                resolved = resolve(name, storage, cache_dir)
+            opened = _open(resolved, storage, cache_dir, open_all)
             finish()
         except ObjectChangedError:
             if is_last:
@@ -200,7 +118,10 @@ def open_shards(
         except (ObjectNotFoundError, FormatError):
             if is_last:
                 raise
-            is_as_before = _look(name, storage) == seen
+            now = Resolved([])
+            with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
+                now = resolve(name, storage, cache_dir)
+            is_as_before = now.versions() == resolved.versions()
             # Local shards have their plain names again in the end: that nothing seems to have
             # changed says little of them once.
             says_little = is_first and not is_remote(name)
@@ -211,156 +132,302 @@ def open_shards(
     raise AssertionError("unreachable")
 
 
-def _look(name: str, storage: StorageConfig) -> list[ShardInfo]:
-    """What a name stands for now, as `_open_found` sees it; [] for nothing."""
-    seen: list[ShardInfo] = []
-    with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
-        _open_found(name, storage, lambda shards: None, seen)
-    return seen
-
-
-def _open_found(
-    name: str,
+def _open(
+    resolved: Resolved,
     storage: StorageConfig,
-    open_all: Callable[[list[ShardInfo]], Opened],
-    seen: list[ShardInfo],
-    listing: Listing = EMPTY_LISTING,
+    cache_dir: str | Path | None,
+    open_all: Callable[[list[Shard]], Opened],
 ) -> Opened:
-    """`open_shards`, once; `seen` gets what was found on the way."""
-    pair = listed_pair(name, listing)
-    if pair is not None:
-        seen.append(pair)
-        return open_all([pair])
-    shards = find_shards(name, storage)
-    if not _is_prefix(shards, name):
-        seen += shards
-        return open_all(shards)
-    own_name = shards[0].name
-    shards, listed, damage = _pair_and_manifest(name, own_name, storage)
-    seen += shards + listed
-    if [shard.name for shard in listed] == [own_name]:
-        (of_pair,) = shards
-        (of_manifest,) = listed
-        return open_all([replace(of_pair, entry=of_manifest.entry)])
-    # The pair of that name was replaced, and is being removed.
-    if listed and owner_of(listed[0].name) == strip_suffix(name):
-        return open_all(with_infos(listed, storage))
     try:
-        return open_all(shards)
+        return open_all(resolved.shards)
     except ObjectNotFoundError:
-        if damage is not None:
-            raise damage from None
-        if not listed or own_name != strip_suffix(name):
+        if resolved.damage is not None:
+            raise resolved.damage from None
+        if resolved.instead is None:
             raise
-    return open_all(with_infos(listed, storage))
-
-
-def listed_pair(name: str, listing: Listing) -> ShardInfo | None:
-    """The pair of that very name, if a listing has all of it, and no manifest of its name."""
-    prefix = strip_suffix(name)
-    if prefix not in listing.prefixes or prefix + MANIFEST in listing.objects:
-        return None
-    shard = with_listing(named(*split_name(name)), listing)
-    return None if shard.stored is None or shard.index is None else shard
-
-
-def list_datasets(names: Sequence[str], storage: StorageConfig) -> Listing:
-    """What listings tell of those names of a blend that stand for shards of remote stores by
-    themselves. Raises StorageError.
-    """
-    prefixes = []
-    for name in names:
-        is_pair = not name.endswith((".json", "/")) and not is_glob(base_name(name))
-        if is_remote(name) and is_pair:
-            prefixes.append(name)
-    return list_shards(prefixes, storage)
+    return open_all(_shards_of_manifest(*resolved.instead, storage, cache_dir))
 
 
 def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     """The names of the shards that a dataset's name stands for, in order: see `find_shards`."""
-    return [shard.name for shard in find_shards(name, storage)]
+    shards = find_shards(name, storage)
+    return [named(*split_name(name))] if shards is None else [shard.name for shard in shards]
 
 
-def find_shards(name: str, storage: StorageConfig) -> list[ShardInfo]:
-    """The shards a dataset's name stands for, in order, with what listings and manifests say of them.
+def resolve(name: str, storage: StorageConfig, cache_dir: str | Path | None = None) -> Resolved:
+    """What a dataset's name stands for: see `find_shards`. A prefix is looked up: it may be the name
+    of a manifest.
+    """
+    shards = find_shards(name, storage, cache_dir)
+    return _resolve_prefix(name, storage, cache_dir) if shards is None else Resolved(shards)
 
-    A prefix stands for itself, a manifest (`.json`) or a version (`web@2`, `web@2..5`) for what it
-    lists, a folder (a name ending in /) or glob for all shards in it, in name order. What is there
-    by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a folder
-    or glob without shards, MissingShardsError with some of a set missing.
+
+def find_shards(
+    name: str, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> list[Shard] | None:
+    """The shards a dataset's name stands for, in order, with what listings and manifests say of
+    them; None for a prefix, which may stand for itself.
+
+    A manifest (`.json`) or a version (`web@2`, `web@2..5`) stands for what it lists, a folder (a name
+    ending in /) or glob for all shards in it, in name order. What is there by the very name is taken
+    before that is read as a glob. Raises ObjectNotFoundError for a folder or glob without shards,
+    MissingShardsError with some of a set missing.
     """
     name = resolve_version(name, storage)
     if name.endswith(".json"):
-        return with_infos(manifest_shards(name, storage), storage)
-    appended = shards_between_versions(name, storage)
+        return _shards_of_manifest(
+            name, check_counts(read_manifest(name, storage), name), storage, cache_dir
+        )
+    appended = read_between_versions(name, storage)
     if appended is not None:
-        return with_infos(appended, storage)
-    shards = remote_shards(name, storage) if is_remote(name) else local_shards(name)
-    if shards is None:
-        return [ShardInfo(name=named(*split_name(name)))]
-    if not shards:
+        manifest, url = appended
+        return _shards_of_manifest(url, check_counts(manifest, url), storage, cache_dir)
+    matching = _match_remote(name, storage) if is_remote(name) else _match_local(name)
+    if matching is None:
+        return None
+    names, objects = matching
+    if not names:
         raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
-    missing = missing_shards(shard.name for shard in shards)
+    missing = missing_shards(names)
     if missing:
         raise MissingShardsError(
             f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the "
             "conversion interrupted?"
         )
-    return shards
+    return _make_shards(names, objects, storage, cache_dir)
 
 
-def _is_prefix(shards: list[ShardInfo], name: str) -> bool:
-    """Whether a name stands for one shard of its own, and nothing is known of that."""
-    return shards == [ShardInfo(name=named(*split_name(name)))]
-
-
-def _pair_and_manifest(name: str, pair: str, storage: StorageConfig) -> _Found:
-    """The pair that a prefix names, with the answers of requests for its two objects, and as
-    `_manifest_beside` says, looked up side by side: each is an answer from far away.
+def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | None) -> Resolved:
+    """The pair that a prefix names, or the manifest of that name. Its objects and the manifest are
+    looked up side by side: each is an answer from far away.
     """
-    if not is_remote(name):
-        return [ShardInfo(name=pair)], *_manifest_beside(name, storage)
-    prefix, kind = split_name(pair)
-    looks: list[Callable[[], Any]] = [
-        lambda: _manifest_beside(name, storage),
-        lambda: _info_or_none(prefix + SUFFIXES[kind], storage),
-        lambda: _info_or_none(f"{prefix}.idx", storage),
-    ]
-    beside, stored, index = parallel_map(lambda look: look(), looks, len(looks))
-    return [ShardInfo(name=pair, stored=stored, index=index, is_alone=True)], *beside
+    pair = Shard(named(*split_name(name)), storage, cache_dir)
+    prefix = strip_suffix(name)
+    url = prefix + MANIFEST
+    looks: list[Callable[[], Any]] = [lambda: _manifest_or_damage(url, storage)]
+    if is_remote(name):
+        looks.append(lambda: _info_or_none(pair.store, pair.key))
+        looks.append(lambda: _info_or_none(pair.store, pair.index_key))
+    (manifest, damage), *infos = parallel_map(lambda look: look(), looks, len(looks))
+    if infos:
+        pair.known_tokens, pair.known_index = infos
+    if manifest is None or not manifest.shards:
+        return Resolved([pair], damage=damage)
+    names = shard_names(manifest, url)
+    if names == [pair.name]:
+        pair.manifest = _without_shards(manifest)
+        pair.entry = manifest.shards[0]
+        return Resolved([pair])
+    # The pair of that name was replaced, and is being removed.
+    if owner_of(names[0]) == prefix:
+        return Resolved(_shards_of_manifest(url, manifest, storage, cache_dir))
+    return Resolved([pair], instead=(url, manifest) if pair.name == prefix else None)
 
 
-def _info_or_none(url: str, storage: StorageConfig) -> ObjectInfo | None:
+def _info_or_none(store: Store, key: str) -> ObjectInfo | None:
     """What a look at an object tells; None where it tells nothing. What opens it then looks again,
     and says what is wrong.
     """
-    store, key = open_store(url, storage)
     try:
-        return if_has_etag(store.info(key))
+        return _with_etag(store.info(key))
     except StorageError as error:
         if error.transient:
             raise
         return None
 
 
-def _manifest_beside(name: str, storage: StorageConfig) -> _Manifest:
-    """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters
-    only without a pair.
+def _with_etag(info: ObjectInfo | None) -> ObjectInfo | None:
+    """An object, if its ETag is known: without one, replaced ones would not be noticed."""
+    return info if info is not None and info.etag else None
+
+
+def _manifest_or_damage(
+    url: str, storage: StorageConfig
+) -> tuple[Manifest | None, StreammegaError | None]:
+    """The manifest of a prefix, if there is one; or why it cannot be read, which matters only
+    without a pair.
     """
     try:
-        return manifest_shards(strip_suffix(name) + MANIFEST, storage), None
+        return check_counts(read_manifest(url, storage), url), None
     except FormatError as error:
-        return [], error
+        return None, error
     except StorageError as error:
         if error.transient:
             raise
-        return [], None  # without the right to list, S3 answers 403 for what is not there
+        return None, None  # without the right to list, S3 answers 403 for what is not there
 
 
-log = logging.getLogger(__name__)
+# --- shards, with what listings and manifests say of them -----------------------------------------
 
-GLOB_CHARS = "*?["
-"""What makes a pattern of a name, if nothing is called just that."""
+
+def _make_shards(
+    names: Sequence[str],
+    objects: Mapping[str, ObjectInfo],
+    storage: StorageConfig,
+    cache_dir: str | Path | None,
+    manifest: Manifest | None = None,
+) -> list[Shard]:
+    """Shards by their names. objects: those that were listed, by URL. manifest: it lists them.
+
+    The store of those that were listed is looked up once: it takes as long as all else of a shard,
+    of which there may be thousands.
+    """
+    entries = [None] * len(names) if manifest is None else manifest.shards
+    head = None if manifest is None else _without_shards(manifest)
+    shards: list[Shard] = []
+    root = ""
+    for name, entry in zip(names, entries, strict=True):
+        prefix, kind = split_name(name)
+        url = prefix + SUFFIXES[kind]
+        tokens = _with_etag(objects.get(url))
+        opened = None
+        # A name may be spelt in other ways than its key, and then means what looking it up says.
+        if root and tokens is not None and url == root + tokens.key:
+            opened = (shards[0].store, tokens.key)
+        shard = Shard(name, storage, cache_dir, manifest=head, entry=entry, opened=opened)
+        if objects:
+            shard.known_tokens = tokens
+            shard.known_index = _with_etag(objects.get(f"{prefix}.idx"))
+            shard.is_listed = shard.known_index is not None
+        if not shards and url.endswith(f"/{shard.key}"):
+            root = url.removesuffix(shard.key)
+        shards.append(shard)
+    return shards
+
+
+def _without_shards(manifest: Manifest) -> Manifest:
+    """What a manifest says of all of its shards: each of them holds it."""
+    return replace(manifest, shards=[], origins=None)
+
+
+def _shards_of_manifest(
+    url: str, manifest: Manifest, storage: StorageConfig, cache_dir: str | Path | None
+) -> list[Shard]:
+    """All shards of the manifest that lies at `url`, in order, with what a listing tells of them."""
+    names = shard_names(manifest, url)
+    objects = _list_beside_manifest(names, storage)
+    return _make_shards(names, objects, storage, cache_dir, manifest)
+
+
+def _list_beside_manifest(names: Sequence[str], storage: StorageConfig) -> dict[str, ObjectInfo]:
+    """The objects of shards of one folder; none of few, of local ones, or where listings do not
+    tell.
+    """
+    if len(names) <= FEW or not is_remote(names[0]):
+        return {}
+    objects = _list_objects(names, storage)
+    if objects:
+        return objects
+    folder = parent_url(names[0])
+    try:
+        objects = _list_folder(folder, storage)
+    except StorageError as error:
+        if error.transient:
+            raise
+        log.debug(
+            "the folder of %s cannot be listed: every shard is asked for (%s)",
+            names[0],
+            type(error).__name__,
+        )
+        return {}
+    return objects if _is_trusted(names[0], objects, storage) else {}
+
+
+def list_pairs(
+    names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None = None
+) -> dict[str, Shard]:
+    """Those names of a blend that are pairs of remote stores, if listings have all of them; of few
+    names, and where listings do not tell, none.
+
+    Raises StorageError for what may pass when it is tried again.
+    """
+    prefixes = {}
+    for name in names:
+        is_pair = not name.endswith((".json", "/")) and not is_glob(base_name(name))
+        if is_remote(name) and is_pair:
+            prefixes[name] = strip_suffix(name)
+    objects = _list_objects(list(prefixes.values()), storage)
+    pairs = []
+    for name, prefix in prefixes.items():
+        parts = [prefix + SUFFIXES[split_name(name)[1]], f"{prefix}.idx"]
+        is_there = all(_with_etag(objects.get(part)) is not None for part in parts)
+        if is_there and prefix + MANIFEST not in objects:
+            pairs.append(name)
+    shards = _make_shards([named(*split_name(name)) for name in pairs], objects, storage, cache_dir)
+    return dict(zip(pairs, shards, strict=True))
+
+
+def _list_objects(prefixes: Sequence[str], storage: StorageConfig) -> dict[str, ObjectInfo]:
+    """The objects of shards of remote stores, by URL, and some of those that lie between them; of
+    few, and of those that no listing between two keys tells of, none.
+
+    Raises StorageError for what may pass when it is tried again.
+    """
+    prefixes_of_root: dict[str, list[str]] = {}
+    for name in prefixes:
+        prefix = strip_suffix(name)
+        # The bucket's URL with its slash; a mock dataset has no bucket.
+        after_scheme = prefix.find("://") + len("://")
+        root = prefix[: max(prefix.find("/", after_scheme) + 1, after_scheme)]
+        prefixes_of_root.setdefault(root, []).append(prefix)
+    objects: dict[str, ObjectInfo] = {}
+    for root, of_root in prefixes_of_root.items():
+        store, _ = open_store(of_root[0], storage)
+        listed = _list_groups(store, [prefix[len(root) :] for prefix in of_root])
+        objects.update([(root + info.key, info) for info in listed])
+    return objects
+
+
+def _list_groups(store: Store, keys: list[str]) -> list[ObjectInfo]:
+    """The objects of shards, and some of those that lie between them; none where listings do not
+    tell them, or not their ETags.
+    """
+    if len(keys) <= FEW:
+        return []
+    # As their objects lie, all of whose names go on by a dot.
+    ordered = sorted(keys, key=lambda key: f"{key}.")
+    groups = [ordered[first : first + GROUP] for first in range(0, len(ordered), GROUP)]
+    first_index = f"{ordered[0]}.idx"
+    looks: list[Callable[[], Any]] = [
+        partial(store.list_between, group[0], group[-1] + _AFTER_A_DOT, MOST_OBJECTS)
+        for group in groups
+    ]
+    # The look beside the listings: it would be another answer to wait for.
+    looks.append(partial(_info_or_none, store, first_index))
+    *parts, looked = parallel_map(lambda look: look(), looks, LISTERS)
+    if None in parts:
+        return []
+    objects = [info for part in parts for info in part]
+    listed = next((info for info in objects if info.key == first_index), None)
+    return objects if _is_same(listed, looked) else []
+
+
+def _is_same(listed: ObjectInfo | None, looked: ObjectInfo | None) -> bool:
+    """Whether a listing tells the ETag that other answers do: where it does not, a run would end
+    at its first read.
+    """
+    if listed is None or looked is None or not listed.etag:
+        return False
+    return looked.size == listed.size and same_version(looked.etag, listed.etag)
+
+
+def _is_trusted(name: str, objects: Mapping[str, ObjectInfo], storage: StorageConfig) -> bool:
+    """Whether a listing tells the ETag of a shard's `.idx` as other answers do."""
+    url = f"{strip_suffix(name)}.idx"
+    if _with_etag(objects.get(url)) is None:
+        return False
+    store, key = open_store(url, storage)
+    return _is_same(objects[url], store.info(key))
+
+
+def _list_folder(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
+    """The objects of a folder, by URL; what lies deeper is not listed."""
+    store, key = open_store(f"{folder}/", storage)
+    before = join_url(folder, "")
+    return {before + info.key[len(key) :]: info for info in store.list(key, recursive=False)}
+
+
+# --- folders and globs ----------------------------------------------------------------------------
 
 
 def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
@@ -377,8 +444,11 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
     for owner in sorted(owners):
         may_be_its = [prefix for prefix in prefixes if may_belong(prefix, owner)]
         try:
-            shards = manifest_shards(owner + MANIFEST, storage)
-            listed = {strip_suffix(shard.name) for shard in shards}
+            url = owner + MANIFEST
+            listed = {
+                strip_suffix(name)
+                for name in shard_names(check_counts(read_manifest(url, storage), url), url)
+            }
         except ObjectNotFoundError:
             # What has a mark was never finished.
             listed = {prefix for prefix in may_be_its if owner_of(prefix) is None}
@@ -388,11 +458,8 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
     return prefixes
 
 
-# --- local ----------------------------------------------------------------------------------------
-
-
-def local_shards(name: str) -> list[ShardInfo] | None:
-    """Of a folder or glob; None: the name is a prefix."""
+def _match_local(name: str) -> tuple[list[str], dict[str, ObjectInfo]] | None:
+    """The shards of a folder or glob; None: the name is a prefix."""
     if is_local_folder(name):
         paths = _paths_in(name)
         indices = [path for path in paths if path.endswith(".idx")]
@@ -404,10 +471,7 @@ def local_shards(name: str) -> list[ShardInfo] | None:
     else:
         return None
     prefixes = sorted({strip_suffix(path) for path in indices})
-    shards = []
-    for prefix in _present(prefixes, StorageConfig()):
-        shards.append(ShardInfo(name=_with_kind(prefix, paths)))
-    return shards
+    return [_with_kind(prefix, paths) for prefix in _present(prefixes, StorageConfig())], {}
 
 
 def _paths_in(folder: str) -> set[str]:
@@ -449,101 +513,31 @@ def _with_kind(prefix: str, there: Collection[str]) -> str:
     return prefix
 
 
-# --- remote ---------------------------------------------------------------------------------------
-
-
-def remote_shards(name: str, storage: StorageConfig) -> list[ShardInfo] | None:
-    """Of a folder or glob; None: the name is a prefix."""
+def _match_remote(
+    name: str, storage: StorageConfig
+) -> tuple[list[str], dict[str, ObjectInfo]] | None:
+    """The shards of a folder or glob, and their objects; None: the name is a prefix."""
     folder, _, pattern = name.rpartition("/")
     if pattern and not is_glob(pattern):
         return None
     try:
-        there = _listed(folder, storage)
+        objects = _list_folder(folder, storage)
     except StorageError as error:
         if not pattern or "*" in pattern or error.transient:
             raise
         return None  # this store cannot be listed, and ? and [ are letters of many names
-    exact = strip_suffix(pattern)
-    if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
-        return None
-    stems = sorted([item.removesuffix(".idx") for item in there if item.endswith(".idx")])
-    if pattern:
-        stems = [stem for stem in stems if _matches(stem, pattern)]
     before = join_url(folder, "")
-    prefixes = _present([before + stem for stem in stems], storage)
-    names = [before + _with_kind(prefix[len(before) :], there) for prefix in prefixes]
-    return _from_listing([ShardInfo(name=name) for name in names], there, storage)
+    exact = before + strip_suffix(pattern)
+    if pattern and (f"{exact}.idx" in objects or f"{exact}{MANIFEST}" in objects):
+        return None
+    prefixes = sorted(url.removesuffix(".idx") for url in objects if url.endswith(".idx"))
+    if pattern:
+        prefixes = [prefix for prefix in prefixes if _matches(prefix[len(before) :], pattern)]
+    names = [_with_kind(prefix, objects) for prefix in _present(prefixes, storage)]
+    if not names or not _is_trusted(names[0], objects, storage):
+        objects = {}
+    return names, objects
 
 
 def _matches(stem: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
-
-
-def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
-    """The objects of a folder by their names in it; what lies deeper is not listed."""
-    store, key = open_store(f"{folder}/", storage)
-    # None of the keys has a slash behind the folder's.
-    return {item.key[len(key) :]: item for item in store.list(key, recursive=False)}
-
-
-def with_infos(shards: list[ShardInfo], storage: StorageConfig) -> list[ShardInfo]:
-    """The shards of a manifest with what a listing of their folder tells; few, local or not to be
-    listed: as they are.
-    """
-    if len(shards) <= FEW or not is_remote(shards[0].name):
-        return shards
-    listing = list_shards([shard.name for shard in shards], storage)
-    if listing.prefixes:
-        return [with_listing(shard.name, listing, shard.entry) for shard in shards]
-    try:
-        there = _listed(parent_url(shards[0].name), storage)
-    except StorageError as error:
-        if error.transient:
-            raise
-        log.debug(
-            "the folder of %s cannot be listed: every shard is asked for (%s)",
-            shards[0].name,
-            type(error).__name__,
-        )
-        return shards
-    return _from_listing(shards, there, storage)
-
-
-def _from_listing(
-    shards: list[ShardInfo], there: Mapping[str, ObjectInfo], storage: StorageConfig
-) -> list[ShardInfo]:
-    """Shards with the sizes and ETags of a listing, where its ETags are those that
-    reads will tell.
-    """
-    if not shards or not _matches_listing(shards[0], there, storage):
-        return shards
-    with_infos = []
-    for shard in shards:
-        prefix, kind = split_name(base_name(shard.name))
-        stored = if_has_etag(there.get(prefix + SUFFIXES[kind]))
-        index = if_has_etag(there.get(f"{prefix}.idx"))
-        known = ShardInfo(name=shard.name, stored=stored, index=index, entry=shard.entry)
-        with_infos.append(known)
-    return with_infos
-
-
-def if_has_etag(info: ObjectInfo | None) -> ObjectInfo | None:
-    """What an answer says of an object, if it has an ETag: without one, replaced objects would not be
-    noticed.
-    """
-    return info if info is not None and info.etag else None
-
-
-def _matches_listing(
-    shard: ShardInfo, there: Mapping[str, ObjectInfo], storage: StorageConfig
-) -> bool:
-    """Whether a listing tells the ETags that other answers do: where it does not, a run would end
-    at its first read.
-    """
-    prefix, _ = split_name(shard.name)
-    listed = if_has_etag(there.get(f"{base_name(prefix)}.idx"))
-    if listed is None:
-        return False
-    store, key = open_store(f"{prefix}.idx", storage)
-    info = store.info(key)
-    return info.size == listed.size and same_version(info.etag, listed.etag)

@@ -1,15 +1,14 @@
-"""A shard of a dataset: its name, `ShardInfo`, what is known before it is opened, and `Shard`, its open
-tokens and `.idx`. A shard is `.bin`, `.bin.zst` or `.tar` with an `.idx`.
+"""A shard of a dataset: `Shard`, its tokens and what is known of them, and `ShardIndex`, its `.idx`.
+
+A shard is `.bin`, `.bin.zst` or `.tar` with an `.idx`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+import functools
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,83 +19,22 @@ from streammega.dataset.idx import (
     OFFSET,
     IndexArrays,
     IndexHeader,
+    check_end,
     check_index,
     check_whole_end,
+    index_bytes,
     likely_ends,
     parse_header,
     parse_index,
 )
 from streammega.dataset.local_cache import cache_folder, cached_copy, local_view
+from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.names import SUFFIXES, split_name
 from streammega.dataset.tar import layout, stored_bytes
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import DerivedStore, LazyView, Members
 from streammega.storage.seekable_zstd import Frames, read_frames
-
-MANIFEST = ".manifest.json"
-"""What a dataset's manifest has behind its prefix."""
-Kind = Literal["bin", "zst", "tar"]
-SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
-_KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
-_ANY_SUFFIX = tuple(_KIND_OF_SUFFIX)
-_OF = "-of-"
-_NUMBERED = re.compile(rf"^(?P<stem>.*)-(?P<number>\d{{5,}}){_OF}(?P<count>\d{{5,}})$")
-"""A shard of several: `shard_name` pads to five digits, and more are needed from 100,000 on."""
-_MARK = "-gen"
-_MARKED = re.compile(rf"^(?P<stem>.+){_MARK}[0-9a-f]{{12}}(-\d{{5,}}-of-\d{{5,}})?$")
-"""A shard that replaces one of a dataset which is there: its mark is of the conversion."""
-MOST_MISSING = 3
-"""Missing shards of a set that a message names."""
-
-
-# Of thousands, each would take two to three times as long if it were frozen.
-@dataclass(kw_only=True, slots=True)
-class ManifestEntry:
-    """What a manifest says of a shard. `bytes`, `index_bytes`: of both objects, as stored.
-
-    loss_modes: the modes to be learned. tokenizer: its name and digest. bin_tokens: of bins that
-    documents are packed into; None: they lie end to end.
-    """
-
-    dtype: np.dtype[Any]
-    documents: int
-    sequences: int
-    tokens: int
-    bytes: int
-    index_bytes: int
-    loss_modes: tuple[int, ...] | None = None
-    tokenizer: tuple[str, str] | None = None
-    bin_tokens: int | None = None
-
-    @property
-    def token_bytes(self) -> int:
-        """Of all tokens, decompressed."""
-        return self.tokens * self.dtype.itemsize
-
-
-# Of thousands, each would take two to three times as long if it were frozen.
-@dataclass(kw_only=True, slots=True)
-class ShardInfo:
-    """What is known of a shard before it is opened: its name, its objects from a listing (`stored`: its
-    tokens, `index`: its `.idx`), and what a manifest says. `is_alone`: they are from requests for
-    the two objects, not from a listing of many.
-    """
-
-    name: str
-    stored: ObjectInfo | None = None
-    index: ObjectInfo | None = None
-    entry: ManifestEntry | None = None
-    is_alone: bool = False
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether a listing has its `.idx`."""
-        return self.index is not None and not self.is_alone
-
-
-def keyed(info: ObjectInfo, key: str) -> ObjectInfo:
-    """An object under the key that its store has for it."""
-    return info if info.key == key else replace(info, key=key)
 
 
 def check_expected(url: str, what: str, found: object, expected: object) -> None:
@@ -108,130 +46,100 @@ def check_expected(url: str, what: str, found: object, expected: object) -> None
         )
 
 
-def split_name(name: str) -> tuple[str, Kind]:
-    """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the
-    suffixes.
-    """
-    # Asked first, which is quick: names are split several times for each shard.
-    if not name.endswith(_ANY_SUFFIX):
-        return name, "bin"
-    for suffix, kind in _KIND_OF_SUFFIX.items():
-        if name.endswith(suffix):
-            return name.removesuffix(suffix), kind
-    return name, "bin"
-
-
-def named(prefix: str, kind: Kind) -> str:
-    """The name of a shard: a `.bin`'s is its prefix."""
-    return prefix if kind == "bin" else prefix + SUFFIXES[kind]
-
-
-def strip_suffix(name: str) -> str:
-    """A prefix without `.idx`, `.bin`, `.bin.zst` or `.tar`: users paste any of them."""
-    prefix, _ = split_name(name)
-    return prefix
-
-
-def set_name(prefix: str) -> str:
-    """The prefix of the dataset that a shard is one of: without its number, where it has one."""
-    numbered = _NUMBERED.match(prefix)
-    return numbered["stem"] if numbered else prefix
-
-
-def shard_name(prefix: str, number: int, count: int) -> str:
-    """The prefix of one of several shards.
-
-    The count is part of it, so that a missing one is noticed.
-    """
-    return f"{prefix}-{number:05d}-of-{count:05d}"
-
-
-def marked(name: str, stem: str, mark: str) -> str:
-    """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the
-    shards it is to replace.
-    """
-    return f"{stem}-{mark}{name.removeprefix(stem)}" if mark else name
-
-
-def owner_of(name: str) -> str | None:
-    """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
-    if _MARK not in name:  # as nearly all: thousands of names are asked
-        return None
-    prefix, _ = split_name(name)
-    marked_name = _MARKED.match(prefix)
-    return marked_name["stem"] if marked_name else None
-
-
-def may_belong(name: str, prefix: str) -> bool:
-    """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or
-    with a mark.
-    """
-    own_prefix, _ = split_name(name)
-    return prefix in (own_prefix, set_name(own_prefix), owner_of(own_prefix))
-
-
-def missing_shards(names: Iterable[str]) -> list[str]:
-    """Of numbered shards, the prefixes that should be there too and are not, at most a few of each
-    set.
-    """
-    numbers_of_set: dict[tuple[str, int], set[int]] = {}
-    for name in names:
-        if _OF not in name:  # a search of each of thousands takes longer
-            continue
-        prefix, _ = split_name(name)
-        numbered = _NUMBERED.match(prefix)
-        if numbered is None:
-            continue
-        of_set = (numbered["stem"], int(numbered["count"]))
-        numbers_of_set.setdefault(of_set, set()).add(int(numbered["number"]))
-    missing = []
-    for (stem, count), numbers in numbers_of_set.items():
-        # Not all of them: a name may tell of any count, and it is somebody else's.
-        absent = (number for number in range(count) if number not in numbers)
-        for number in islice(absent, MOST_MISSING):
-            missing.append(shard_name(stem, number, count))
-    return missing
-
-
 Shown = TypeVar("Shown", Frames, Members)
 
 
 class Shard:
-    """Both objects of one shard: `index`, its `.idx`, and the tokens. Nothing is asked of the
-    storage before it is needed, and nothing that is known already.
+    """One shard of a dataset: its tokens, and `index`, its `.idx`. Nothing is asked of the storage
+    before it is needed, and nothing that is known already.
 
     Args:
-        shard: its name, and what a listing and a manifest say of it.
-        cache_dir: where copies of `.idx` files go; None: `default_cache_dir()`.
+        name: its prefix, or with the suffix of its kind.
+        cache_dir: where copies of remote `.idx` files go; None: `default_cache_dir()`.
+        manifest: the manifest that lists it, whose own list of shards is not needed here.
+        entry: what that manifest says of this shard.
         opened: the store that serves the tokens, and their key there, where they are known.
 
     What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
+    __slots__ = (
+        "_index_info",
+        "_stored",
+        "_tokens",
+        "cache_dir",
+        "dtype",
+        "ends",
+        "entry",
+        "header",
+        "index_header",
+        "is_listed",
+        "key",
+        "kind",
+        "known_index",
+        "known_tokens",
+        "manifest",
+        "name",
+        "num_documents",
+        "num_sequences",
+        "num_tokens",
+        "prefix",
+        "read_before",
+        "storage",
+        "store",
+    )
+
     def __init__(
         self,
-        shard: ShardInfo,
+        name: str,
         storage: StorageConfig,
         cache_dir: str | Path | None = None,
+        *,
+        manifest: Manifest | None = None,
+        entry: ShardEntry | None = None,
         opened: tuple[Store, str] | None = None,
     ) -> None:
-        self.shard = shard
+        self.name = name
         self.storage = storage
-        self.prefix, self.kind = split_name(shard.name)
+        self.cache_dir = cache_dir
+        self.manifest = manifest
+        self.entry = entry
+        self.prefix, self.kind = split_name(name)
         self.store, self.key = opened or open_store(self.prefix + SUFFIXES[self.kind], storage)
-        suffix = SUFFIXES[self.kind]
-        index_key = f"{self.key.removesuffix(suffix)}.idx"
-        self.index = ShardIndex(shard, storage, cache_dir, (self.store, index_key))
+        self.known_tokens: ObjectInfo | None = None
+        self.known_index: ObjectInfo | None = None
+        """Both objects, where a listing or an earlier request told them."""
+        self.is_listed = False
+        """Whether they are from a listing of many: then it is one of many shards."""
+        self.header: IndexHeader | None = None
+        """Its dtype and counts, once its `.idx` was checked against its tokens."""
+        self.index_header: IndexHeader | None = None
+        """The same, as it was read and not checked."""
+        self.read_before: dict[int, Buffer] = {}
+        """What was read ahead of the `.idx`, by its first byte."""
+        self.ends: int | None = None
+        """A digest of its first and last tokens, once they were read."""
+        # What `open` sets: the dtype is little-endian, and tokens are those of the whole shard.
+        self.dtype: np.dtype[Any]
+        self.num_sequences: int
+        self.num_documents: int
+        self.num_tokens: int
         # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
         # be looked up one by one.
         self._stored: ObjectInfo | None = None
-        self.ends: int | None = None
-        """A digest of its first and last tokens, where `read_ends` took it."""
+        self._index_info: ObjectInfo | None = None
+        self._tokens: tuple[Store, ObjectInfo] | None = None
 
     @property
     def url(self) -> str:
         """Of the tokens, for messages."""
         return self.store.url(self.key)
+
+    @property
+    def index(self) -> ShardIndex:
+        """Its `.idx`."""
+        # Not kept: two objects that hold each other would be left to the collector.
+        return ShardIndex(self)
 
     @property
     def stored(self) -> ObjectInfo:
@@ -240,14 +148,31 @@ class Shard:
         Raises ObjectNotFoundError, FormatError, StorageError.
         """
         if self._stored is None:
-            listed = self.shard.stored
-            entry = self.shard.entry
-            info = self.store.info(self.key) if listed is None else keyed(listed, self.key)
+            known = self.known_tokens
+            entry = self.entry
+            info = self.store.info(self.key) if known is None else _with_key(known, self.key)
             # Compared first: the URL of each of thousands of shards would be made for nothing.
             if entry is not None and info.size != entry.bytes:
                 check_expected(self.url, "bytes", info.size, entry.bytes)
             self._stored = info
         return self._stored
+
+    @property
+    def index_info(self) -> ObjectInfo:
+        """The `.idx` as it is stored. Raises ObjectNotFoundError, FormatError, StorageError."""
+        if self._index_info is None:
+            known = self.known_index
+            entry = self.entry
+            info = self.index.look_up() if known is None else _with_key(known, self.index_key)
+            if entry is not None and info.size != entry.index_bytes:
+                check_expected(self.index.url, "bytes", info.size, entry.index_bytes)
+            self._index_info = info
+        return self._index_info
+
+    @property
+    def index_key(self) -> str:
+        """The key of the `.idx`."""
+        return f"{self.key.removesuffix(SUFFIXES[self.kind])}.idx"
 
     def tokens(self) -> tuple[Store, ObjectInfo]:
         """The store that shows the tokens as one little-endian array, whatever the kind, and how
@@ -258,13 +183,92 @@ class Shard:
         """
         if self.kind == "bin":
             return self.store, self.stored
-        make = self._frames if self.kind == "zst" else self._members
-        entry = self.shard.entry
+        if self._tokens is None:
+            make = self._frames if self.kind == "zst" else self._members
+            size = self._token_bytes
+            # Reading the table costs requests: put off where the size is known without it.
+            view = make() if size is None or self.store.is_local else LazyView(size, make)
+            store = DerivedStore(self.store, self.stored, view)
+            self._tokens = store, store.info(self.key)
+        return self._tokens
+
+    # --- counts: of a shard that is open
+
+    def open(self) -> Shard:
+        """Look up the sizes and counts. Returns itself.
+
+        What a manifest says of a remote shard, the sizes of both objects must bear out. Otherwise
+        the last sequence of the `.idx` must end where the tokens do. Raises ObjectNotFoundError,
+        FormatError, StorageError.
+        """
+        _, info = self.tokens()
+        # A remote header costs a request for each shard; a local one costs none.
         is_local = self.store.is_local
-        # Reading the table costs requests: put off where the size is known without it.
-        view = make() if entry is None or is_local else LazyView(entry.token_bytes, make)
-        store = DerivedStore(self.store, self.stored, view)
-        return store, store.info(self.key)
+        if self.entry is not None and (self.bin_tokens is not None or not is_local):
+            assert self.manifest is not None
+            _ = self.index_info  # its size is compared
+            self.dtype = self.manifest.token_dtype
+            self.num_sequences = self.entry.sequences
+            self.num_documents = self.entry.documents
+        else:
+            header = self.header or self.read_header(info.size)
+            self.dtype = little_endian(header.dtype)
+            self.num_sequences = header.sequence_count
+            self.num_documents = header.document_count - 1
+        self.num_tokens = info.size // self.dtype.itemsize
+        return self
+
+    def read_header(self, token_bytes: int) -> IndexHeader:
+        """Set `header` to that of the `.idx`, which ends where its tokens do."""
+        index = self.index
+        index.read_ahead()
+        check_end(index.read_end(), token_bytes, index.url, self.url)
+        self.header = index.header
+        return self.header
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether its sequences have modes: by sizes alone, where a manifest has the counts."""
+        entry = self.entry
+        if entry is None or self.header is not None:
+            return (self.header or self.index.header).multimodal
+        if entry.sequences == 0:  # of no sequences, both sizes are the same
+            return False
+        with_modes = index_bytes(entry.sequences, entry.documents + 1, multimodal=True)
+        return entry.index_bytes == with_modes
+
+    @property
+    def bin_tokens(self) -> int | None:
+        """Tokens of its bins, as its manifest says; None where documents lie end to end."""
+        return None if self.manifest is None else self.manifest.bin_tokens
+
+    def token_at(self, sequence: int) -> int:
+        """The token at which a sequence starts; past the last sequence, how many there are."""
+        # Both ends are known without a read: most splits begin or end there.
+        if sequence >= self.num_sequences:
+            return self.num_tokens
+        if sequence == 0:
+            return 0
+        index = self.index
+        offset = index.read_offset(sequence)
+        _, info = self.tokens()
+        if not 0 <= offset <= info.size or offset % self.dtype.itemsize:
+            raise FormatError(
+                f"{index.url}: sequence {sequence} starts at byte {offset} of {info.size}; "
+                "rebuild the .idx"
+            )
+        return offset // self.dtype.itemsize
+
+    def forget(self) -> None:
+        """Free what was read ahead of the `.idx`."""
+        self.read_before = {}
+
+    @property
+    def _token_bytes(self) -> int | None:
+        """Bytes of all tokens, decompressed, as the manifest says."""
+        if self.entry is None or self.manifest is None:
+            return None
+        return self.entry.tokens * self.manifest.token_dtype.itemsize
 
     def _frames(self) -> Frames:
         return self._sized(read_frames(self.store, self.stored))
@@ -291,55 +295,20 @@ class Shard:
 
     def _sized(self, view: Shown) -> Shown:
         """The view itself, whose size is what the manifest says."""
-        entry = self.shard.entry
-        if entry is not None:
-            check_expected(self.url, "bytes of tokens", view.size, entry.token_bytes)
+        if self._token_bytes is not None:
+            check_expected(self.url, "bytes of tokens", view.size, self._token_bytes)
         return view
 
 
-def files_of(
-    shards: Sequence[ShardInfo], storage: StorageConfig, cache_dir: str | Path | None = None
-) -> list[Shard]:
-    """Both objects of each shard of a dataset.
-
-    The store of those in a listing is looked up once: it takes as long as all else of a
-    shard, of which there may be thousands.
-    """
-    files: list[Shard] = []
-    for shard in shards:
-        opened = _opened_with(files[0], shard) if files else None
-        files.append(Shard(shard, storage, cache_dir, opened))
-    return files
+@functools.cache
+def little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """One object for all shards, and not one for each."""
+    return dtype.newbyteorder("<")
 
 
-def _opened_with(first: Shard, shard: ShardInfo) -> tuple[Store, str] | None:
-    """The store of a shard and its key there, if they are those of the first one's store and of
-    a listing; None: to be looked up.
-    """
-    listed = shard.stored
-    if listed is None:
-        return None
-    first_url = first.prefix + SUFFIXES[first.kind]
-    root = first_url.removesuffix(first.key)
-    prefix, kind = split_name(shard.name)
-    # A name may be spelt in other ways than its key, and then means what looking it up says.
-    is_spelt_so = root != first_url and prefix + SUFFIXES[kind] == root + listed.key
-    return (first.store, listed.key) if is_spelt_so else None
-
-
-def open_tokens(
-    name: str, storage: StorageConfig, index_cache_dir: Path | None = None
-) -> tuple[Store, str]:
-    """The store and key from which a shard's tokens are read as one little-endian array, whatever
-    its kind.
-
-    Raises FormatError, StorageError.
-    """
-    files = Shard(ShardInfo(name=name), storage, index_cache_dir)
-    if files.kind == "bin":
-        return files.store, files.key
-    view, _ = files.tokens()
-    return view, files.key
+def _with_key(info: ObjectInfo, key: str) -> ObjectInfo:
+    """An object under the key that its store has for it."""
+    return info if info.key == key else replace(info, key=key)
 
 
 READ_WHOLE = 8 << 10
@@ -352,39 +321,19 @@ class ShardIndex:
     """The `.idx` of one shard. Nothing is asked of the storage before it is needed, and nothing
     that is known already.
 
-    Args:
-        shard: its name, and what a listing and a manifest say of it.
-        cache_dir: where copies of remote `.idx` files go; None: `default_cache_dir()`.
-        opened: the store that serves it, and its key there, where they are known.
-
     What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
-    def __init__(
-        self,
-        shard: ShardInfo,
-        storage: StorageConfig,
-        cache_dir: str | Path | None = None,
-        opened: tuple[Store, str] | None = None,
-    ) -> None:
+    def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.prefix, kind = split_name(shard.name)
-        self._cache_dir = cache_dir
-        self.store, self.key = opened or open_store(f"{self.prefix}.idx", storage)
-        self._tokens_suffix = SUFFIXES[kind]
-        self._part_bytes = storage.part_bytes
-        # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
-        # be looked up one by one.
-        self._info: ObjectInfo | None = None
-        self._header: IndexHeader | None = None
-        self.is_checked = False
-        """Whether it is known to end where its tokens do."""
-        self._read_before: dict[int, Buffer] = {}  # what `read_ahead` read, by its first byte
+        self.prefix = shard.prefix
+        self.store = shard.store
+        self.key = shard.index_key
 
     @property
     def cache_dir(self) -> Path:
         """Where copies go."""
-        return cache_folder(self._cache_dir)
+        return cache_folder(self.shard.cache_dir)
 
     @property
     def url(self) -> str:
@@ -394,7 +343,7 @@ class ShardIndex:
     @property
     def tokens_url(self) -> str:
         """Of the tokens beside it, for messages."""
-        return self.url.removesuffix(".idx") + self._tokens_suffix
+        return self.url.removesuffix(".idx") + SUFFIXES[self.shard.kind]
 
     @property
     def is_local(self) -> bool:
@@ -404,24 +353,18 @@ class ShardIndex:
     @property
     def info(self) -> ObjectInfo:
         """Its size and ETag. Raises ObjectNotFoundError, FormatError, StorageError."""
-        if self._info is None:
-            listed = self.shard.index
-            entry = self.shard.entry
-            info = self._look_up() if listed is None else keyed(listed, self.key)
-            # Compared first: the URL of each of thousands of shards would be made for nothing.
-            if entry is not None and info.size != entry.index_bytes:
-                check_expected(self.url, "bytes", info.size, entry.index_bytes)
-            self._info = info
-        return self._info
+        return self.shard.index_info
 
     @property
     def header(self) -> IndexHeader:
         """What it begins with: one small read. Raises FormatError, StorageError."""
-        if self._header is None:
+        if self.shard.header is not None:
+            return self.shard.header
+        if self.shard.index_header is None:
             header = parse_header(self.head(), self.info.size, self.url)
             self._check_counts(header.dtype, header.sequence_count, header.document_count - 1)
-            self._header = header
-        return self._header
+            self.shard.index_header = header
+        return self.shard.index_header
 
     def read_ahead(self) -> None:
         """Read of a remote one what opening will ask for, by requests that go out together: its
@@ -429,26 +372,17 @@ class ShardIndex:
 
         It is kept until `forget`. Raises ObjectNotFoundError, FormatError, StorageError.
         """
-        if self.is_local or self._read_before:
+        if self.is_local or self.shard.read_before:
             return
         size = self.info.size
         is_small = size <= READ_WHOLE
         spans = [(0, size)] if is_small and self.shard.is_listed else likely_ends(size)
         for (start, _), stored in zip(spans, self._read(spans), strict=True):
-            self._read_before[start] = stored
+            self.shard.read_before[start] = stored
 
     def keep(self, body: Buffer) -> None:
         """Take all of it, which was read before, until `forget`."""
-        self._read_before[0] = body
-
-    def adopt(self, header: IndexHeader) -> None:
-        """Take a header that was read and checked before, of this very version."""
-        self._header = header
-        self.is_checked = True
-
-    def forget(self) -> None:
-        """Free what was read ahead."""
-        self._read_before = {}
+        self.shard.read_before[0] = body
 
     def head(self) -> Buffer:
         """The bytes of the header, fewer where the file is shorter; not looked at.
@@ -465,7 +399,7 @@ class ShardIndex:
         """
         if self.store.is_local:
             return self.store.view(self.key, self.info.etag)
-        return local_view(self.store, self.info, self.cache_dir, self._part_bytes)
+        return local_view(self.store, self.info, self.cache_dir, self.shard.storage.part_bytes)
 
     def arrays(self) -> IndexArrays:
         """Its arrays, as views of `data`. Raises as `data` does."""
@@ -482,8 +416,7 @@ class ShardIndex:
         arrays = self.arrays()
         # Not only the header: bounds that a forged or cut file holds would be read past the tokens.
         end = check_index(arrays, token_bytes, self.url, self.tokens_url)
-        entry = self.shard.entry
-        if entry is None or entry.bin_tokens is None:
+        if self.shard.bin_tokens is None:
             check_whole_end(arrays, end, token_bytes, self.url, self.tokens_url)
         return arrays
 
@@ -518,7 +451,8 @@ class ShardIndex:
             )
         return offset + length * header.dtype.itemsize
 
-    def _look_up(self) -> ObjectInfo:
+    def look_up(self) -> ObjectInfo:
+        """Its size and ETag, by a request. Raises as `info` does."""
         try:
             return self.store.info(self.key)
         except ObjectNotFoundError:
@@ -545,16 +479,17 @@ class ShardIndex:
 
     def _known(self, start: int, stop: int) -> Buffer | None:
         """Bytes [start, stop), if they were read ahead."""
-        for first, stored in self._read_before.items():
+        for first, stored in self.shard.read_before.items():
             if first <= start and stop <= first + len(stored):
                 return stored[start - first : stop - first]
         return None
 
     def _check_counts(self, dtype: np.dtype[Any], sequences: int, documents: int) -> None:
         entry = self.shard.entry
-        if entry is None:
+        manifest = self.shard.manifest
+        if entry is None or manifest is None:
             return
-        check_expected(self.url, "as dtype", dtype, entry.dtype)
+        check_expected(self.url, "as dtype", dtype, manifest.token_dtype)
         check_expected(self.url, "sequences", sequences, entry.sequences)
         check_expected(self.url, "documents", documents, entry.documents)
 

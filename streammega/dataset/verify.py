@@ -9,15 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from io import FileIO
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.checksums import CHECK_BYTES, ChecksummedWriter
+from streammega.dataset.checksums import CHECK_BYTES, checksums_of
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
 from streammega.dataset.manifest import (
     Manifest,
@@ -26,24 +26,23 @@ from streammega.dataset.manifest import (
     read_manifest,
     shard_names,
 )
+from streammega.dataset.names import strip_suffix
 from streammega.dataset.provenance import ENDING
 from streammega.dataset.resolve import find_pairs
-from streammega.dataset.shard import (
-    SUFFIXES,
-    ShardIndex,
-    ShardInfo,
-    open_tokens,
-    split_name,
-    strip_suffix,
+from streammega.dataset.shard import Shard
+from streammega.dataset.versions import read_between_versions, resolve_version
+from streammega.errors import (
+    FormatError,
+    MissingShardsError,
+    ObjectNotFoundError,
+    ShortReadError,
 )
-from streammega.dataset.versions import VersionName, resolve_version, shards_between_versions
-from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
 from streammega.kernels.check import id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
-from streammega.storage import ObjectInfo, Store, open_store
-from streammega.storage.backends.local import local_error
+from streammega.storage import ObjectInfo, Store
+from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.object_ops import read_whole
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
@@ -98,18 +97,14 @@ class VerifyReport:
         )
 
 
-READ_BYTES = 1 << 20
-"""Looked at together: it stays in the processor's cache between its reading, its checksum and its
-tokens.
-"""
 REMOTE_BYTES = 8 << 20
-"""Of one request, or one stretch of decompressed tokens. Each core holds one of them."""
+"""Of one request, or of decompressed tokens at a time. Each core holds one of them."""
 Progress = Callable[[int], None]
 
 
 class TokenChecks:
-    """Looks at the tokens of a shard, a stretch at a time and by any thread, and notes what is
-    wrong in the report.
+    """Checks the tokens of a shard, a part at a time and by any thread, and notes problems in the
+    report.
 
     Args:
         index: of the shard; every sequence lies within its tokens.
@@ -138,8 +133,8 @@ class TokenChecks:
         self.dtype = index.dtype.newbyteorder("<")
         self._last_tokens, self._documents = _last_tokens(index, bin_tokens)
 
-    def look(self, data: NDArray[np.uint8], start: int) -> None:
-        """At whole tokens, of which the first is at byte `start`."""
+    def check(self, data: NDArray[np.uint8], start: int) -> None:
+        """Check whole tokens, the first of which is at byte `start`."""
         ids = data.view(self.dtype)
         if len(ids) == 0 or not np.issubdtype(self.dtype, np.integer):
             return
@@ -186,58 +181,45 @@ class TokenChecks:
         )
 
 
-def check_stored(
+def check_bytes(
     store: Store,
-    stored: ObjectInfo,
+    info: ObjectInfo,
     report: VerifyReport,
     *,
-    checksums: Sequence[str] | None,
-    tokens: TokenChecks | None,
-    progress: Progress,
+    checksums: Sequence[str] | None = None,
+    tokens: TokenChecks | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Compare stored bytes with their checksums, and look at them as tokens, where they are.
+    """Read an object once, by all cores; compare it with its checksums, and check its tokens.
 
-    Stretches of CHECK_BYTES, by all cores. `progress` is called with the bytes just looked at, by
-    any thread.
+    `progress` is called with the number of bytes just read, by any thread.
     """
 
-    def check_stretch(start: int) -> str | None:
+    def check_part(start: int) -> str | None:
         """What is wrong with the bytes from `start` on, if their checksum is."""
         hasher = xxhash.xxh3_128()
-        stop = min(start + CHECK_BYTES, stored.size)
-        for place, data in _pieces(store, stored, start, stop):
+        stop = min(start + part_bytes, info.size)
+        for place, data in _pieces(store, info, start, stop):
             if checksums is not None:
                 hasher.update(data.data)
             if tokens is not None:
                 whole = data.nbytes - data.nbytes % tokens.dtype.itemsize
-                tokens.look(data[:whole], place)
-            progress(data.nbytes)
+                tokens.check(data[:whole], place)
+            if progress is not None:
+                progress(data.nbytes)
         if checksums is None or hasher.hexdigest() == checksums[start // CHECK_BYTES]:
             return None
         return (
-            f"{store.url(stored.key)}: bytes [{start}, {stop}) are damaged: their checksum is not "
+            f"{store.url(info.key)}: bytes [{start}, {stop}) are damaged: their checksum is not "
             "the manifest's; copy them again"
         )
 
-    starts = range(0, stored.size, CHECK_BYTES)
+    # Smaller parts keep all cores busy, but each checksum is of one thread.
+    part_bytes = REMOTE_BYTES if checksums is None else CHECK_BYTES
     with ThreadPoolExecutor(num_threads()) as pool:
-        for problem in pool.map(check_stretch, starts):
+        for problem in pool.map(check_part, range(0, info.size, part_bytes)):
             if problem is not None:
                 report.problems.append(problem)
-
-
-def check_shown(store: Store, key: str, token_bytes: int, tokens: TokenChecks) -> None:
-    """Look at tokens that are stored in another form, as a store shows them; by all cores."""
-
-    def look_at(start: int) -> None:
-        stop = min(start + REMOTE_BYTES, token_bytes)
-        data = store.read(key, [(start, stop)])[0]
-        tokens.look(np.frombuffer(data, np.uint8), start)
-
-    starts = range(0, token_bytes, REMOTE_BYTES)
-    with ThreadPoolExecutor(num_threads()) as pool:
-        for _ in pool.map(look_at, starts):
-            pass  # errors of the threads are raised here
 
 
 def _last_tokens(
@@ -267,46 +249,20 @@ def _last_tokens(
 
 
 def _pieces(
-    store: Store, stored: ObjectInfo, start: int, stop: int
+    store: Store, info: ObjectInfo, start: int, stop: int
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(byte, data) of a stretch, in order; data is good until the next one is asked for."""
-    path = store.local_path(stored.key)
-    if path is not None:
-        yield from _local_pieces(path, start, stop)
+    """(byte, data) of a part, in order; data is good until the next one is asked for."""
+    path = store.local_path(info.key)
+    if path is None:
+        for piece_start in range(start, stop, REMOTE_BYTES):
+            span = (piece_start, min(piece_start + REMOTE_BYTES, stop))
+            (body,) = store.read(info.key, [span], info.etag)
+            yield piece_start, np.frombuffer(body, np.uint8)
         return
-    for piece_start in range(start, stop, REMOTE_BYTES):
-        piece_stop = min(piece_start + REMOTE_BYTES, stop)
-        body = store.read(stored.key, [(piece_start, piece_stop)], stored.etag)[0]
-        yield piece_start, np.frombuffer(body, np.uint8)
-
-
-def _local_pieces(path: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Of a file, read into one buffer again and again. Raises FormatError, StorageError."""
-    buffer = np.empty(READ_BYTES, np.uint8)
-    try:
-        # Not by its map: what a disk cannot read would end the process there (SIGBUS).
-        with open(path, "rb", buffering=0) as file:
-            file.seek(start)
-            while start < stop:
-                size = min(READ_BYTES, stop - start)
-                _fill(file, buffer.data[:size], path)
-                yield start, buffer[:size]
-                start += size
-    except OSError as error:
-        raise local_error(path, error) from None
-
-
-def _fill(file: FileIO, room: memoryview, path: str) -> None:
-    """Read until there is no room left: a read may give less than was asked for."""
-    filled = 0
-    while filled < len(room):
-        count = file.readinto(room[filled:])
-        if not count:
-            raise FormatError(
-                f"{path}: became shorter while it was read; verify it when nothing writes there "
-                "any more"
-            )
-        filled += count
+    # Not mapped: a disk that cannot read a mapped page ends the process (SIGBUS).
+    for data in read_files([FileRange(path=path, start=start, stop=stop)], copy_buffer()):
+        yield start, data
+        start += len(data)
 
 
 def verify(
@@ -353,7 +309,7 @@ def verify(
             if manifest is None and len(names) == 1 and not report.problems:
                 raise  # there is nothing to check, nor a manifest that is damaged
             report.problems.append(str(error))
-        except FormatError as error:
+        except (FormatError, ShortReadError) as error:
             report.problems.append(str(error))
         report.shards += 1
     # Where a shard has a problem, the sums differ because of it.
@@ -373,10 +329,8 @@ def _stored_bytes(
         return None
     size = 0
     for name in names:
-        prefix, kind = split_name(name)
-        store, key = open_store(prefix + SUFFIXES[kind], storage)
-        with contextlib.suppress(ObjectNotFoundError):  # which is said when it is looked at
-            size += store.info(key).size
+        with contextlib.suppress(ObjectNotFoundError):  # its check will say so
+            size += Shard(name, storage).stored.size
     return size
 
 
@@ -388,9 +342,10 @@ def shards_of(
 
     Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
-    appended = shards_between_versions(name, storage)
+    appended = read_between_versions(name, storage)
     if appended is not None:
-        return [shard.name for shard in appended], _appended_part(name, len(appended), storage)
+        manifest, url = appended
+        return shard_names(manifest, url), manifest
     name = resolve_version(name, storage)
     url = manifest_url(name)
     try:
@@ -410,26 +365,6 @@ def shards_of(
     return shard_names(manifest, url), manifest
 
 
-def _appended_part(name: str, shards: int, storage: StorageConfig) -> Manifest:
-    """What the manifest of `web@2..5` would be: that of version 5 without what version 2 has.
-    shards: how many are left.
-    """
-    growing = VersionName.parse(name)
-    assert growing is not None
-    assert growing.after is not None
-    whole = read_manifest(resolve_version(f"{growing.prefix}@{growing.number}", storage), storage)
-    before = read_manifest(resolve_version(f"{growing.prefix}@{growing.after}", storage), storage)
-    first = len(whole.shards) - shards
-    return replace(
-        whole,
-        shards=whole.shards[first:],
-        origins=None if whole.origins is None else whole.origins[first:],
-        documents=whole.documents - before.documents,
-        sequences=whole.sequences - before.sequences,
-        tokens=whole.tokens - before.tokens,
-    )
-
-
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
     """Raise FormatError unless what tells where a shard's documents came from is as it was
     written.
@@ -441,14 +376,12 @@ def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
         raise FormatError(f"{redact_urls(url)}: {how}; convert again with --origins")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoundIndex:
-    """An `.idx` that fits its tokens, and the store that shows them as one array."""
+class SoundIndex(NamedTuple):
+    """An `.idx` that fits its tokens, and the store and size of these as one array."""
 
     arrays: IndexArrays
-    view: Store
-    view_key: str
-    token_bytes: int
+    store: Store
+    tokens: ObjectInfo
 
 
 class ShardCheck:
@@ -465,96 +398,100 @@ class ShardCheck:
         storage: StorageConfig,
         report: VerifyReport,
     ) -> None:
-        self._name = name
+        self._shard = Shard(name, storage)
         self._expected = expected
         self._manifest = manifest
-        self._storage = storage
         self._report = report
         self._bin_tokens = None if manifest is None else manifest.bin_tokens
-        prefix, self._kind = split_name(name)
-        self._store, self._key = open_store(prefix + SUFFIXES[self._kind], storage)
-        self._url = self._store.url(self._key)
 
     def check_all(
         self, vocab_size: int | None, eod_id: int | None, progress: ProgressObserver
     ) -> None:
-        """Look at every byte. Raises ObjectNotFoundError without tokens, FormatError."""
-        stored = self._store.info(self._key)
-        expected = self._expected
+        """Read and check every byte. Raises ObjectNotFoundError without tokens, FormatError."""
+        shard = self._shard
+        checksums = None if self._expected is None else self._expected.checksums
         # Of bytes that are too few or too many, no checksum could be right: that is said once.
-        if expected is not None and stored.size != expected.bytes:
+        if self._expected is not None and shard.stored.size != self._expected.bytes:
+            checksums = None
             self._report.problems.append(
-                f"{self._url}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; "
-                "copy it again"
+                f"{shard.url}: has {shard.stored.size:,} bytes, the manifest says "
+                f"{self._expected.bytes:,}; copy it again"
             )
-            expected = None
-        index = self.open_index(has_checksum=expected is not None)
+        index = self.check_index()
         tokens = None
         if index is not None:
             tokens = TokenChecks(
                 index.arrays,
-                self._url,
+                shard.url,
                 self._report,
                 vocab_size=vocab_size,
                 eod_id=eod_id,
                 bin_tokens=self._bin_tokens,
             )
-        check_stored(
-            self._store,
-            stored,
+        check_bytes(
+            shard.store,
+            shard.stored,
             self._report,
-            checksums=None if expected is None else expected.checksums,
+            checksums=checksums,
             # The stored bytes of all other kinds are no tokens.
-            tokens=tokens if self._kind == "bin" else None,
+            tokens=tokens if shard.kind == "bin" else None,
             progress=progress.advance,
         )
-        self._report.checked_bytes += stored.size
-        if index is None or tokens is None:
+        self._report.checked_bytes += shard.stored.size
+        if index is None:
             return
-        if self._kind != "bin":
-            check_shown(index.view, index.view_key, index.token_bytes, tokens)
-        _add_counts(index, self._url, self._report, packed=self._bin_tokens is not None)
+        if shard.kind != "bin":
+            check_bytes(index.store, index.tokens, self._report, tokens=tokens)
+        self._add_counts(index)
 
-    def open_index(self, *, has_checksum: bool) -> SoundIndex | None:
+    def check_index(self) -> SoundIndex | None:
         """The `.idx`; None where it is lost or leads outside of the tokens, which is noted.
 
-        has_checksum: compare it with the manifest's. Raises ObjectNotFoundError without tokens.
+        Raises ObjectNotFoundError without tokens.
         """
-        index = ShardIndex(ShardInfo(name=self._name), self._storage)
-        index_url = f"{index.prefix}.idx"
+        shard = self._shard
+        index_url = shard.index.url
+        problems = self._report.problems
         try:
             # Before its header: of a damaged one, both faults are noted.
-            data = index.data()
-            if self._expected is not None and has_checksum:
-                stored = ChecksummedWriter(None)
-                stored.write(data)
-                found = (stored.size, stored.checksums)
-                if found != (self._expected.index_bytes, self._expected.index_checksums):
-                    self._report.problems.append(
-                        f"{index.url}: is not the .idx that the manifest speaks of; --repair "
-                        "rebuilds it"
-                    )
-            arrays = parse_index(data, index.url)
+            data = shard.index.data()
+            if self._expected is not None and checksums_of(data) != self._expected.index_checksums:
+                problems.append(
+                    f"{index_url}: is not the .idx that the manifest speaks of; --repair rebuilds it"
+                )
+            arrays = parse_index(data, index_url)
             # Also of tokens of another size: the .idx alone may be the wrong one.
             if self._manifest is not None and self._expected is not None:
-                for problem in _differences(arrays, self._expected, self._manifest):
-                    self._report.problems.append(f"{redact_urls(index_url)}: {problem}")
-            view, view_key = open_tokens(self._name, self._storage)
-            token_bytes = view.info(view_key).size
-            end = check_index(arrays, token_bytes, index_url, self._url)
+                for difference in _differences(arrays, self._expected, self._manifest):
+                    problems.append(f"{index_url}: {difference}")
+            store, tokens = shard.tokens()
+            end = check_index(arrays, tokens.size, index_url, shard.url)
             if self._bin_tokens is not None:
                 check_bins(arrays, self._bin_tokens, index_url)
         except (FormatError, ObjectNotFoundError) as error:
-            self._store.info(self._key)  # without tokens, nothing else matters
-            self._report.problems.append(str(error))
+            _ = shard.stored  # without tokens, nothing else matters
+            problems.append(str(error))
             return None
         try:
             # Padding, and the token after the last bin, belong to no sequence.
             if self._bin_tokens is None:
-                check_end(end, token_bytes, index_url, self._url)
+                check_end(end, tokens.size, index_url, shard.url)
         except FormatError as error:
-            self._report.problems.append(str(error))  # what the .idx speaks of is still looked at
-        return SoundIndex(arrays=arrays, view=view, view_key=view_key, token_bytes=token_bytes)
+            problems.append(str(error))  # the tokens of its documents are still checked
+        return SoundIndex(arrays=arrays, store=store, tokens=tokens)
+
+    def _add_counts(self, index: SoundIndex) -> None:
+        arrays = index.arrays
+        itemsize = arrays.dtype.itemsize
+        self._report.documents += arrays.num_documents
+        self._report.sequences += arrays.num_sequences
+        if self._bin_tokens is not None:
+            self._report.tokens += index.tokens.size // itemsize
+            return
+        self._report.tokens += arrays.num_tokens
+        unused = index.tokens.size - arrays.num_tokens * itemsize
+        if unused > 0:  # no problem: an .idx may name parts of a .bin
+            self._report.notes.append(f"{self._shard.url}: {unused:,} bytes belong to no sequence")
 
 
 def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) -> Iterator[str]:
@@ -572,21 +509,6 @@ def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) 
     for found, said in pairs:
         if found != said:
             yield f"has {found}, the manifest says {said}; copy both again, or convert again"
-
-
-def _add_counts(index: SoundIndex, url: str, report: VerifyReport, *, packed: bool) -> None:
-    arrays = index.arrays
-    report.documents += arrays.num_documents
-    report.sequences += arrays.num_sequences
-    if packed:
-        report.tokens += index.token_bytes // arrays.dtype.itemsize
-        return
-    covered = arrays.num_tokens * arrays.dtype.itemsize
-    # A note, no problem: an .idx may name parts of a .bin.
-    if covered < index.token_bytes:
-        unused = index.token_bytes - covered
-        report.notes.append(f"{url}: {unused:,} bytes belong to no sequence")
-    report.tokens += arrays.num_tokens
 
 
 def _compare_sums(manifest: Manifest, report: VerifyReport) -> None:

@@ -20,31 +20,28 @@ writes them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import (
-    MANIFEST,
-    VERSION_NAME,
     Manifest,
     Parent,
     StoredManifest,
-    manifest_shards,
     number_of,
     read_ancestors,
     read_manifest,
     stored_tokens,
     version_url,
 )
-from streammega.dataset.shard import ShardInfo, set_name, strip_suffix
+from streammega.dataset.names import MANIFEST, set_name, strip_suffix
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
-from streammega.storage import open_store
+from streammega.storage import Store, open_store
 from streammega.storage.object_ops import exists
 
-_VERSION = re.compile(r"^(?P<prefix>.+)@(?P<number>[1-9]\d{0,8}|0)$")
-_BETWEEN = re.compile(r"^(?P<prefix>.+)@(?P<after>\d{1,9})\.\.(?P<number>\d{1,9})$")
+_NUMBER = r"[1-9]\d{0,8}|0"
+_VERSION = re.compile(rf"^(?P<prefix>.+)@((?P<after>{_NUMBER})\.\.)?(?P<number>{_NUMBER})$")
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -62,12 +59,10 @@ class VersionName:
     def parse(cls, name: str) -> VersionName | None:
         """Of a name as users write it; None for others."""
         match = _VERSION.match(name)
-        if match is not None:
-            return cls(prefix=match["prefix"], number=int(match["number"]))
-        match = _BETWEEN.match(name)
         if match is None:
             return None
-        return cls(prefix=match["prefix"], number=int(match["number"]), after=int(match["after"]))
+        after = None if match["after"] is None else int(match["after"])
+        return cls(prefix=match["prefix"], number=int(match["number"]), after=after)
 
     @property
     def url(self) -> str:
@@ -104,8 +99,10 @@ def resolve_version(name: str, storage: StorageConfig) -> str:
     Raises ObjectNotFoundError for a version that is not there.
     """
     version = VersionName.parse(name)
-    if version is None or version.after is not None or exists(version.url, storage):
-        return name if version is None or version.after is not None else version.url
+    if version is None or version.after is not None:
+        return name
+    if exists(version.url, storage):
+        return version.url
     newest = newest_version(version.prefix, storage)
     if newest or exists(version_url(version.prefix, 0), storage):
         found = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
@@ -117,11 +114,11 @@ def resolve_version(name: str, storage: StorageConfig) -> str:
     raise ObjectNotFoundError(f"{redact_urls(name)}: there is no such version, {found}")
 
 
-def shards_between_versions(name: str, storage: StorageConfig) -> list[ShardInfo] | None:
-    """The shards of `web@2..5`: those of version 5 that version 2 has not, in order; None for any
-    other name.
+def read_between_versions(name: str, storage: StorageConfig) -> tuple[Manifest, str] | None:
+    """(manifest, its URL) of `web@2..5`: that of version 5 without the shards of version 2; None
+    for any other name.
 
-    Raises ConfigError for what can have none, ObjectNotFoundError, FormatError.
+    Raises ConfigError for what can have no shards, ObjectNotFoundError, FormatError.
     """
     version = VersionName.parse(name)
     if version is None or version.after is None:
@@ -134,14 +131,16 @@ def shards_between_versions(name: str, storage: StorageConfig) -> list[ShardInfo
         resolve_version(f"{version.prefix}@{number}", storage)
         for number in (version.after, version.number)
     ]
-    before = manifest_shards(first_url, storage)
-    shards = manifest_shards(last_url, storage)
-    if [shard.name for shard in shards[: len(before)]] != [shard.name for shard in before]:
+    before = read_manifest(first_url, storage).shards
+    last = read_manifest(last_url, storage)
+    if [shard.name for shard in last.shards[: len(before)]] != [shard.name for shard in before]:
         raise FormatError(
             f"{redact_urls(name)}: version {version.number} does not begin with version "
             f"{version.after}; were manifests written by hand?"
         )
-    return shards[len(before) :]
+    origins = None if last.origins is None else last.origins[len(before) :]
+    appended = replace(last.with_shards(last.shards[len(before) :]), origins=origins)
+    return appended, last_url
 
 
 # --- history --------------------------------------------------------------------------------------
@@ -183,12 +182,18 @@ class DamagedVersion:
 
 def newest_version(prefix: str, storage: StorageConfig) -> int:
     """The highest number of a version; 0 where nothing was appended yet. One listing."""
-    newest = 0
     store, key = open_store(f"{strip_suffix(prefix)}.v", storage)
-    for info in store.list(key, recursive=False):
-        match = VERSION_NAME.match(info.key, len(key) - len(".v"))
-        if match is not None:
-            newest = max(newest, int(match["number"]))
+    return _newest_versions(store, key).get(base_name(key.removesuffix(".v")), 0)
+
+
+def _newest_versions(store: Store, start: str) -> dict[str, int]:
+    """The highest number of a version of each dataset, by name. start: of the manifests' keys."""
+    newest: dict[str, int] = {}
+    for info in store.list(start, recursive=False):
+        version = number_of(info.key)
+        if version is not None and version[1]:  # 0 has the plain name
+            name = base_name(version[0])
+            newest[name] = max(newest.get(name, 0), version[1])
     return newest
 
 
@@ -306,11 +311,16 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
             f"{redact_urls(prefix)}: has versions up to {newest}, which list its shards; runs read "
             f"them. Choose another output, or remove the manifests of the versions first"
         )
-    replaced = _shards_called(prefix, storage)
-    for other, number in _versions_in_folder(prefix, storage).items():
+    try:
+        replaced = listed_names(read_manifest(prefix + MANIFEST, storage))
+    except (ObjectNotFoundError, FormatError):
+        replaced = {base_name(prefix)}  # of a pair without a manifest that can be read
+    store, key = open_store(prefix, storage)
+    for other, number in _newest_versions(store, key.removesuffix(base_name(key))).items():
         # Not joined: a name without a folder has none.
         url = version_url(prefix.removesuffix(base_name(prefix)) + other, number)
         try:
+            # The newest version lists all shards of the others.
             listed = listed_names(read_manifest(url, storage))
         except (ObjectNotFoundError, FormatError):
             continue  # which no run can read
@@ -329,36 +339,9 @@ def _newest_visible(prefix: str, storage: StorageConfig) -> int:
         return 0
 
 
-def _shards_called(prefix: str, storage: StorageConfig) -> set[str]:
-    """The names of a dataset's shards; of a pair without a manifest that can be read, its own."""
-    try:
-        return listed_names(read_manifest(prefix + MANIFEST, storage))
-    except (ObjectNotFoundError, FormatError):
-        return {base_name(prefix)}
-
-
-def _versions_in_folder(prefix: str, storage: StorageConfig) -> dict[str, int]:
-    """The newest version, which lists all shards of the others, of each dataset of the folder."""
-    newest: dict[str, int] = {}
-    store, key = open_store(prefix, storage)
-    folder_key = key[: len(key) - len(base_name(key))]
-    for info in store.list(folder_key, recursive=False):
-        match = VERSION_NAME.search(info.key)
-        if match is not None:
-            other = info.key[len(folder_key) : match.start()]
-            newest[other] = max(newest.get(other, 0), int(match["number"]))
-    return {other: number for other, number in newest.items() if number}
-
-
 def listed_names(manifest: Manifest) -> set[str]:
     """The names of a dataset's shards."""
     return {shard.name for shard in manifest.shards}
-
-
-def folder_of(name: str) -> str:
-    """What stands before the last slash."""
-    folder, _, _ = name.rpartition("/")
-    return folder
 
 
 def base_name(name: str) -> str:

@@ -18,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.idx import MOST_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.shard import SUFFIXES, Kind, split_name, strip_suffix
+from streammega.dataset.names import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
 from streammega.kernels.parallel import num_threads
@@ -87,8 +87,8 @@ class IndexedDatasetWriter:
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self.stored = ChecksummedWriter(store.open_writer(key))
         """Counts and checksums of what was written so far, as stored."""
-        self.index = ChecksummedWriter(None)
-        """The same of the `.idx`, once it is published."""
+        self.index: ChecksummedWriter
+        """The same of the `.idx`, which is there once it is published."""
         self._tokens: TarWriter | FrameWriter | ChecksummedWriter = self.stored
         if self.kind == "tar":
             self._tokens = TarWriter(self.stored, self.dtype, multimodal, first_sequence)
@@ -258,7 +258,12 @@ class IndexedDatasetWriter:
         if idx_path is not None:
             self._index_prefix = strip_suffix(str(idx_path))
         self._check_open()
-        self._check_ended()
+        ended = self._documents[-1]
+        if ended != len(self._lengths):
+            raise FormatError(
+                f"{self.prefix}: sequences from {ended:,} on belong to no document, and no reader "
+                "would open the pair; call end_document() after the last sequence of each document"
+            )
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
         self._open = False
         # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
@@ -301,15 +306,6 @@ class IndexedDatasetWriter:
             raise FormatError(
                 f"{self.prefix}: this writer is closed: it was finalized, or could not write what it was "
                 "given, and threw away all of it; begin anew with another writer"
-            )
-
-    def _check_ended(self) -> None:
-        """Raise FormatError for sequences that belong to no document."""
-        ended = self._documents[-1]
-        if ended != len(self._lengths):
-            raise FormatError(
-                f"{self.prefix}: sequences from {ended:,} on belong to no document, and no reader would "
-                "open the pair; call end_document() after the last sequence of each document"
             )
 
     @contextlib.contextmanager
@@ -418,11 +414,8 @@ class IndexedDatasetWriter:
         data = np.asarray(tokens).reshape(-1)
         if data.dtype == self.dtype or data.size == 0:
             return np.ascontiguousarray(data, self.dtype)
-        if np.issubdtype(self.dtype, np.integer):
-            self._check_range(data)
-        return np.ascontiguousarray(data, self.dtype)
-
-    def _check_range(self, data: NDArray[Any]) -> None:
+        if not np.issubdtype(self.dtype, np.integer):
+            return np.ascontiguousarray(data, self.dtype)
         limits = np.iinfo(self.dtype)
         lowest = data.min()
         highest = data.max()
@@ -433,6 +426,7 @@ class IndexedDatasetWriter:
                 f"{lowest} to {highest}, which {self.dtype} cannot hold; choose a wider dtype "
                 "(int32 for vocabularies of 65500 and more)"
             )
+        return np.ascontiguousarray(data, self.dtype)
 
 
 def _bytes(data: NDArray[Any]) -> memoryview:

@@ -43,6 +43,7 @@ _QUERY = re.compile(
         [^&;\s'"<>]*[^&;\s'"<>:,.)]""",
     re.I | re.X,
 )
+_WEB_QUERY = re.compile(r"""(https?://[^\s?'"<>]+)\?[^\s'"<>)\]]*""")
 _SECRET_NAME = re.compile(
     rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie"
     r"|connection_string|\bsas\b|sas_|_sas|^key$",
@@ -168,3 +169,19 @@ def redacted_repr(settings: Any) -> str:
         if item.repr:
             shown.append(f"{item.name}={getattr(settings, item.name)!r}")
     return redact_urls(f"{type(settings).__name__}({', '.join(shown)})")
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """A URL without its query, and the query with its question mark; of http(s) only.
+
+    The query of a presigned URL is a secret as a whole: it is for reading, and never shown.
+    """
+    if not url.startswith(("http://", "https://")):
+        return url, ""
+    path, mark, query = url.partition("?")
+    return path, mark + query
+
+
+def without_queries(text: str) -> str:
+    """A text without the queries of http(s) URLs in it."""
+    return _WEB_QUERY.sub(r"\1", text)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import StateError
-from streammega.order.cursor import KEYS
+from streammega.order.state import KEYS
 
 STATE_KEY = "streammega_state"
 """The one key. DCP names it where a checkpoint that is loaded without `load` has no data state."""

@@ -27,8 +27,8 @@ from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
+from streammega.samples.phases import source_names
 from streammega.samples.source import SampleSource, sample_fields
-from streammega.samples.source_names import source_names
 from streammega.samples.split_blend import split_blend
 
 LEAST_LANES = 1024

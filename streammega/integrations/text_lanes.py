@@ -19,7 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.integrations.read_ahead import ReadAhead
 from streammega.integrations.text_samples import Ids, TextPlace, TextSamples
 from streammega.integrations.webdataset import STATE_VERSION, TextStream
-from streammega.order.folded import canonical
+from streammega.order.state import canonical
 from streammega.samples.fields import Batch, batch_fields
 
 COUNTS = ("consumed_samples", "batch_offset")

@@ -29,10 +29,9 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.read_ahead import ReadAhead
 from streammega.integrations.text_samples import TextPlace, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
-from streammega.loading.iteration import Iteration
-from streammega.order.batch_size import batch_schedule
-from streammega.order.cursor import describe_differences
-from streammega.order.folded import canonical
+from streammega.loading.iterate import Iteration
+from streammega.order.schedule import batch_schedule
+from streammega.order.state import canonical, describe_differences
 from streammega.samples.fields import Batch, batch_fields
 
 __all__ = ["TextStream", "loader_stage", "webdataset_texts"]

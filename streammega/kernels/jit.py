@@ -24,8 +24,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     compile at once. Where nothing can be written at all, the kernel is compiled anew by each
     process.
 
-    An entry is believed while the kernel's own file is as it was. Whoever changes one that kernels
-    of other files call (keys, draws) removes `kernels/__pycache__` before believing a test.
+    An entry is valid while the kernel's own file is unchanged, so kernels that call each other are
+    in one file. `mix` and `intrinsics` are called from other files and never change: whoever does
+    change them removes `kernels/__pycache__` before believing a test.
     """
     try:
         compiled = numba.njit(function, cache=True, nogil=True)

@@ -1,7 +1,7 @@
 """Batches from the order: the IterableDataset, the loader, prefetch and state."""
 
-from streammega.loading.dataset import StreamingDataset
 from streammega.loading.loader import StreamLoader
-from streammega.samples.megatron_samplers import MegatronBatchSampler
+from streammega.loading.torch_dataset import StreamingDataset
+from streammega.samples.samplers import MegatronBatchSampler
 
 __all__ = ["MegatronBatchSampler", "StreamLoader", "StreamingDataset"]

@@ -22,17 +22,15 @@ from dataclasses import replace
 from streammega.config import StorageConfig
 from streammega.errors import StreammegaError
 from streammega.kernels.parallel import num_threads
-from streammega.loading.batch_memory import batch_memory
-from streammega.loading.gather import Gatherer
-from streammega.loading.kept_parts import WHOLE, KeptParts
+from streammega.loading.buffers import batch_memory
+from streammega.loading.gather import Finisher, Gatherer, Slab
 from streammega.loading.lookahead import READY_SLABS, Lookahead
-from streammega.loading.open_files import local_addresses
-from streammega.loading.reading_plan import plan_reading
-from streammega.loading.slab import Finisher, Slab
+from streammega.loading.micro_steps import MicroSteps
+from streammega.loading.rank_args import WHOLE, KeptParts
+from streammega.loading.read_plan import local_addresses, plan_reading
 from streammega.loading.spans import PlannedSlab
 from streammega.loading.staging import Stager
 from streammega.loading.stats import Stats
-from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
@@ -80,6 +78,8 @@ class Engine:
         kept: KeptParts = WHOLE,
         pinned: bool | None = None,
     ) -> None:
+        self.steps = steps
+        self.ids_only = ids_only
         self.stats = stats or Stats()
         storage = steps.config.storage
         budget = storage.memory_bytes

@@ -5,8 +5,9 @@ was taken.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError
-from streammega.loading.dataset import StreamingDataset
-from streammega.loading.handing_out import batches_of, engine_of, kept_parts_of
-from streammega.loading.iteration import Iteration
+from streammega.errors import ConfigError, StateError
+from streammega.loading.device_prefetch import DeviceBatches, copier_to
+from streammega.loading.engine import Engine
+from streammega.loading.iterate import Iteration, iterate_batches
+from streammega.loading.micro_steps import MicroSteps
+from streammega.loading.rank_args import kept_parts_of
 from streammega.loading.stats import MetricsServer, Stats
+from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.fields import Batch
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
@@ -296,16 +300,15 @@ class StreamLoader:
     def _begin(self) -> Iteration:
         """Iterate from the cursor on."""
         self._following = None
-        make_engine = partial(
-            engine_of,
-            self._cp,
-            ahead=self._prefetch,
-            stats=self._stats,
-            ids_only=self.ids_only,
-            pinned=self._pinned,
-        )
-        batches = batches_of(
-            self.dataset, self.dataset.generation, make_engine, self._log_every, self._device
+        options = {
+            "ahead": self._prefetch,
+            "stats": self._stats,
+            "ids_only": self.ids_only,
+            "pinned": self._pinned,
+        }
+        generation = self.dataset.generation
+        batches = _batches_of(
+            self.dataset, generation, self._cp, options, self._log_every, self._device
         )
         self._running = Iteration(batches)
         return self._running
@@ -344,6 +347,63 @@ class StreamLoader:
                 dataset.consumed_samples,
             )
         dataset.seek(0)
+
+
+def _batches_of(
+    dataset: StreamingDataset,
+    generation: int,
+    context_rank: tuple[int, int],
+    options: Mapping[str, Any],
+    log_every: int,
+    device: torch.device | None,
+) -> Generator[Batch, None, None]:
+    """The batches from the cursor of a dataset on, which moves when one is handed out. The engine is
+    made when the first of them is asked for, in the thread that asks.
+
+    Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
+    it.
+
+    Args:
+        generation: of the dataset; in another one it was moved elsewhere.
+        context_rank: (rank, size) of the context-parallel rank that reads.
+        options: of Engine.
+        log_every: global batches from one line of the log to the next.
+        device: where batches are put; None: they stay on the host.
+    """
+
+    def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
+        """What reads one phase."""
+        kept = kept_parts_of(steps.config.sequence_length, *context_rank)
+        return Engine(steps, positions, start=start, kept=kept, **options)
+
+    def check() -> None:
+        """Raise StateError if the dataset was moved: its cursor is no longer this iteration's."""
+        if dataset.generation != generation:
+            raise StateError(
+                "the dataset was put elsewhere under its loader; "
+                "use seek and load_state_dict of the loader"
+            )
+
+    def on_device(engine: Engine) -> Iterator[tuple[int, Batch]]:
+        """What an engine reads, on the device."""
+        if device is None or device.type == "cpu":
+            return iter(engine)
+        return DeviceBatches(iter(engine), lambda: engine.is_ready, copier_to(device))
+
+    num_global_batches = 0
+    batches = iterate_batches(
+        dataset.steps, dataset.consumed_samples, make_engine, check, read=on_device
+    )
+    with closing(batches):
+        for consumed, batch, engine in batches:
+            dataset.advance(consumed)
+            yield batch
+            del batch  # its memory is free as soon as the caller lets go
+            if log_every and not dataset.schedule.offset_at(dataset.consumed_samples):
+                num_global_batches += 1
+                if num_global_batches % log_every == 0:
+                    line = engine.stats.line()
+                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
 
 
 def _data_parallel(

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from streammega.loading.reading_plan import ReadingPlan
+from streammega.loading.micro_steps import MicroSteps
+from streammega.loading.read_plan import ReadingPlan, lanes_from
 from streammega.loading.spans import PlannedHolding, PlannedSlab, Span
 from streammega.loading.stats import Stats
-from streammega.loading.steps import MicroSteps
-from streammega.loading.whole_pieces import lanes_from
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 

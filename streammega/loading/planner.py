@@ -31,12 +31,11 @@ import numpy as np
 
 from streammega.errors import ShortReadError
 from streammega.kernels.plan import cached_rows, count_down
-from streammega.loading.kept_parts import WHOLE, KeptParts
+from streammega.loading.rank_args import WHOLE, KeptParts
 from streammega.loading.spans import FileTable, Integers, PlannedHolding, Request, Span
 from streammega.order import Extents
-from streammega.order.lane_pieces import NewPieces, OpenPieces
-from streammega.samples.coalesce import SharedRequests, coalesce
-from streammega.samples.rows import rows_of
+from streammega.order.open_blocks import OpenBlocks, OpenedBlocks
+from streammega.samples.fetch import SharedRequests, coalesce, rows_of
 from streammega.storage.fetch.requests import FetchGroup
 from streammega.storage.store import address_of
 
@@ -164,7 +163,7 @@ class Planner:
         files: FileTable,
         coalesce_bytes: int,
         part_bytes: int,
-        pieces: OpenPieces | None,
+        pieces: OpenBlocks | None,
         kept: KeptParts = WHOLE,
     ) -> None:
         self.files = files
@@ -227,7 +226,7 @@ class Planner:
         """
         if self.pieces is None:
             return []
-        slots, samples_left = self.pieces.close_all(lanes)
+        slots, samples_left = self.pieces.release_all(lanes)
         return self.slots.cancel(slots, samples_left * self.kept.rows_of_sample)
 
     def _check(self, file: Integers, extents: Extents) -> None:
@@ -247,7 +246,7 @@ class Planner:
 
     def _open_pieces(
         self,
-        pieces: OpenPieces,
+        pieces: OpenBlocks,
         sample_ids: Integers,
         rows: _Rows,
         extents: Extents,
@@ -259,7 +258,7 @@ class Planner:
         """
         # every sample may open a piece
         free = self.slots.take(len(sample_ids))
-        slot_of_sample, offset_of_sample, opened = pieces.follow(sample_ids, free)
+        slot_of_sample, offset_of_sample, opened = pieces.assign(sample_ids, free)
         self.slots.put_back(free[len(opened.slot) :])
         self._place_in_pieces(slot_of_sample, offset_of_sample, rows, sample_of_row)
         rows_of_sample = self.kept.rows_of_sample
@@ -295,12 +294,12 @@ class Planner:
         rows.slot[in_piece] = slot[in_piece]
         rows.offset[in_piece] = offset[in_piece]
 
-    def _requests_of(self, opened: NewPieces) -> list[list[tuple[int, int, int]]]:
+    def _requests_of(self, opened: OpenedBlocks) -> list[list[tuple[int, int, int]]]:
         """(file, first byte, byte after the last) of the runs of each piece, in their order."""
         file = self.files.firsts[opened.dataset] + opened.file
         itemsize = self.files.itemsize[file]
         runs = zip(
-            opened.piece.tolist(),
+            opened.block.tolist(),
             file.tolist(),
             (opened.start * itemsize).tolist(),
             (opened.stop * itemsize).tolist(),

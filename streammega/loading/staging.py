@@ -15,7 +15,7 @@ from functools import partial
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.samples.token_file import TokenFile
-from streammega.storage.cache.store import CachedStore
+from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.fetcher import CLOSE_TIMEOUT
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy

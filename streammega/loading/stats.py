@@ -15,7 +15,7 @@ import numpy as np
 from streammega.errors import ConfigError
 from streammega.loading.staging import Stager
 from streammega.samples.token_file import TokenFile
-from streammega.storage.cache.store import CachedStore
+from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import Counters
 
@@ -118,7 +118,7 @@ class Stats:
         for fetcher in self._fetchers:
             _add(counted, fetcher.counters)
             in_flight, queued, held = fetcher.depth
-            most_held = fetcher.pool.most
+            most_held = fetcher.pool.peak
         staged_bytes = self._all_staged_bytes()
         fetched_bytes = counted.fetched_bytes + self._fetched_by_stores() + staged_bytes
         asked_bytes = self.planned_bytes + counted.duplicate_bytes

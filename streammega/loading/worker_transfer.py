@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import default_convert, get_worker_info
 
 from streammega.kernels.batch import join_labels, scan_ids
-from streammega.loading.batch_memory import received_memory
-from streammega.loading.steps import MicroSteps
+from streammega.loading.buffers import received_memory
+from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions
 from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.packed import are_packed

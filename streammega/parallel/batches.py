@@ -14,7 +14,7 @@ import torch
 from streammega.config import DataConfig
 from streammega.errors import StateError, StreammegaError
 from streammega.loading import StreamLoader
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.derive import needs_whole_samples
 from streammega.parallel.exchange import Exchange, StartedBatch, rank_device
 from streammega.parallel.groups import Ranks

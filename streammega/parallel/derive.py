@@ -17,7 +17,7 @@ from streammega.parallel.context import Bounds, split_batch, split_cu_seqlens
 from streammega.samples.derived_fields import torch_dtype, with_ends
 from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.seams import Seams
+from streammega.samples.loss_masks import Seams
 
 __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
 

@@ -20,11 +20,11 @@ from streammega.dataset import cached_arrays
 from streammega.dataset.local_cache import ArrayKind, damaged_array
 from streammega.errors import ConfigError
 from streammega.order import Extents
-from streammega.order.blend import blend_indices, normalized
 from streammega.order.extents import merge_extents
+from streammega.order.megatron import blend_indices, normalized
+from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
-from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
 

@@ -10,14 +10,14 @@ import numpy as np
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
-from streammega.order.blend import normalized, samples_asked
+from streammega.order.megatron import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, check_numbering, num_units_of
 from streammega.samples.packed import check_bins
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
-from streammega.samples.tokenizer_checks import check_tokenizers
+from streammega.samples.token_file import check_tokenizers
 from streammega.storage.thread_pool import parallel_map
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"

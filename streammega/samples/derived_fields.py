@@ -28,7 +28,7 @@ from streammega.kernels.batch import (
     zero_padding,
 )
 from streammega.samples.fields_torch import NO_ID
-from streammega.samples.seams import Seams
+from streammega.samples.loss_masks import Seams
 
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]

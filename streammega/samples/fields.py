@@ -29,7 +29,7 @@ from streammega.samples.derived_fields import (
     plain_positions,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.seams import Seams
+from streammega.samples.loss_masks import Seams
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 

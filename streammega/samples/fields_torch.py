@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.samples.seams import Seams
+from streammega.samples.loss_masks import Seams
 
 NO_ID = -1
 """Stands for an eod_id or pad_id that there is not: no stored id."""

@@ -33,11 +33,11 @@ from streammega.order.megatron import (
     locate_gpt,
 )
 from streammega.samples.documents import DocumentBounds
+from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
+from streammega.samples.fetch import Ids
 from streammega.samples.fields import Batch
-from streammega.samples.modes import modes_of_dataset
+from streammega.samples.loss_masks import modes_of_dataset
 from streammega.samples.packed import a_row_for_each, check_bins, without_padding
-from streammega.samples.read import Ids
-from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
 

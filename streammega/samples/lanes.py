@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.order import Extents
-from streammega.order.lane_geometry import StreamDataset, dataset_samples
-from streammega.order.lanes import STREAM_VERSION, StreamOrder, default_lanes
+from streammega.order.epoch_layout import StreamDataset, dataset_samples
 from streammega.order.split import SPLITS
-from streammega.samples.lane_datasets import open_datasets
+from streammega.order.stream_order import STREAM_VERSION, StreamOrder, default_lanes
+from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.packed import are_packed, check_bins, without_padding
-from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.source import all_files, file_of_rows
 from streammega.samples.split_blend import SplitBlend, split_blend
+from streammega.samples.stream_datasets import open_datasets
 from streammega.samples.token_file import TokenFile
 
 

@@ -14,16 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig, parse_blend
+from streammega.dataset.names import strip_suffix
 from streammega.dataset.resolve import is_local_folder
-from streammega.dataset.shard import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
-from streammega.order.folded import PHASES
-from streammega.order.lanes import StreamOrder, default_lanes
-from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
 from streammega.order.split import SPLITS
-from streammega.samples.lane_datasets import OpenDataset, open_datasets
+from streammega.order.state import PHASES
+from streammega.order.stream_order import (
+    LaterPhase,
+    PhasedOrder,
+    StreamOrder,
+    default_lanes,
+    phased_order,
+)
+from streammega.samples.excluded import skipped_tokens, skips_identity
 from streammega.samples.lanes import (
     LaneSource,
     blend_of,
@@ -34,8 +39,9 @@ from streammega.samples.lanes import (
     weights_of,
 )
 from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
-from streammega.samples.skipped import skipped_tokens, skips_identity
 from streammega.samples.source import SampleSource, all_files, file_of_rows
+from streammega.samples.split_blend import split_blend
+from streammega.samples.stream_datasets import OpenDataset, open_datasets
 from streammega.samples.token_file import TokenFile
 from streammega.storage.open import resolved
 
@@ -392,3 +398,21 @@ def _identity_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> di
         "lanes": order.lanes,
         "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
     }
+
+
+def source_names(data: DataConfig, split: str = "train") -> list[str]:
+    """A short name for each dataset of a split, over all phases, by its "dataset_id"."""
+    if split_blend(data, split) is None:
+        return []
+    return short_names(prefixes_of(data, split))
+
+
+def short_names(prefixes: Sequence[str]) -> list[str]:
+    """The last parts of prefixes, numbered where they repeat."""
+    names: list[str] = []
+    for prefix in prefixes:
+        _, _, last_part = redact_urls(prefix).rstrip("/").rpartition("/")
+        names.append(last_part)
+    return [
+        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
+    ]

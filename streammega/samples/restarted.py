@@ -21,17 +21,16 @@ from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.extents import merge_extents
-from streammega.order.folded import PHASES
-from streammega.order.phase_starts import check_in_samples
+from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
+from streammega.order.state import PHASES
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_split
+from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.packed import check_one_kind
 from streammega.samples.phases import Phased, numbers_of_phases, prefixes_of
-from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
-from streammega.samples.token_file import TokenFile
-from streammega.samples.tokenizer_checks import check_tokenizers
+from streammega.samples.token_file import TokenFile, check_tokenizers
 
 OF_ALL_PHASES = ("order", "order_version", "split", "seed", "add_extra_token", "drop_last")
 """What of an identity is the same in every phase."""

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.order import Extents
 from streammega.samples.derived_fields import new_memory, sequence_fields
+from streammega.samples.excluded import SkippedColumns, SkippedTokens
+from streammega.samples.fetch import Ids, fetch_ids, rows_of
 from streammega.samples.fields import Batch, fields_of_ids
+from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
-from streammega.samples.read import Ids, fetch_ids
-from streammega.samples.rows import rows_of
-from streammega.samples.seams import Seams, as_asked, seams_between
-from streammega.samples.skipped import SkippedColumns, SkippedTokens
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
 OPENERS = 16

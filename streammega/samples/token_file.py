@@ -1,17 +1,24 @@
-"""A stored file of tokens as samples read it, and which of its tokens are to be learned."""
+"""A stored file of tokens as samples read it, which of its tokens are to be learned, and whether its
+ids are those of the tokenizer that a run names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import DataConfig
+from streammega.dataset.manifest_metadata import TokenizerLabel
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 from streammega.kernels.batch import clear_unlearned
 from streammega.samples.documents import DocumentBounds
-from streammega.samples.modes import TokenModes
+from streammega.samples.loss_masks import TokenModes
 from streammega.storage import Store
 from streammega.storage.http_errors import truncated
 
@@ -82,3 +89,27 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
             runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.column[of_file],
             out,
         )  # fmt: skip
+
+
+def check_tokenizers(
+    datasets: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig
+) -> None:
+    """Raise ConfigError for (name, tokenizers) of datasets of which two differ, naming both;
+    datasets without any pass.
+    """
+    if config.mix_tokenizers:
+        return
+    by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
+    for name, tokenizers in datasets:
+        # sorted, so that the message names the same two each time
+        for tokenizer in sorted(tokenizers, key=str):
+            by_digest.setdefault(tokenizer.digest, (name, tokenizer))
+    if len(by_digest) > 1:
+        two = itertools.islice(by_digest.values(), 2)
+        (first, its), (other, others) = two
+        raise ConfigError(
+            f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: "
+            "their ids mean different things; "
+            "convert the text of one with the other's tokenizer, "
+            "or set mix_tokenizers if you know that they agree"
+        )

@@ -7,8 +7,10 @@ import fcntl
 import os
 import re
 import secrets
-import threading
 import time
+from collections.abc import Iterable
+
+from streammega.storage.fork_lock import process_lock
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
 _UNFINISHED = re.compile(
@@ -20,10 +22,70 @@ ORPHAN_SECONDS = 86400.0
 
 Its writer may be on a node whose locks are not seen here.
 """
+BUFFER_BYTES = 256 << 10
+"""Larger writes go past the buffer: a copy into it would cost more than the call."""
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _swept: set[str] = set()
 """Folders in which this process has looked for what killed ones left: it lists all of a folder."""
-_lock = threading.Lock()
+_lock = process_lock()
+
+
+class AtomicFile:
+    """A file that shows under its name when `commit` has returned. All methods raise OSError.
+
+    Bytes are written to `file`, which has a temporary name in the same folder until then.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        fd, self._temporary = create_beside(path)
+        self.file = os.fdopen(fd, "wb", buffering=BUFFER_BYTES)
+
+    def commit(self, *, sync: bool = True) -> None:
+        """Flush, sync and rename."""
+        self._flush(sync)
+        # While it is open, and so locked: nobody takes it for an orphan.
+        os.replace(self._temporary, self._path)
+        self.file.close()
+
+    def commit_if_absent(self) -> bool:
+        """As `commit`, unless something has the name: then False, and nothing is changed.
+
+        By a hard link: that alone refuses a name that is taken and never shows half a file.
+        """
+        try:
+            self._flush(sync=True)
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            self.abort()  # the other name of the file, or all of it
+        return True
+
+    def abort(self) -> None:
+        """Remove the temporary file. Never raises."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+
+    def _flush(self, sync: bool) -> None:
+        self.file.flush()
+        if sync:
+            os.fsync(self.file.fileno())
+
+
+def write_file(
+    path: str | os.PathLike[str], chunks: Iterable[bytes | memoryview], *, sync: bool = True
+) -> None:
+    """Write a file that appears whole, or not at all. Raises OSError."""
+    atomic = AtomicFile(path)
+    try:
+        atomic.file.writelines(chunks)
+        atomic.commit(sync=sync)
+    except BaseException:
+        atomic.abort()
+        raise
 
 
 def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:

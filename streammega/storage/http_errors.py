@@ -15,10 +15,11 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
+from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
 
-PASSING = frozenset((408, 409, 425))
+TRANSIENT_STATUSES = frozenset((408, 409, 425))
 """Statuses below 500 that a second try mends: too slow, a conflict of requests, too early."""
-LASTING = frozenset((501, 505))
+PERMANENT_STATUSES = frozenset((501, 505))
 """Statuses from 500 on that none does: the server cannot do what was asked."""
 PARTIAL_CONTENT = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
@@ -74,10 +75,10 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
         return truncated(url, reason)
     if status in (429, 503):
         return throttled(url, reason)
-    server_failed = status >= 500 and status not in LASTING
+    server_failed = status >= 500 and status not in PERMANENT_STATUSES
     # A code of S3's, which comes with status 400.
     too_slow = "RequestTimeout" in text
-    if status in PASSING or server_failed or too_slow:
+    if status in TRANSIENT_STATUSES or server_failed or too_slow:
         return unreachable(url, reason)
     return StorageError(f"{url}: {reason}")
 
@@ -154,6 +155,19 @@ def unreachable(url: str, reason: str) -> EndpointError:
     return EndpointError(
         f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"
     )
+
+
+def failure_without_status(
+    url: str, error: BaseException, text: str, *, of_network: bool
+) -> StorageError:
+    """The error for a request that no status came for: open files, the network, or anything else.
+
+    text: what its error says.
+    """
+    limit = blame_limit_of_connection(error) if of_network else blame_limit(error)
+    if limit:
+        return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
+    return no_answer(url, text) if of_network else StorageError(f"{url}: {text}")
 
 
 def status_of(error: BaseException) -> int:

@@ -14,7 +14,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError
 from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
-from streammega.storage.backends.obstore_writer import sized_for
+from streammega.storage.backends.remote import sized_for
 from streammega.storage.open import is_remote
 from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
 

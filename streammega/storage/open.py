@@ -1,33 +1,38 @@
 """Which backend serves a URL."""
 
+# ruff: noqa: D102  (methods that override others need no docstrings)
 from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.storage.backends.fallback import FallbackStore
+from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.fsspec import FsspecStore, driver_options
 from streammega.storage.backends.local import LocalStore, PreadStore
-from streammega.storage.backends.obstore import ObstoreStore
+from streammega.storage.backends.obstore import ObstoreStore, RangesRefused
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.fsspec_adapter import StoreFiles
-from streammega.storage.object_file import CountedFile
-from streammega.storage.store import Store
+from streammega.storage.object_file import CountedFile, StoreFiles
+from streammega.storage.store import Buffer, Span, Store, WrapperStore
+from streammega.storage.warn_once import warn_once
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
@@ -70,6 +75,15 @@ BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
 OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
 _UNCHAINED_SCHEMES = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
 """Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
+
+FORKED = (
+    "this process was forked after obstore had been used, which obstore does not survive, and it "
+    "cannot load a copy of obstore"
+)
+RANGES_REFUSED = (
+    "the server answers range requests with 200 instead of 206, or with a Content-Range without a "
+    "size, which obstore refuses"
+)
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -151,6 +165,78 @@ def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
         return first
     make_second = partial(driver_store, scheme, root, config)
     return FallbackStore(first, make_second, after_fork=scheme in ("s3", "oss"))
+
+
+class FallbackStore(WrapperStore):
+    """One bucket or host.
+
+    Reads go to the second store from the first answer on that the first one refuses. Everything
+    does in a process that was forked and can load no copy of obstore, if `after_fork`.
+    """
+
+    owns_bodies = True
+
+    def __init__(
+        self, first: Store, make_second: Callable[[], Store], *, after_fork: bool = True
+    ) -> None:
+        super().__init__(first)
+        self._make_second = make_second
+        self._after_fork = after_fork
+        self._second: Store | None = None
+        self._ranges_refused = False
+        self._lock = process_lock()  # of the second store: one client for all threads
+
+    def __repr__(self) -> str:
+        return f"FallbackStore({self._inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "first": self._inner,
+            "make_second": self._make_second,
+            "after_fork": self._after_fork,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def inner(self) -> Store:
+        """The store that serves this process."""
+        if self._after_fork and obstore_after_fork.library() is None:
+            return self._fall_back(FORKED)
+        return self._inner
+
+    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        return self._read(lambda store: store.fetch(key, spans, etag))
+
+    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
+        return self._read(lambda store: store.read(key, spans, etag))
+
+    # These two read by the two above.
+    fetch_into = Store.fetch_into
+    read_many = Store.read_many
+
+    def _read(self, read: Callable[[Store], Result]) -> Result:
+        if not self._ranges_refused:
+            try:
+                return read(self.inner)
+            except RangesRefused:
+                self._ranges_refused = True
+        return read(self._fall_back(RANGES_REFUSED))
+
+    def _fall_back(self, reason: str) -> Store:
+        with self._lock:
+            if self._second is None:
+                self._second = self._make_second()
+                url = self._inner.url("")
+                warn_once(
+                    log,
+                    f"{url} {reason}",
+                    "%s: %s; reading by transport='fsspec', which is slower (set it to begin so)",
+                    url,
+                    reason,
+                )
+            return self._second
 
 
 def _by_obstore(scheme: str, config: StorageConfig) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
-from streammega.storage.fork_lock import process_lock
 from streammega.storage.thread_pool import pause as interruptible_pause
 from streammega.storage.warn_once import warn_once
 
@@ -33,7 +32,7 @@ late.
 """
 SHORTEST_PAUSE = FIRST_PAUSE / 2
 """Seconds. With less than this left, the deadline counts as reached."""
-MOST_DOUBLINGS = 16
+MAX_DOUBLINGS = 16
 """Of the first pause: far past the longest one, far below what a float holds."""
 SHORT_READS = 6
 """Times a body of another length is tried again.
@@ -46,48 +45,38 @@ WARN_EVERY_S = 30.0
 """Seconds between two warnings of this process: an outage fails hundreds of reads at once."""
 
 
-class Endpoint:
-    """One server, as `storage_options` name it."""
-
-    def __init__(self) -> None:
-        self.answered = False
-        """Whether it ever did, whatever it said, in this process or its parent."""
+_answered: set[bytes] = set()
+"""Endpoints that answered this process or its parent, whatever they said."""
 
 
-_endpoints: dict[tuple[str, str, bytes], Endpoint] = {}
-_lock = process_lock()
+def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> bytes:
+    """What names the server of a bucket.
 
-
-def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> Endpoint:
-    """The endpoint that serves a bucket.
-
-    All buckets under the same options have the same one, and all URLs of one http host. All stores
-    of this process share it: a run may write to a new bucket after days.
+    All buckets under the same options have the same server, and all URLs of one http host: a run
+    may write to a new bucket after days.
     """
     host = root if scheme in ("http", "https") else ""
+    spelled = repr((scheme, host, sorted(options.items(), key=str)))
     # A digest tells options apart without keeping their secrets.
-    spelled = repr(sorted(options.items(), key=str))
-    digest = hashlib.blake2b(spelled.encode(), digest_size=16).digest()
-    with _lock:
-        return _endpoints.setdefault((scheme, host, digest), Endpoint())
+    return hashlib.blake2b(spelled.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """Capped exponential backoff with jitter, until something has failed for `deadline` seconds.
 
-    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts.
-    `endpoint`: whose answers are noted; what fails for want of one, before there was any, is given
-    up after `first_answer` seconds. None: it has answered.
+    retries: at most so many times, whatever the deadline; None: the deadline alone counts.
+    endpoint: whose answers are noted; without any, requests fail after `first_answer` seconds.
+        Empty: it has answered.
     """
 
     deadline: float
     retries: int | None = None
-    endpoint: Endpoint | None = None
+    endpoint: bytes = b""
     first_answer: float = math.inf
 
     @classmethod
-    def of(cls, config: StorageConfig, endpoint: Endpoint | None = None) -> RetryPolicy:
+    def of(cls, config: StorageConfig, endpoint: bytes = b"") -> RetryPolicy:
         """The policy that a config asks for."""
         return cls(
             retries=config.retries,
@@ -99,49 +88,50 @@ class RetryPolicy:
     @property
     def has_answered(self) -> bool:
         """Whether the endpoint ever did."""
-        return self.endpoint is None or self.endpoint.answered
+        return not self.endpoint or self.endpoint in _answered
 
-    def inherit(self, answered: bool) -> None:
-        """Take over what another process knew of the endpoint."""
-        if answered:
-            self._note_answer()
+    def note_answer(self) -> None:
+        """The endpoint answered this process, or the one that it was started by."""
+        if self.endpoint:
+            _answered.add(self.endpoint)
 
-    def pause(self, error: BaseException, attempt: int, elapsed: float) -> float | None:
-        """Seconds to wait before trying again after the `attempt`-th failure (from 1).
+    def next_pause(self, error: BaseException, failures: int, elapsed: float) -> float:
+        """Seconds to wait before the next try. Raises the error when there is to be none.
 
-        None: give up. `elapsed`: seconds since the first try began. What waiting cannot mend (no
-        such object, no access, a changed object) is given up at once.
+        What waiting cannot mend (no such object, no access, a changed object) is raised at once.
+
+        failures: until now, from 1. elapsed: seconds since the first try began.
         """
         if not isinstance(error, StorageError) or not error.transient:
-            return None
-        if attempt > self._most_retries(error):
-            return None
-        left = self._deadline_of(error) - elapsed
-        if left < SHORTEST_PAUSE:
-            return None
-        longest = longest_pause(attempt)
+            raise error from None
+        never_answered = error.silent and not self.has_answered
+        deadline = min(self.deadline, self.first_answer) if never_answered else self.deadline
+        retries: float = SHORT_READS if isinstance(error, ShortReadError) else math.inf
+        if self.retries is not None:
+            retries = self.retries
+        left = deadline - elapsed
+        if failures > retries or left < SHORTEST_PAUSE:
+            tries = "1 try" if failures == 1 else f"{failures} tries"
+            note = f" [given up after {tries} in {elapsed:.1f} s]"
+            if never_answered and self.first_answer < self.deadline:
+                note += "; this endpoint never answered (first_answer_within)"
+            if error.args:
+                # A policy of one of its requests may have given it up before.
+                message = str(error.args[0]).partition(" [given up after")[0]
+                error.args = (message + note, *error.args[1:])
+            raise error from None
+        if elapsed >= WARN_AFTER_S:
+            setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
+            until = f"{deadline:.0f} s ({setting})"
+            if self.retries is not None:
+                until += f" or {self.retries} retries"
+            text = "storage requests have failed for %.0f s; retrying for up to %s: %s"
+            warn_once(log, "outage", text, elapsed, until, error, every=WARN_EVERY_S)
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, MAX_DOUBLINGS))
         # Drawn, so that ranks that failed together do not return together.
         pause = random.uniform(longest / 2, longest)
         # The last try is at the deadline, as promised, whatever the pauses were.
-        if left - pause < SHORTEST_PAUSE:
-            return left
-        return pause
-
-    def _deadline_of(self, error: BaseException) -> float:
-        if self._never_answered(error):
-            return min(self.deadline, self.first_answer)
-        return self.deadline
-
-    def _never_answered(self, error: BaseException) -> bool:
-        """Whether this is one more sign that nothing is there."""
-        return isinstance(error, StorageError) and error.silent and not self.has_answered
-
-    def _most_retries(self, error: StorageError) -> float:
-        if self.retries is not None:
-            return self.retries
-        if isinstance(error, ShortReadError):
-            return SHORT_READS
-        return math.inf
+        return left if left - pause < SHORTEST_PAUSE else pause
 
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds or is given up; then its last error is raised.
@@ -154,70 +144,16 @@ class RetryPolicy:
         while True:
             try:
                 result = attempt()
-                self._note_answer()
+                self.note_answer()
                 return result
             except StorageError as error:
                 # A refusal is an answer, too: somebody is there.
                 if not error.silent:
-                    self._note_answer()
+                    self.note_answer()
                 failures += 1
-                elapsed = time.monotonic() - began
-                pause = self.pause(error, failures, elapsed)
-                if pause is None:
-                    raise self._ended(error, failures, elapsed) from None
-                self.warn(error, elapsed)
+                pause = self.next_pause(error, failures, time.monotonic() - began)
             interruptible_pause(pause, stop)
-
-    def _note_answer(self) -> None:
-        if self.endpoint is not None:
-            self.endpoint.answered = True
-
-    def _ended(self, error: StorageError, failures: int, elapsed: float) -> StorageError:
-        error = retries_exhausted(error, failures, elapsed)
-        if self._never_answered(error) and self.first_answer < self.deadline:
-            _append(error, "; this endpoint never answered (first_answer_within)")
-        return error
-
-    def warn(self, error: BaseException, elapsed: float) -> None:
-        """Warn now and then that requests fail: since when, until when, and why."""
-        if elapsed < WARN_AFTER_S:
-            return
-        deadline = self._deadline_of(error)
-        setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
-        until = f"{deadline:.0f} s ({setting})"
-        if self.retries is not None:
-            until += f" or {self.retries} retries"
-        warn_once(
-            log,
-            "outage",
-            "storage requests have failed for %.0f s; retrying for up to %s: %s",
-            elapsed,
-            until,
-            error,
-            every=WARN_EVERY_S,
-        )
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
 """For clients whose users try again by themselves."""
-
-
-def longest_pause(attempt: int) -> float:
-    """Seconds of the longest pause after the `attempt`-th failure (from 1)."""
-    doublings = min(attempt - 1, MOST_DOUBLINGS)
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
-
-
-def retries_exhausted(error: StorageError, failures: int, elapsed: float) -> StorageError:
-    """The error, saying how often it was tried, if trying again might have helped."""
-    if error.transient:
-        tries = "1 try" if failures == 1 else f"{failures} tries"
-        _append(error, f" [given up after {tries} in {elapsed:.1f} s]")
-    return error
-
-
-def _append(error: StorageError, words: str) -> None:
-    """Say more in an error's message, where it has one."""
-    if error.args:
-        message, *rest = error.args
-        error.args = (f"{message}{words}", *rest)

@@ -101,11 +101,6 @@ class Store(ABC):
         """Whether reads cost no network: they are of mapped files."""
         return False
 
-    @property
-    def can_list_between(self) -> bool:
-        """Whether `list_between` may be asked."""
-        return False
-
     @abstractmethod
     def url(self, key: str) -> str:
         """The full URL of a key, for messages and cache keys; never with credentials."""
@@ -159,13 +154,13 @@ class Store(ABC):
         theirs is empty.
         """
 
-    def list_between(self, after: str, until: str, most: int) -> Sequence[ObjectInfo] | None:
-        """Objects with after < key < until, sorted by key, at most `most`.
+    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
+        """Objects with after < key < until, sorted by key, at most `max_objects`.
 
-        None where the server does not list so. Raises NotListedBetween where the answer of this
-        request cannot be used, StorageError where another try may help.
+        None where the store lists whole folders only, or its answer is not all of these objects.
+        Raises StorageError where another try may help.
         """
-        raise UnsupportedOperation(f"{self.url(after)}: this storage lists whole folders only")
+        return None
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A writer that streams (multipart where the backend has it)."""
@@ -202,13 +197,6 @@ class Store(ABC):
         return None
 
 
-class NotListedBetween(Exception):
-    """A listing between two keys has too many objects, markers of folders, or begins elsewhere.
-
-    The same listing would end so again.
-    """
-
-
 class WrapperStore(Store):
     """A store that forwards to another. Subclasses override what they change.
 
@@ -226,10 +214,6 @@ class WrapperStore(Store):
     @property
     def is_local(self) -> bool:
         return self.inner.is_local
-
-    @property
-    def can_list_between(self) -> bool:
-        return self.inner.can_list_between
 
     def url(self, key: str) -> str:
         return self.inner.url(key)
@@ -254,8 +238,8 @@ class WrapperStore(Store):
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         return self.inner.list(prefix, recursive)
 
-    def list_between(self, after: str, until: str, most: int) -> Sequence[ObjectInfo] | None:
-        return self.inner.list_between(after, until, most)
+    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
+        return self.inner.list_between(after, until, max_objects)
 
     def open_writer(self, key: str) -> ObjectWriter:
         return self.inner.open_writer(key)

@@ -11,18 +11,18 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-LEAVE_AFTER = 10.0
+IDLE_TIMEOUT = 10.0
 """Seconds after which a thread without work ends."""
 POLL_SECONDS = 0.2
 """Seconds between two checks whether the work that waits was itself cancelled, and for signals."""
-_of_thread = threading.local()
+_thread_state = threading.local()
 
 
 class Cancelled(Exception):
@@ -32,26 +32,23 @@ class Cancelled(Exception):
 class Batch:
     """Calls that are made by any number of threads, until somebody sets `stop`."""
 
-    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.stop = threading.Event()
         self._calls = calls
         self._futures: list[Future[Any]] = [Future() for _ in calls]
-
-    def __len__(self) -> int:
-        return len(self._futures)
 
     def run(self, number: int) -> None:
         """Make one call, unless the batch was cancelled."""
         future = self._futures[number]
         if self.stop.is_set():
             return
-        _of_thread.stop = self.stop
+        _thread_state.stop = self.stop
         try:
             future.set_result(self._calls[number]())
         except BaseException as error:
             future.set_exception(error)
         finally:
-            _of_thread.stop = None
+            _thread_state.stop = None
 
     def wait(self) -> list[Any]:
         """All results, in order.
@@ -82,11 +79,11 @@ class Pool:
     """
 
     def __init__(
-        self, max_threads: int, name: str = "streammega-read", leave_after: float = LEAVE_AFTER
+        self, max_threads: int, name: str = "streammega-read", idle_timeout: float = IDLE_TIMEOUT
     ) -> None:
         self._max_threads = max_threads
         self._name = name
-        self._leave_after = leave_after
+        self._leave_after = idle_timeout
         self._jobs: queue.SimpleQueue[tuple[Batch, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
@@ -101,11 +98,12 @@ class Pool:
 
     def begin(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Batch:
         """The same, without waiting: the results are for `Batch.wait`."""
-        batch = Batch([partial(function, item) for item in items])
+        calls = [partial(function, item) for item in items]
+        batch = Batch(calls)
         with self._lock:
-            for number in range(len(batch)):
+            for number in range(len(calls)):
                 self._jobs.put((batch, number))
-            self._busy += len(batch)
+            self._busy += len(calls)
             new_threads = max(0, min(self._max_threads, self._busy) - self._threads)
             self._threads += new_threads
         for _ in range(new_threads):
@@ -145,7 +143,7 @@ def parallel_map(
     See `Pool.map`.
     """
     listed = list(items)
-    pool = Pool(max_threads, "streammega-open", leave_after=0.0)
+    pool = Pool(max_threads, "streammega-open", idle_timeout=0.0)
     if len(listed) == 1:
         return [pool.call(partial(function, listed[0]))]
     return pool.map(function, listed)
@@ -162,5 +160,5 @@ def pause(seconds: float, stop: threading.Event | None = None) -> None:
 
 def _current_stop() -> threading.Event | None:
     """The stop of the batch that this thread works on."""
-    stop: threading.Event | None = getattr(_of_thread, "stop", None)
+    stop: threading.Event | None = getattr(_thread_state, "stop", None)
     return stop

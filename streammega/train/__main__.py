@@ -21,7 +21,7 @@ from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import agree, check_backend, choose, place_of, seat_of, take
 from streammega.train.loop import Trainer
-from streammega.train.stopping import Terminated
+from streammega.train.signals import Terminated
 from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)

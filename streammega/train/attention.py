@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from streammega.order.rank_samples import zigzag_parts
+from streammega.order.sharding import zigzag_parts
 from streammega.train.visibility import Visibility
 
 CAUSAL: dict[str, Any] = (

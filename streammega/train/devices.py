@@ -1,14 +1,16 @@
-"""Which device and which transport the ranks of a run take: one choice for all of them, made where
-all are known.
+"""How the processes of a run start: device and transport, one choice for all ranks; the ranks of the
+layout; and torch's switches for how it computes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch.distributed import Store
 
 from streammega.errors import ConfigError
 from streammega.errors.words import pluralize
-from streammega.train.config import ParallelConfig, TrainConfig
+from streammega.parallel import Ranks
+from streammega.parallel.layout import ParallelLayout
+from streammega.train.config import ParallelConfig, RunConfig, TrainConfig
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on a host."""
@@ -235,3 +239,60 @@ def _shared(seats: Sequence[Seat]) -> str | None:
         if gpus < ranks:
             return f"{pluralize(ranks, 'rank')} on {host} have {pluralize(gpus, 'GPU')}"
     return None
+
+
+NCCL_MARGIN = 60.0
+"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
+come after the watch.
+"""
+
+
+def make_ranks(config: RunConfig, device: torch.device) -> Ranks:
+    """The ranks of a run's layout, in the world that there is. Raises ConfigError."""
+    parallel = config.parallel
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout = ParallelLayout.of_world(
+        world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
+    )
+    check_pipeline(config, layout)
+    margin = NCCL_MARGIN if device.type == "cuda" else 0.0
+    return Ranks(layout, timedelta(seconds=config.train.timeout + margin))
+
+
+def check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
+    """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
+    step_samples = config.train.micro_batch_size * layout.dp
+    is_interleaved = config.parallel.virtual_stages > 1
+    for _, batch_samples in config.schedule.stages:
+        micro_batches = batch_samples // step_samples
+        too_few = micro_batches < layout.pp
+        # The interleaved schedule goes through its stages in rounds of pp micro-batches.
+        uneven = is_interleaved and micro_batches % layout.pp != 0
+        if too_few or uneven:
+            needs = "a multiple of" if is_interleaved else "at least"
+            raise ConfigError(
+                f"a step of {batch_samples} samples has {micro_batches} micro-batches on each "
+                f"rank; parallel.pp {layout.pp} needs {needs} {layout.pp}: "
+                f"change train.global_batch_size or micro_batch_size"
+            )
+
+
+WORKSPACE = ":4096:8"
+"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order.
+Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
+"""
+
+
+def set_numerics(train: TrainConfig) -> None:
+    """Set torch's switches for TF32 and determinism. Call before the first matrix product: cuBLAS
+    looks at its variable then.
+
+    A setting that is off leaves what the process has chosen by itself.
+    """
+    if train.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+        torch.use_deterministic_algorithms(True)
+        # What is not initialised is never read here, and filling it takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from streammega.parallel import Ranks
 from streammega.parallel.context import Bounds
 from streammega.parallel.exchange import RankBatch

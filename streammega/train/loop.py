@@ -25,19 +25,18 @@ from typing import Any
 import torch
 
 from streammega.gradients.loss_scale import LossScale
-from streammega.order.cursor import with_readable
+from streammega.order.state import with_readable
 from streammega.parallel import RankBatches
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
-from streammega.samples.source_names import source_names
+from streammega.samples.phases import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
-from streammega.train.checkpoints.checkpoints import Checkpoints
-from streammega.train.checkpoints.open import open_place
+from streammega.train.checkpoints.checkpoints import Checkpoints, open_place
 from streammega.train.checkpoints.resume import rewinds_of
 from streammega.train.config import RunConfig
+from streammega.train.devices import make_ranks, set_numerics
 from streammega.train.evaluation import check_valid_splits, evaluate_all
 from streammega.train.metrics import MetricsLog
-from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.position import (
@@ -46,10 +45,9 @@ from streammega.train.position import (
     warn_of_moved_phases,
     with_rewind,
 )
-from streammega.train.run_ranks import make_ranks
+from streammega.train.signals import StopRequests, Terminated, heard
 from streammega.train.splits import open_split
 from streammega.train.step import DataEnded, TrainStep
-from streammega.train.stopping import StopRequests, Terminated, heard
 from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)

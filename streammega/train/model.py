@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from streammega.errors import ConfigError
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from streammega.train.attention import ContextParallel, attend
 from streammega.train.config import ModelConfig
 from streammega.train.visibility import Visibility

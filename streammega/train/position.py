@@ -10,7 +10,7 @@ from typing import Any
 from streammega.errors import StateError
 from streammega.gradients.loss_scale import LossScale
 from streammega.loading import StreamLoader
-from streammega.order.cursor import keep_readable
+from streammega.order.state import keep_readable
 from streammega.train.config import RunConfig
 from streammega.train.metrics import finite
 from streammega.train.schedule import step_numbers_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from streammega.order.step_numbers import StepNumbers
+from streammega.order.schedule import StepNumbers
 from streammega.train.config import RunConfig, TrainConfig
 
 

@@ -1,4 +1,13 @@
-"""Signals of this process, heard whatever its main thread waits in."""
+"""How a run is asked to stop: SIGTERM, or Ctrl-C. It ends after the step under way, with a
+checkpoint; or at once.
+
+| first | later | the run ends |
+|---|---|---|
+| SIGTERM or Ctrl-C | | after the step under way, with a checkpoint |
+| SIGTERM or Ctrl-C | Ctrl-C | at once |
+| Ctrl-C | SIGTERM | at once: so torchrun passes a second Ctrl-C on to its ranks |
+| SIGTERM | SIGTERM | as after the first: schedulers send several |
+"""
 
 from __future__ import annotations
 
@@ -7,6 +16,80 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ONE_REQUEST = 1.0
+"""Seconds in which all signals are one request: a launcher passes on what the terminal has sent to
+every process already.
+"""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Terminated(Exception):
+    """A signal ended the run, after a checkpoint. `number`: of the signal."""
+
+    def __init__(self, message: str, number: signal.Signals) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class StopRequests:
+    """What the signals that came ask for, by the table above."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        """What asked for the end, if anything did."""
+        self.at_once = False
+        """Whether the end of the step is not to be waited for."""
+        self._since = 0.0
+
+    def note(self, number: int, now: float) -> None:
+        """A signal came, at a time in seconds. Others than those of the table count for nothing."""
+        if number not in SIGNALS:
+            return
+        if self.first is None:
+            self.first = signal.Signals(number)
+            self._since = now
+        elif signal.SIGINT in (self.first, number) and now - self._since > ONE_REQUEST:
+            self.at_once = True
+
+
+@contextmanager
+def heard(requests: StopRequests, *, says: bool) -> Iterator[None]:
+    """Note signals instead of ending by them; KeyboardInterrupt where the end is wanted at once.
+    `says`: tell what a first does.
+
+    Signals that are ignored stay so: a shell's background jobs are no business of Ctrl-C. They
+    reach main threads only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _: Any) -> None:
+        """Note the signal; what the first Ctrl-C does is told at once."""
+        told = requests.first is not None
+        requests.note(number, time.monotonic())
+        if requests.at_once:
+            raise KeyboardInterrupt
+        if says and not told and number == signal.SIGINT:
+            os.write(
+                2, b"Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
+            )
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # None: of C, cannot be put back
+    ours = [number for number in SIGNALS if before[number] not in (signal.SIG_IGN, None)]
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
 
 SIGNALS_AT_ONCE = 64
 """Bytes of a read of signals, one each; what is left is read at the next turn."""

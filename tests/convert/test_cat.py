@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import IndexedDatasetWriter, StorageConfig
-from streammega.cli.cat import parse_documents
+from streammega.cli.datasets import parse_documents
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.errors import ConfigError

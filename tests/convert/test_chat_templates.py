@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from streammega import DataConfig, IndexedDataset, SFTDataset
 from streammega.convert import ChatEncoder, ConvertOptions, convert
 from streammega.convert.tokenize import chat_templates as families
-from streammega.convert.tokenize.template_loader import BUILT_IN, find_template
+from streammega.convert.tokenize.chat import BUILT_IN, find_template
 from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
@@ -60,6 +60,9 @@ def chat(*contents: Any) -> dict[str, Any]:
 def answer(text: str) -> dict[str, Any]:
     """A message of the assistant, with its reasoning."""
     return {"role": "assistant", "content": text, "reasoning": "hm"}
+
+
+CONVERSION: dict[str, Any] = {"tokenizer": TOKENIZER, "chat": True, "workers": 1}
 
 
 @lru_cache
@@ -446,23 +449,21 @@ def test_templates_are_foreign_code_and_kept_within_bounds(source: str, message:
         ChatEncoder(TOKENIZER, "{% for %}").conversation(chat("a", "b"), "a.jsonl:1")
 
 
-def test_what_a_template_would_leave_out_is_refused() -> None:
-    call = {
-        "role": "assistant",
-        "content": "x",
-        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-    }
-    source = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(FormatError, match=r"a:1: message 1 has tool calls"):
-        ChatEncoder(TOKENIZER, source).conversation({"messages": [call]}, "a:1")
-    with pytest.raises(FormatError, match="tool calls"):
-        ChatEncoder(TOKENIZER, "chatml").conversation({"messages": [call]}, "a:1")
-    with pytest.raises(FormatError, match=r"a:1: names tools"):
-        ChatEncoder(TOKENIZER, "chatml").conversation(
-            chat("a", "b") | {"tools": [{"name": "f"}]}, "a:1"
-        )
-    with pytest.raises(FormatError, match="noncharacter"):
-        ChatEncoder(TOKENIZER, "chatml").conversation(chat("a", "\U0010fffe"), "a:1")
+@pytest.mark.parametrize(
+    ("source", "record", "message"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", {"messages": [CALL]}, "has tool calls"),
+        ("chatml", {"messages": [CALL]}, "tool calls"),
+        ("chatml", chat("a", "b") | {"tools": [{"name": "f"}]}, "names tools"),
+        ("chatml", chat("a", "\U0010fffe"), "noncharacter"),
+    ],
+    ids=["a call", "chatml", "tools", "marks"],
+)
+def test_what_a_template_would_leave_out_is_refused(
+    source: str, record: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FormatError, match=f"a:1: .*{message}"):
+        ChatEncoder(TOKENIZER, source).conversation(record, "a:1")
 
 
 def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
@@ -557,14 +558,7 @@ def test_conversions_by_a_template_have_its_tokens_and_modes(kind: str, tmp_path
         pq.write_table(pa.Table.from_pylist(records), source)
     else:
         source = lines(tmp_path / "in.jsonl", *records, {"messages": []})
-    report = convert(
-        [source],
-        str(tmp_path / "out"),
-        tokenizer=TOKENIZER,
-        chat=True,
-        chat_template="chatml",
-        workers=1,
-    )
+    report = convert([source], str(tmp_path / "out"), chat_template="chatml", **CONVERSION)
     assert not verify(str(tmp_path / "out")).problems
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert indexed.sequence_modes is not None
@@ -585,12 +579,7 @@ def test_what_a_template_cannot_write_is_named_with_its_line_or_passed_over(tmp_
     source = lines(
         tmp_path / "in.jsonl", chat("a", "b"), {"messages": [{"role": "user"}]}, chat("c", "d")
     )
-    options: dict[str, Any] = {
-        "tokenizer": TOKENIZER,
-        "chat": True,
-        "chat_template": "llama3",
-        "workers": 1,
-    }
+    options = CONVERSION | {"chat_template": "llama3"}
     with pytest.raises(ConvertError, match=r"in\.jsonl:2: message 1, of role 'user', needs a text"):
         convert([source], str(tmp_path / "no"), **options)
     report = convert([source], str(tmp_path / "out"), on_error="skip", **options)
@@ -608,12 +597,7 @@ def test_another_template_is_another_conversion(tmp_path: Path) -> None:
         *(chat(f"ask {n}", "tell") for n in range(50)),
         {"messages": [{"role": "x"}]},
     )
-    options: dict[str, Any] = {
-        "tokenizer": TOKENIZER,
-        "chat": True,
-        "chat_template": str(template),
-        "workers": 1,
-    }
+    options = CONVERSION | {"chat_template": str(template)}
     for word in ("one", "two"):
         template.write_text(word + "{% generation %}{{ messages[1].content }}{% endgeneration %}")
         with pytest.raises(ConvertError, match=r"in\.jsonl:51"):
@@ -734,12 +718,7 @@ def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
     tmp_path: Path,
 ) -> None:
     source = lines(tmp_path / "in.jsonl", chat("ask", "tell"))
-    options: dict[str, Any] = {
-        "tokenizer": TOKENIZER,
-        "chat": True,
-        "chat_template": DATED,
-        "workers": 1,
-    }
+    options = CONVERSION | {"chat_template": DATED}
     texts = []
     for day in ("2026-01-31", "2026-02-01"):
         out = str(tmp_path / day)
@@ -762,15 +741,8 @@ def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
 def test_conversations_of_which_all_is_learned_need_no_answer(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", chat("ask"), chat("ask", "tell"))
     for template, modes, documents in (("chatml", (0, 1), 2), ("chatml", None, 1), (None, (0,), 2)):
-        report = convert(
-            [source],
-            str(tmp_path / f"{template} {modes}"),
-            tokenizer=TOKENIZER,
-            chat=True,
-            chat_template=template,
-            loss_modes=modes,
-            workers=1,
-        )
+        options = CONVERSION | {"chat_template": template, "loss_modes": modes}
+        report = convert([source], str(tmp_path / f"{template} {modes}"), **options)
         assert report.documents == documents
 
 

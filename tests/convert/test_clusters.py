@@ -14,8 +14,8 @@ import pytest
 from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job
-from streammega.convert.ray_workers import SharedFiles
 from streammega.convert.tokenize.encode import encoder_of
+from streammega.convert.workers import SharedFiles
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 

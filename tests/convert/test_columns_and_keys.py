@@ -17,15 +17,9 @@ import pytest
 from streammega import IndexedDataset
 from streammega.convert import convert
 from streammega.convert.read.fields import MISSING, value_at
-from streammega.convert.read.tables import _token_lists
+from streammega.convert.read.tables import token_lists
 from streammega.errors import ConvertError
-
-
-def texts(prefix: Path) -> list[str]:
-    items = [
-        item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]
-    ]
-    return [bytes(ids[ids < 256].astype(np.uint8)).decode() for ids in map(np.asarray, items)]
+from tests.support.builders import convert_bytes, stored_texts
 
 
 def table(path: Path, rows: list[Any], schema: pa.Schema | None = None) -> str:
@@ -51,21 +45,15 @@ def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
         for n in range(8)
     ]
     path = written(tmp_path / name, rows)
-    convert([path], str(tmp_path / "out"), tokenizer="bytes", key="meta.deep.text", workers=1)
-    assert texts(tmp_path / "out") == [f"text {n}" for n in range(8)]
-    convert(
-        [path],
-        str(tmp_path / "two"),
-        tokenizer="bytes",
-        keys=("meta.deep.text", "meta.answer:1"),
-        workers=1,
-    )
-    assert texts(tmp_path / "two") == [
+    convert_bytes(tmp_path / "out", path, key="meta.deep.text")
+    assert stored_texts(tmp_path / "out") == [f"text {n}" for n in range(8)]
+    convert_bytes(tmp_path / "two", path, keys=("meta.deep.text", "meta.answer:1"))
+    assert stored_texts(tmp_path / "two") == [
         f"{part} {n}" for n in range(8) for part in ("text", "answer")
     ]
     assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8
     with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: 'id', 'meta\.(answer|lang)"):
-        convert([path], str(tmp_path / "no"), tokenizer="bytes", key="meta.txt", workers=1)
+        convert_bytes(tmp_path / "no", path, key="meta.txt")
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
@@ -73,8 +61,8 @@ def test_a_key_with_a_dot_of_its_own_comes_first(name: str, tmp_path: Path) -> N
     path = written(
         tmp_path / name, [{"meta.text": f"flat {n}", "meta": {"text": "nested"}} for n in range(5)]
     )
-    convert([path], str(tmp_path / "out"), tokenizer="bytes", key="meta.text", workers=1)
-    assert texts(tmp_path / "out") == [f"flat {n}" for n in range(5)]
+    convert_bytes(tmp_path / "out", path, key="meta.text")
+    assert stored_texts(tmp_path / "out") == [f"flat {n}" for n in range(5)]
 
 
 def test_paths_prefer_the_longest_key_and_end_in_nulls() -> None:
@@ -104,8 +92,8 @@ def test_text_columns_may_be_bytes(name: str, kind: Any, tmp_path: Path) -> None
         pq.write_table(made, tmp_path / name)
     else:
         pyarrow.feather.write_feather(made, tmp_path / name)
-    report = convert([str(tmp_path / name)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    assert texts(tmp_path / "out") == ["eins", "zwei é", "drei"]
+    report = convert_bytes(tmp_path / "out", tmp_path / name)
+    assert stored_texts(tmp_path / "out") == ["eins", "zwei é", "drei"]
     assert report.dropped == {"empty": 2}
 
 
@@ -114,17 +102,17 @@ def test_bytes_that_are_no_text_are_named_by_their_row(tmp_path: Path) -> None:
         tmp_path / "in.parquet", [{"text": b"good"}, {"text": b"\xff\xfe"}, {"text": b"too"}]
     )
     with pytest.raises(ConvertError, match=r"in\.parquet:2: is not UTF-8"):
-        convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
-    assert texts(tmp_path / "out") == ["good", "too"]
+        convert_bytes(tmp_path / "out", path)
+    report = convert_bytes(tmp_path / "out", path, on_error="skip")
+    assert stored_texts(tmp_path / "out") == ["good", "too"]
     assert report.dropped == {"broken record": 1}
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
 def test_nulls_are_empty_texts(name: str, tmp_path: Path) -> None:
     path = written(tmp_path / name, [{"text": "a"}, {"text": None}, {"text": "b"}])
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    assert texts(tmp_path / "out") == ["a", "b"]
+    report = convert_bytes(tmp_path / "out", path)
+    assert stored_texts(tmp_path / "out") == ["a", "b"]
     assert report.dropped == {"empty": 1}
 
 
@@ -137,7 +125,7 @@ def test_lists_of_sentences_are_sequences_as_megatron_makes_them(name: str, tmp_
 
     rows = [["One.", "Two.", "Three."], ["Four."], ["", "Five.", ""], [], [""]]
     path = written(tmp_path / name, [{"text": row} for row in rows])
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert_bytes(tmp_path / "out", path)
     builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=np.uint16)
     # as tools/preprocess_data.py: sentences without a token are left out, the last one has the end
     for row in rows:
@@ -158,7 +146,7 @@ def test_lists_of_sentences_are_sequences_as_megatron_makes_them(name: str, tmp_
 def test_lists_of_anything_else_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "in.jsonl", [{"text": "a"}, {"text": ["b", 3]}])
     with pytest.raises(ConvertError, match=r"in\.jsonl:2: key 'text' holds a list with int"):
-        convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", path)
 
 
 @pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
@@ -184,7 +172,7 @@ def test_a_list_that_no_index_can_tell_is_refused() -> None:
     ids = pa.array(np.zeros(2**31 + 5, np.uint8))  # of which no page is touched
     column = pa.LargeListArray.from_arrays(pa.array([0, 2**31 + 5], pa.int64()), ids)
     with pytest.raises(ConvertError, match=r"2,147,483,653 tokens.*2,147,483,647"):
-        _token_lists(column, 0, "a.parquet", 0)
+        token_lists(column, 0, "a.parquet", 0)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
@@ -199,14 +187,14 @@ def test_of_several_names_of_a_key_the_first_that_is_there_is_taken(
     ]
     path = written(tmp_path / name, rows)
     key = "text,content,meta.body"
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", key=key, workers=1)
-    assert texts(tmp_path / "out") == ["one", "two", "three"]
+    report = convert_bytes(tmp_path / "out", path, key=key)
+    assert stored_texts(tmp_path / "out") == ["one", "two", "three"]
     assert report.dropped == {"empty": 1}
     keys = (f"nothing,{key}:1", "content,text")
-    convert([path], str(tmp_path / "two"), tokenizer="bytes", keys=keys, workers=1)
-    assert texts(tmp_path / "two")[:4] == ["one", "no", "two", "two"]
+    convert_bytes(tmp_path / "two", path, keys=keys)
+    assert stored_texts(tmp_path / "two")[:4] == ["one", "no", "two", "two"]
     with pytest.raises(ConvertError, match=r"has no (key|column) 'body' or 'txt' \(it has: '"):
-        convert([path], str(tmp_path / "no"), tokenizer="bytes", key="body,txt", workers=1)
+        convert_bytes(tmp_path / "no", path, key="body,txt")
 
 
 def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
@@ -214,5 +202,5 @@ def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
     path = written(tmp_path / "in.jsonl", rows)
     for key, wanted in (("text,content,a,b", ["one", "two", "four"]), ("a,b", ["three", "four"])):
         out = tmp_path / key.replace(",", "")
-        convert([path], str(out), tokenizer="bytes", key=key, workers=1, on_error="skip")
-        assert texts(out) == wanted
+        convert_bytes(out, path, key=key, on_error="skip")
+        assert stored_texts(out) == wanted

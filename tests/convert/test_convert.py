@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.cli.plotting import latest, restarts, smoothed, sparkline
-from streammega.convert import convert
-from streammega.convert.read.open import open_stream
+from streammega.convert import ConvertReport, convert
+from streammega.convert.read.source import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import S3
 
 EOD = "<|endoftext|>"
@@ -72,6 +72,11 @@ def expected_ids(texts: list[str], tokenizer: str) -> list[list[int]]:
     return [[*model.encode(text).ids, 0] for text in texts]
 
 
+def tokenize(source: Path, target: Path, tokenizer: str, **options: Any) -> ConvertReport:
+    """Convert one file, by one worker."""
+    return convert([str(source)], str(target), tokenizer=tokenizer, workers=1, **options)
+
+
 @pytest.mark.guarantee("conversion-killed-goes", "units-shards-functions")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_document_arrives_in_order_whatever_the_workers(
@@ -107,13 +112,13 @@ def test_a_conversion_loads_its_tokenizer_once_and_the_next_one_anew(
     (tmp_path / "in.txt").write_text("one text")
     mine = tmp_path / "mine.json"
     mine.write_text(Path(tokenizer).read_text())
-    source = [str(tmp_path / "in.txt")]
-    convert(source, str(tmp_path / "first"), tokenizer=str(mine), workers=1)
+    source = tmp_path / "in.txt"
+    tokenize(source, tmp_path / "first", str(mine))
     assert len(loaded) == 1
     model = Tokenizer.from_file(tokenizer)
     model.add_tokens(["one text"])
     model.save(str(mine))
-    convert(source, str(tmp_path / "second"), tokenizer=str(mine), workers=1)
+    tokenize(source, tmp_path / "second", str(mine))
     assert len(loaded) == 2
     first, second = (IndexedDataset(str(tmp_path / name))[0] for name in ("first", "second"))
     assert len(first) == len("one text") + 1
@@ -159,14 +164,8 @@ def test_lines_that_are_passed_over_cost_no_second_reading(
         opened.append(path)
         return real(path, storage, etag, note)
 
-    monkeypatch.setattr("streammega.convert.read.readers.open_stream", noted)
-    report = convert(
-        [str(tmp_path / "in.jsonl")],
-        str(tmp_path / "p"),
-        tokenizer=tokenizer,
-        on_error="skip",
-        workers=1,
-    )
+    monkeypatch.setattr("streammega.convert.read.source.open_stream", noted)
+    report = tokenize(tmp_path / "in.jsonl", tmp_path / "p", tokenizer, on_error="skip")
     assert (report.documents, report.dropped["broken record"]) == (900, 100)
     assert len(opened) == -(-(tmp_path / "in.jsonl").stat().st_size // 4000), "once for each unit"
     assert report.messages[0].startswith(f"{tmp_path}/in.jsonl:10: broken JSON")
@@ -181,13 +180,7 @@ def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
         ConvertError,
         match=r"nothing was written; 2 broken records\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
     ):
-        convert(
-            [str(tmp_path / "in.jsonl")],
-            str(tmp_path / "p"),
-            tokenizer=tokenizer,
-            on_error="skip",
-            workers=1,
-        )
+        tokenize(tmp_path / "in.jsonl", tmp_path / "p", tokenizer, on_error="skip")
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -197,12 +190,7 @@ def test_broken_input_names_file_and_line_and_leaves_nothing(
     data, message = BROKEN[name]
     (tmp_path / "in.jsonl").write_bytes(data)
     with pytest.raises(ConvertError, match=message):
-        convert(
-            [str(tmp_path / "in.jsonl")],
-            str(tmp_path / "out" / "p"),
-            tokenizer=tokenizer,
-            workers=1,
-        )
+        tokenize(tmp_path / "in.jsonl", tmp_path / "out" / "p", tokenizer)
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -217,55 +205,32 @@ def test_archives_cut_short_are_named(tokenizer: str, tmp_path: Path) -> None:
         path = tmp_path / f"in.jsonl{suffix}"
         path.write_bytes(packed[: len(packed) // 2])
         with pytest.raises(ConvertError, match=f"in.jsonl{suffix}: cannot be read"):
-            convert([str(path)], str(tmp_path / "p"), tokenizer=tokenizer, workers=1)
+            tokenize(path, tmp_path / "p", tokenizer)
 
 
 def test_all_frames_of_a_zst_file_are_read(tokenizer: str, tmp_path: Path) -> None:
     frames = [zstandard.compress(f'{{"text": "frame {n}"}}\n'.encode()) for n in range(5)]
     (tmp_path / "in.jsonl.zst").write_bytes(b"".join(frames))
-    assert (
-        convert(
-            [str(tmp_path / "in.jsonl.zst")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1
-        ).documents
-        == 5
-    )
+    assert tokenize(tmp_path / "in.jsonl.zst", tmp_path / "p", tokenizer).documents == 5
 
 
 def test_existing_datasets_are_not_replaced_unasked(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("new")
     write_random_pair(str(tmp_path / "p"))
     with pytest.raises(ConvertError, match="--overwrite"):
-        convert([str(tmp_path / "in.txt")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1)
-    convert(
-        [str(tmp_path / "in.txt")],
-        str(tmp_path / "p"),
-        tokenizer=tokenizer,
-        workers=1,
-        overwrite=True,
-    )
+        tokenize(tmp_path / "in.txt", tmp_path / "p", tokenizer)
+    tokenize(tmp_path / "in.txt", tmp_path / "p", tokenizer, overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "p"))) == 1
 
 
 def test_end_of_document_can_be_named_and_left_out(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("ab")
-    convert(
-        [str(tmp_path / "in.txt")],
-        str(tmp_path / "p"),
-        tokenizer=tokenizer,
-        workers=1,
-        append_eod=False,
-    )
+    tokenize(tmp_path / "in.txt", tmp_path / "p", tokenizer, append_eod=False)
     assert len(np.asarray(IndexedDataset(str(tmp_path / "p"))[0])) == 2
     with pytest.raises(ConvertError, match="name it with --eod"):
-        convert(
-            [str(tmp_path / "in.txt")],
-            str(tmp_path / "q"),
-            tokenizer=tokenizer,
-            eod="<nope>",
-            workers=1,
-        )
+        tokenize(tmp_path / "in.txt", tmp_path / "q", tokenizer, eod="<nope>")
     with pytest.raises(ObjectNotFoundError, match="nope"):
-        convert([str(tmp_path / "nope.txt")], str(tmp_path / "q"), tokenizer=tokenizer, workers=1)
+        tokenize(tmp_path / "nope.txt", tmp_path / "q", tokenizer)
 
 
 # --- the command lines ----------------------------------------------------------------------------------------------------
@@ -282,20 +247,12 @@ def test_convert_and_describe_as_a_user_runs_them(
     (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n{"text": ""}\n{"text": "more"}\n')
     environment = os.environ | s3.environment
     url = f"s3://{bucket}/web"
-    made = run(
-        "convert", str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer, env=environment
-    )
+    words = [str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer]
+    made = run("convert", *words, env=environment)
     assert made.returncode == 0, made.stderr
     assert "2 documents (1 empty one left out), 17 tokens of uint16" in made.stdout
-    told = run(
-        "describe",
-        url,
-        "--tokenizer",
-        tokenizer,
-        "--plot",
-        str(tmp_path / "h.png"),
-        env=environment,
-    )
+    words = [url, "--tokenizer", tokenizer, "--plot", str(tmp_path / "h.png")]
+    told = run("describe", *words, env=environment)
     assert told.returncode == 0, told.stderr
     assert "documents: 2\nsequences: 2\nempty_documents: 0\n" in told.stdout
     assert "hello world<|endoftext|>more<|endoftext|>" in told.stdout
@@ -307,30 +264,23 @@ def test_convert_and_describe_as_a_user_runs_them(
     ("words", "message"),
     [
         (
-            [
-                "describe",
-                "s3://nobucket/x",
-                "--storage",
-                "endpoint_url=http://127.0.0.1:1",
-                "--storage",
-                "anon=true",
-            ],
+            "describe s3://nobucket/x --storage endpoint_url=http://127.0.0.1:1 --storage anon=true",
             "endpoint",
         ),
-        (["describe", "/no/such/prefix"], "/no/such/prefix.bin: no such file"),
-        (["describe", "x", "--storage", "endpoint"], "KEY=VALUE"),
+        ("describe /no/such/prefix", "/no/such/prefix.bin: no such file"),
+        ("describe x --storage endpoint", "KEY=VALUE"),
         (
-            ["convert", "/no/such.txt", "/tmp/never", "--tokenizer", "/no/tokenizer.json"],
+            "convert /no/such.txt /tmp/never --tokenizer /no/tokenizer.json",
             "no such tokenizer file",
         ),
-        (["convert", "in.jsonl", "out", "--merges", "merges.txt"], "give that as --tokenizer"),
-        (["train", "/no/run.toml"], "/no/run.toml: No such file"),
+        ("convert in.jsonl out --merges merges.txt", "give that as --tokenizer"),
+        ("train /no/run.toml", "/no/run.toml: No such file"),
     ],
 )
 def test_mistakes_are_one_message_without_a_traceback(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 1
+    assert main(words.split()) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -358,26 +308,17 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "file").write_text("no folder")
     options = {
-        "bucket": ("s3://no-such-bucket/x", [], "no such bucket"),
-        "report": (
-            f"s3://{bucket}/x",
-            ["--report", str(tmp_path / "no" / "r.json")],
-            "No such file",
-        ),
-        "plot": (f"s3://{bucket}/x", ["--plot", str(tmp_path / "no" / "r.png")], "No such file"),
-        "work": (f"s3://{bucket}/x", ["--work", str(tmp_path / "file")], "name another by --work"),
-        "folder": (str(tmp_path / "file" / "x"), [], "file"),
-        "tokenizer": (str(tmp_path / "x"), ["--dtype", "uint8"], "cannot hold the 257 ids"),
-        "mistyped": (
-            str(tmp_path / "x"),
-            ["--tokenizer", "tokeniser.jsn"],
-            "is tokenizer.json meant?",
-        ),
+        "bucket": ("s3://no-such-bucket/x", "", "no such bucket"),
+        "report": (f"s3://{bucket}/x", f"--report {tmp_path}/no/r.json", "No such file"),
+        "plot": (f"s3://{bucket}/x", f"--plot {tmp_path}/no/r.png", "No such file"),
+        "work": (f"s3://{bucket}/x", f"--work {tmp_path}/file", "name another by --work"),
+        "folder": (f"{tmp_path}/file/x", "", "file"),
+        "tokenizer": (f"{tmp_path}/x", "--dtype uint8", "cannot hold the 257 ids"),
+        "mistyped": (f"{tmp_path}/x", "--tokenizer tokeniser.jsn", "is tokenizer.json meant?"),
     }
     output, words, message = options[what]
-    assert (
-        main(["convert", str(tmp_path / "in.jsonl"), output, "--tokenizer", tokenizer, *words]) == 1
-    )
+    command = ["convert", str(tmp_path / "in.jsonl"), output, "--tokenizer", tokenizer]
+    assert main([*command, *words.split()]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
     assert list(tmp_path.glob("*x*")) in ([], [tmp_path / "xdg-cache"])
@@ -402,16 +343,9 @@ def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(
     tokenizer: str, tmp_path: Path
 ) -> None:
     (tmp_path / "in.jsonl").write_text(('{"text": "' + "word " * 2000 + '"}\n') * 20000)
-    command = [
-        sys.executable,
-        "-m",
-        "streammega",
-        "convert",
-        str(tmp_path / "in.jsonl"),
-        str(tmp_path / "out" / "p"),
-    ]
+    words = [str(tmp_path / "in.jsonl"), str(tmp_path / "out" / "p"), "--tokenizer", tokenizer]
     process = subprocess.Popen(
-        [*command, "--tokenizer", tokenizer],
+        [sys.executable, "-m", "streammega", "convert", *words],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
-from streammega.convert.read.open import PieceReader, decompressed
+from streammega.convert.read.source import PieceReader, decompressed
 from streammega.errors import ConfigError, ConvertError
-from tests.convert.test_columns_and_keys import texts
+from tests.support.builders import stored_texts
 
 LINES = [b'{"text": "%d %x"}\n' % (n, n * 7919 % 65521) for n in range(3000)]
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -55,7 +55,7 @@ def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
 
 
 def made(tmp_path: Path) -> list[str]:
-    return texts(tmp_path / "made" / "out")
+    return stored_texts(tmp_path / "made" / "out")
 
 
 def of_lines(count: int) -> list[str]:

@@ -19,7 +19,7 @@ from streammega.convert import convert
 from streammega.convert.dry_run import plan_conversion
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
@@ -70,7 +70,7 @@ def test_the_plan_is_what_comes_out(
     assert plan.shards == pytest.approx(made.shards, abs=3)
     assert (plan.dtype, plan.eod_id) == (made.dtype, made.eod_id)
     stored = IndexedDataset(str(tmp_path / "out" / "web.manifest.json"))
-    for number, (sequence,) in enumerate(plan.shown):
+    for number, (sequence,) in enumerate(plan.sample.shown):
         assert sequence.ids == np.asarray(stored[number]).tolist()[: len(sequence.ids)]
         assert sequence.length == len(np.asarray(stored[number]))
         assert "".join(sequence.pieces).startswith(f"document {number}"[:20]) or number > 0
@@ -83,7 +83,7 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     plan = plan_conversion(
         [str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1")
     )
-    assert [[sequence.mode for sequence in document] for document in plan.shown] == [[0, 1]]
+    assert [[sequence.mode for sequence in document] for document in plan.sample.shown] == [[0, 1]]
     made = convert(
         [str(tmp_path / "q.jsonl")],
         str(tmp_path / "o"),
@@ -92,7 +92,7 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
         workers=1,
     )
     assert (plan.documents, plan.tokens) == (made.documents, made.tokens)
-    assert plan.dropped == made.dropped
+    assert plan.sample.dropped == made.dropped
 
 
 def test_tokens_pass_as_they_are(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_tokens_pass_as_they_are(tmp_path: Path) -> None:
     plan = plan_conversion([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
     made = convert([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
     assert (plan.documents, plan.tokens, plan.dtype) == (made.documents, made.tokens, made.dtype)
-    assert plan.shown[0][0].pieces == []
+    assert plan.sample.shown[0][0].pieces == []
 
 
 @pytest.mark.guarantee("dry-run-writes")

@@ -24,9 +24,10 @@ import streammega
 from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import ConvertOptions, convert
-from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import find_inputs
+from streammega.convert.read.walk import SkippedFiles
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
+from tests.support.builders import convert_bytes
 from tests.support.servers import S3, http_server
 
 LINE = b'{"text": "%s"}\n'
@@ -44,7 +45,7 @@ def found(
     *items: str, storage: StorageConfig | None = None, **options: Any
 ) -> tuple[list[str], dict[str, int]]:
     """Paths of the inputs, and what was counted."""
-    passed = PassedOver()
+    passed = SkippedFiles()
     inputs = find_inputs(items, storage, ConvertOptions(**options), passed)
     return [item.path for item in inputs], passed.counts
 
@@ -68,7 +69,7 @@ def test_folders_behind_links_are_searched_once_by_either_spelling(tmp_path: Pat
     for item in (root, f"{root}/**", f"{root}/**/*.jsonl"):
         assert names(root, item) == wanted, item
         assert found(item)[1] == {"folders that were searched under another name": 2}, item
-    report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert_bytes(tmp_path / "out", root)
     assert report.documents == 3
 
 
@@ -150,7 +151,7 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.jsonl")
     for item in (root, f"{root}/*"):
         assert found(item) == ([f"{root}/a.jsonl"], {"pipes, sockets and devices": 1})
-    report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert_bytes(tmp_path / "out", root)
     assert report.documents == 1
 
 
@@ -162,10 +163,10 @@ def test_a_folder_that_a_glob_matches_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
-    from streammega.convert.read.open import unreadable
+    from streammega.convert.read.source import unreadable
 
     denied = PermissionError(errno.EACCES, "Permission denied", "a.jsonl")
-    assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied, {})
+    assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied, StorageConfig())
 
 
 # --- datasets below ------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def test_a_folder_of_datasets_alone_is_merged_without_the_output(tmp_path: Path)
     source = tree(tmp_path / "source", ["a.jsonl"])
     root = tmp_path / "sets"
     for name in ("one", "two"):
-        convert([source], f"{root}/{name}", tokenizer="bytes", workers=1)
+        convert_bytes(f"{root}/{name}", source)
     for _ in range(2):
         report = convert([str(root)], f"{root}/all", overwrite=True, workers=1)
         assert report.documents == 2
@@ -498,7 +499,7 @@ def test_members_of_archives_that_are_no_documents_are_counted(tmp_path: Path) -
         ("no-suffix", b"x"),
     ]  # fmt: skip
     path = archive(tmp_path / "a.tar", members)
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert_bytes(tmp_path / "out", path)
     assert report.documents == 1
     assert report.members_left_out == {
         ".jpg": 2,
@@ -518,8 +519,8 @@ def test_two_members_of_one_name_have_a_remedy_that_works(
 ) -> None:
     path = archive(tmp_path / "a.tar", [("0.txt", b"one"), ("0.txt", b"two")])
     with pytest.raises(ConfigError, match=r"'txt' more than once.*--member '\*txt'"):
-        convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, member=member)
-    report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, member="*txt")
+        convert_bytes(tmp_path / "out", path, member=member)
+    report = convert_bytes(tmp_path / "out", path, member="*txt")
     assert report.documents == 2
 
 
@@ -528,7 +529,7 @@ def test_a_package_that_is_missing_is_named(
     suffix: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(fsspec.core.compr, {".lz4": "lz4", ".snappy": "snappy"}[suffix], False)
-    monkeypatch.setattr("streammega.convert.read.open.infer_compression", lambda name: None)
+    monkeypatch.setattr("streammega.convert.read.source.infer_compression", lambda name: None)
     root = tree(tmp_path, [f"a.jsonl{suffix}"])
     with pytest.raises(ConvertError, match=rf"{suffix} needs .*pip install {package}"):
-        convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", root)

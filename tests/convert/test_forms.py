@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega.convert import convert
+from tests.support.builders import convert_bytes
 
 EOD = 256
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -114,7 +115,7 @@ def by_megatron(prefix: Path, texts: list[str]) -> list[bytes]:
 
 
 def converted(item: str, out: Path, **options: Any) -> list[bytes]:
-    convert([item], str(out), tokenizer="bytes", workers=1, overwrite=True, **options)
+    convert_bytes(out, item, overwrite=True, **options)
     return [Path(f"{out}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
@@ -142,7 +143,7 @@ def test_every_form_gives_megatrons_bytes(
     wanted = by_megatron(folder / "theirs", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.UNIT_BYTES", unit)
-        patch.setattr("streammega.convert.read.json.READ_BYTES", unit)
+        patch.setattr("streammega.convert.read.text.READ_BYTES", unit)
         for form, (name, make, options) in PACKABLE.items():
             data = PACKED[packed](make(texts))
             (folder / f"{name}{packed}").write_bytes(data)

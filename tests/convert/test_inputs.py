@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
-from tests.conftest import write_random_pair
+from tests.support.builders import convert_bytes, tar_bytes, write_random_pair
 from tests.support.data.make_peers import TEXTS, tokens
 from tests.support.servers import S3
 from tests.support.typed import all_tokens
@@ -110,9 +108,7 @@ TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.guarantee("corpus-shards-stream", "documents-format-modes")
 @pytest.mark.parametrize("name", TEXT_INPUTS)
 def test_texts_arrive_from_every_format(name: str, tmp_path: Path) -> None:
-    report = convert(
-        [TEXT_INPUTS[name](tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1
-    )
+    report = convert_bytes(tmp_path / "out", TEXT_INPUTS[name](tmp_path))
     assert read(tmp_path / "out") == as_bytes(TEXTS)
     assert report.documents == len(TEXTS)
     assert not report.dropped
@@ -215,14 +211,7 @@ def test_inputs_are_read_from_object_storage(
                        ("in/b.parquet", Path(parquet(tmp_path / "b.parquet")).read_bytes())):  # fmt: skip
         system.pipe_file(f"{bucket}/{name}", data)
     for item in (f"s3://{bucket}/in", f"s3://{bucket}/in/*"):
-        convert(
-            [item],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            storage=s3_storage,
-            workers=1,
-            overwrite=True,
-        )
+        convert_bytes(tmp_path / "out", item, storage=s3_storage, overwrite=True)
         assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
     convert([str(tmp_path / "out")], f"s3://{bucket}/pair", storage=s3_storage, workers=1)
     convert([f"s3://{bucket}/pair"], str(tmp_path / "back"), storage=s3_storage, workers=1)
@@ -337,7 +326,7 @@ def records(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.guarantee("documents-format-modes")
 def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
-    convert([path], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
+    convert_bytes(tmp_path / "out", path, keys=("q", "a:1"))
     made = IndexedDataset(str(tmp_path / "out"))
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
         ("one?", 0),
@@ -355,7 +344,7 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
         tmp_path / "a.jsonl",
         [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]}],
     )
-    convert([path], str(tmp_path / "out"), tokenizer="bytes", chat=True, workers=1)
+    convert_bytes(tmp_path / "out", path, chat=True)
     made = IndexedDataset(str(tmp_path / "out"))
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
         ("<|user|>\n", 0), ("hi", 0), ("<|assistant|>\n", 0), ("yes", 1), ("<|assistant|>\n", 0), ("x", 1),
@@ -369,13 +358,7 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
 @pytest.mark.guarantee("documents-format-modes")
 def test_sentences_are_sequences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Dr. Smith came. He saw.")
-    convert(
-        [str(tmp_path / "a.txt")],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        split_sentences="en",
-        workers=1,
-    )
+    convert_bytes(tmp_path / "out", tmp_path / "a.txt", split_sentences="en")
     made = IndexedDataset(str(tmp_path / "out"))
     assert [bytes(t[t < 256].astype(np.uint8)).decode().strip() for t in all_tokens(made)] == [
         "Dr. Smith came.",
@@ -387,14 +370,10 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
 @pytest.mark.guarantee("left-out-counted")
 def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
-    cut = convert(
-        [path], str(tmp_path / "cut"), tokenizer="bytes", min_tokens=3, max_tokens=8, workers=1
-    )
+    cut = convert_bytes(tmp_path / "cut", path, min_tokens=3, max_tokens=8)
     assert read(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
     assert cut.dropped == {"empty": 1, "too short": 1, "cut": 2, "tokens cut off": 2 + 13}
-    dropped = convert(
-        [path], str(tmp_path / "d"), tokenizer="bytes", max_tokens=8, long="drop", workers=1
-    )
+    dropped = convert_bytes(tmp_path / "d", path, max_tokens=8, long="drop")
     assert read(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
     assert dropped.dropped == {"empty": 1, "too long": 2}
 
@@ -408,13 +387,7 @@ def test_a_dtype_that_cannot_hold_the_ids_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="which uint16 cannot hold"):
         convert([str(tmp_path / "out")], str(tmp_path / "narrow"), dtype="uint16", workers=1)
     with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes"):
-        convert(
-            [jsonl(tmp_path / "t.jsonl")],
-            str(tmp_path / "o"),
-            tokenizer="bytes",
-            dtype="uint8",
-            workers=1,
-        )
+        convert_bytes(tmp_path / "o", jsonl(tmp_path / "t.jsonl"), dtype="uint8")
 
 
 def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
@@ -429,24 +402,9 @@ def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
 GOOD = b'{"text": "good"}\n'
 
 
-def hostile_tar() -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in ("good.txt", "../../etc/evil.txt", "/abs.txt", "also good.txt"):
-            member = tarfile.TarInfo(name)
-            member.size = 4
-            archive.addfile(member, io.BytesIO(b"good"))
-    return packed.getvalue()
-
-
-def plain_tar(texts: int = 30) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for number in range(texts):
-            member = tarfile.TarInfo(f"{number}.txt")
-            member.size = 4
-            archive.addfile(member, io.BytesIO(b"good"))
-    return packed.getvalue()
+HOSTILE_NAMES = ("good.txt", "../../etc/evil.txt", "/abs.txt", "also good.txt")
+HOSTILE_TAR = tar_bytes(*((name, b"good") for name in HOSTILE_NAMES))
+PLAIN_TAR = tar_bytes(*((f"{number}.txt", b"good") for number in range(30)))
 
 
 def zeroed(data: bytes, at: int) -> bytes:
@@ -511,42 +469,42 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
     ),
     "tar cut in a member": (
         "a.tar",
-        plain_tar()[: 512 * 9 + 2],
+        PLAIN_TAR[: 512 * 9 + 2],
         r"cannot be read .*a\.tar!4\.txt",
         {"unreadable file": 1},
         4,
     ),
     "tar with a damaged header": (
         "a.tar",
-        damaged(plain_tar(), 4096),
+        damaged(PLAIN_TAR, 4096),
         "header at byte 4,096 is damaged",
         {"unreadable file": 1},
         4,
     ),
     "tar with a damaged last header": (
         "a.tar",
-        damaged(plain_tar(), 29696),
+        damaged(PLAIN_TAR, 29696),
         "header at byte 29,696",
         {"unreadable file": 1},
         29,
     ),
     "tar with zeros in it": (
         "a.tar",
-        zeroed(plain_tar(), 1024 * 9),
+        zeroed(PLAIN_TAR, 1024 * 9),
         "goes on after its end",
         {"unreadable file": 1},
         9,
     ),
     "two tars in one": (
         "a.tar",
-        plain_tar() + plain_tar(),
+        PLAIN_TAR + PLAIN_TAR,
         "goes on after its end",
         {"unreadable file": 1},
         30,
     ),
     "tar compressed in secret": (
         "a.tar",
-        gzip.compress(plain_tar()),
+        gzip.compress(PLAIN_TAR),
         "is compressed",
         {"unreadable file": 1},
         0,
@@ -554,12 +512,12 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
     "tar that is none": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", {"unreadable file": 1}, 0),
     "tar cut between members": (
         "a.tar",
-        plain_tar()[: 512 * 8],
+        PLAIN_TAR[: 512 * 8],
         "no end; it is cut short",
         {"unreadable file": 1},
         4,
     ),
-    "hostile names": ("a.tar", hostile_tar(), "outside of its archive", {"hostile path": 2}, 2),
+    "hostile names": ("a.tar", HOSTILE_TAR, "outside of its archive", {"hostile path": 2}, 2),
     "no parquet": (
         "a.parquet",
         b"PAR1 nothing",
@@ -585,16 +543,10 @@ def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
     file, data, message, counts, left = BROKEN[name]
     (tmp_path / file).write_bytes(data)
     with pytest.raises(ConvertError, match=message):
-        convert([str(tmp_path / file)], str(tmp_path / "out" / "p"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out" / "p", tmp_path / file)
     assert not list((tmp_path / "out").glob("*"))
     jsonl(tmp_path / "z.jsonl")
-    report = convert(
-        [str(tmp_path / file), str(tmp_path / "z.jsonl")],
-        str(tmp_path / "p"),
-        tokenizer="bytes",
-        on_error="skip",
-        workers=1,
-    )
+    report = convert_bytes(tmp_path / "p", tmp_path / file, tmp_path / "z.jsonl", on_error="skip")
     assert {kind: report.dropped.get(kind) for kind in counts} == counts
     assert len(report.messages) == sum(counts.values())
     assert file in report.messages[0]
@@ -625,9 +577,7 @@ def test_rows_weigh_what_they_hold(
         return real(self, documents, skipped)
 
     monkeypatch.setattr(BatchEncoder, "__call__", noted)
-    report = convert(
-        [str(tmp_path / f"a.{kind}")], str(tmp_path / "out"), tokenizer="bytes", workers=1
-    )
+    report = convert_bytes(tmp_path / "out", tmp_path / f"a.{kind}")
     assert max(sizes) <= 4, "a MiB together, and the one that made it full"
     assert sum(map(len, texts)) <= report.text_bytes <= 1.1 * sum(map(len, texts))
 
@@ -639,18 +589,18 @@ def test_lines_of_later_units_have_their_true_numbers(
     monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)
     with pytest.raises(ConvertError, match=r"a\.jsonl:41: broken JSON"):
-        convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", tmp_path / "a.jsonl")
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
     with pytest.raises(ConvertError, match=r"has no column 'text' \(it has: 'body'\)"):
-        convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", tmp_path / "a.parquet")
     assert report_of(tmp_path / "a.parquet", tmp_path, keys=("body",)).documents == len(TEXTS)
 
 
 def report_of(path: Path, tmp_path: Path, **options: Any) -> ConvertReport:
-    return convert([str(path)], str(tmp_path / "made"), tokenizer="bytes", workers=1, **options)
+    return convert_bytes(tmp_path / "made", path, **options)
 
 
 def test_text_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
@@ -675,7 +625,7 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
         "size_limit": 9, "zip_data": None}]}))  # fmt: skip
     (tmp_path / "s.mds").write_bytes(np.array([1, 12, 20, 4], "<u4").tobytes() + b"boom")
     with pytest.raises(ConvertError, match="has no key 'text'"):
-        convert([str(tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", tmp_path)
     np.save(tmp_path / "evil.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ConvertError, match="token arrays are integers"):
         convert([str(tmp_path / "evil.npy")], str(tmp_path / "out"), workers=1)

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +21,10 @@ from streammega.convert import convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.open import Skipped, Slice
 from streammega.convert.read.readers import read_slice
+from streammega.convert.read.source import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
+from tests.support.builders import write_tar
 from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running
 
@@ -39,11 +39,8 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[R
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines, 1))
     pq.write_table(pa.table({"text": TEXTS}), folder / "c.parquet", row_group_size=500)
-    with tarfile.open(folder / "d.tar", "w") as archive:
-        for number, text in enumerate(TEXTS[:500]):
-            member = tarfile.TarInfo(f"{number:06d}.txt")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
+    texts = enumerate(TEXTS[:500])
+    write_tar(folder / "d.tar", *((f"{n:06d}.txt", text.encode()) for n, text in texts))
     with running(tmp_path) as server:
         yield (
             server,

@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import IndexedDataset, StorageConfig
+from streammega import StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.json import HEAD_BYTES, holds_lines, read_values
+from streammega.convert.read.text import HEAD_BYTES, holds_lines, read_values
 from streammega.errors import ConvertError
+from tests.support.builders import convert_bytes, stored_texts
 from tests.support.servers import S3
 
 RECORDS = [
@@ -64,13 +64,6 @@ def digests(prefix: Path) -> list[str]:
     ]
 
 
-def texts(prefix: Path) -> list[str]:
-    return [
-        bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
-        for ids in IndexedDataset(str(prefix))[:]
-    ]
-
-
 def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
     """What is said of files of a folder, in.json by default, that become the dataset `out` there
     without what is broken in them.
@@ -92,11 +85,11 @@ def test_every_form_gives_the_documents_of_lines(form: str, packed: str, tmp_pat
         ".zst": zstandard.compress,
     }
     path.write_bytes(pack[packed](data))
-    report = convert([str(path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    assert texts(tmp_path / "out") == [record["text"] for record in RECORDS]
+    report = convert_bytes(tmp_path / "out", path)
+    assert stored_texts(tmp_path / "out") == [record["text"] for record in RECORDS]
     assert not report.dropped
     (tmp_path / "in.jsonl").write_text(FORMS["lines"](RECORDS))
-    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "lines"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "lines", tmp_path / "in.jsonl")
     assert digests(tmp_path / "out") == digests(tmp_path / "lines")
 
 
@@ -109,7 +102,7 @@ def test_large_files_are_cut_into_units_only_where_they_are_lines(
     units = plan_units(find_inputs([str(tmp_path / "in.json")]), ConvertOptions(), StorageConfig())
     assert (len(units) > 5) == (form == "lines")
     convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=2)
-    assert texts(tmp_path / "out") == [record["text"] for record in RECORDS]
+    assert stored_texts(tmp_path / "out") == [record["text"] for record in RECORDS]
 
 
 def test_arrays_are_read_from_object_storage(
@@ -120,14 +113,8 @@ def test_arrays_are_read_from_object_storage(
     system = s3fs.S3FileSystem(**s3.options, skip_instance_cache=True)
     system.pipe_file(f"{bucket}/in/a.json", FORMS["array over lines"](RECORDS).encode())
     system.pipe_file(f"{bucket}/in/b.json.gz", gzip.compress(FORMS["array"](RECORDS).encode()))
-    convert(
-        [f"s3://{bucket}/in"],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        storage=s3_storage,
-        workers=1,
-    )
-    assert texts(tmp_path / "out") == [record["text"] for record in RECORDS] * 2
+    convert_bytes(tmp_path / "out", f"s3://{bucket}/in", storage=s3_storage)
+    assert stored_texts(tmp_path / "out") == [record["text"] for record in RECORDS] * 2
 
 
 BROKEN = {
@@ -152,11 +139,11 @@ def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
         ConvertError,
         match=rf"in\.json.*{message}" if not message.startswith(":") else rf"in\.json{message}",
     ):
-        convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "no", tmp_path / "in.json")
     report = converted(tmp_path, "in.json", "good.json")
     assert report.dropped == {"unreadable file": 1}
     assert "what comes after it cannot be read" in report.messages[0]
-    assert texts(tmp_path / "out")[-3:] == [record["text"] for record in RECORDS[:3]]
+    assert stored_texts(tmp_path / "out")[-3:] == [record["text"] for record in RECORDS[:3]]
 
 
 @pytest.mark.guarantee("broken-member-json")
@@ -164,8 +151,8 @@ def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
 def test_what_follows_a_broken_member_is_left_out_and_reported(bad: str, tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(f'[{{"text": "good"}},\n{bad},\n{{"text": "b"}}]')
     report = converted(tmp_path)
-    assert texts(tmp_path / "out")[0] == "good"
-    assert "b" not in texts(tmp_path / "out")
+    assert stored_texts(tmp_path / "out")[0] == "good"
+    assert "b" not in stored_texts(tmp_path / "out")
     assert report.dropped == {"unreadable file": 1}
     assert "in.json:2: broken JSON" in report.messages[0]
     assert "what comes after it cannot be read" in report.messages[0]
@@ -183,26 +170,26 @@ def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
     ]
     (tmp_path / "in.json").write_bytes(b"[\n" + b",\n".join(broken) + b"\n]\n")
     report = converted(tmp_path)
-    assert texts(tmp_path / "out") == ["good", "x"]
+    assert stored_texts(tmp_path / "out") == ["good", "x"]
     assert report.dropped == {"broken record": 5}
     places = [message.partition(": ")[0].rpartition(":")[2] for message in report.messages]
     assert places == ["3", "4", "5", "6", "7"]
     with pytest.raises(ConvertError, match=r"in\.json:3: has no key 'text' \(it has: 'body'\)"):
-        convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "no", tmp_path / "in.json")
 
 
 def test_a_file_of_lines_whose_first_is_broken_stays_one_of_lines(tmp_path: Path) -> None:
     for first in ('{"text": ', '{"text": "a', "{", '{"text": "a"} {'):
         (tmp_path / "in.json").write_text(f'{first}\n{{"text": "b"}}\n{{"text": "c"}}\n')
         report = converted(tmp_path, overwrite=True)
-        assert texts(tmp_path / "out") == ["b", "c"], first
+        assert stored_texts(tmp_path / "out") == ["b", "c"], first
         assert report.dropped == {"broken record": 1}
 
 
 def test_lines_that_are_called_lines_but_are_an_array_are_told_of(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(FORMS["array over lines"](RECORDS))
     with pytest.raises(ConvertError, match=r"in\.jsonl:1: .*call the file \.json"):
-        convert([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", tmp_path / "in.jsonl")
 
 
 class Pieces(io.RawIOBase):

@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,10 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.read import open as read_open
-from streammega.convert.read.open import LongLine, read_lines
+from streammega.convert.read import source as read_source
+from streammega.convert.read.source import LongLine, read_lines
 from streammega.errors import ConvertError
+from tests.support.builders import tar_bytes, write_tar
 
 MAX_BYTES = 3000
 LARGE = "large " * 1000
@@ -43,7 +43,7 @@ def test_lines_are_lines_however_reads_end(
 ) -> None:
     data = b"\n".join(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_open, "READ_BYTES", read)
+        patch.setattr(read_source, "READ_BYTES", read)
         found = list(read_lines(data[:begun], io.BytesIO(data[begun:]), max_bytes))
     expected = list(io.BytesIO(data))
     assert len(found) == len(expected)
@@ -76,15 +76,13 @@ def arrow(texts: list[str]) -> bytes:
     return file.getvalue()
 
 
-def tar(texts: list[str], packed: bool = False) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for number, text in enumerate(texts):
-            data = gzip.compress(text.encode()) if packed else text.encode()
-            member = tarfile.TarInfo(f"{number}.txt{'.gz' if packed else ''}")
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return file.getvalue()
+def tar(texts: list[str]) -> bytes:
+    return tar_bytes(*((f"{number}.txt", text.encode()) for number, text in enumerate(texts)))
+
+
+def packed_tar(texts: list[str]) -> bytes:
+    packed = [gzip.compress(text.encode()) for text in texts]
+    return tar_bytes(*((f"{number}.txt.gz", data) for number, data in enumerate(packed)))
 
 
 FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
@@ -95,7 +93,7 @@ FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
     "in.parquet": (parquet, r"in\.parquet:3: "),
     "in.arrow": (arrow, r"in\.arrow:3: "),
     "in.tar": (tar, r"in\.tar!2\.txt: "),
-    "packed.tar": (lambda texts: tar(texts, True), r"packed\.tar!2\.txt\.gz: "),
+    "packed.tar": (packed_tar, r"packed\.tar!2\.txt\.gz: "),
 }
 ENDS_THE_FILE = ("in.csv", "in.json")
 """What follows a large record of these cannot be read."""
@@ -108,9 +106,9 @@ def test_a_record_that_is_too_large_is_refused_or_skipped(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
-    monkeypatch.setattr(read_open, "READ_BYTES", 700)
-    monkeypatch.setattr("streammega.convert.read.json.READ_BYTES", 700)
-    monkeypatch.setattr("streammega.convert.read.readers.HEAD_BYTES", 64)
+    monkeypatch.setattr(read_source, "READ_BYTES", 700)
+    monkeypatch.setattr("streammega.convert.read.text.READ_BYTES", 700)
+    monkeypatch.setattr("streammega.convert.read.text.HEAD_BYTES", 64)
     write, place = FORMS[form]
     (tmp_path / form).write_bytes(write(["first", "second", LARGE, "last"]))
     settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
@@ -130,8 +128,10 @@ def test_a_record_that_is_too_large_is_refused_or_skipped(
 
 @pytest.mark.guarantee("record-larger-max")
 @pytest.mark.parametrize("name", ["large.txt", "large.txt.gz"])
-def test_a_text_that_is_too_large_is_refused_or_skipped(name: str, tmp_path: Path) -> None:
-    data = LARGE.encode()
+@pytest.mark.parametrize("data", [LARGE.encode(), b"\xef\xbb\xbf" + LARGE.encode()])
+def test_a_text_that_is_too_large_is_refused_or_skipped(
+    name: str, data: bytes, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     (tmp_path / "z.txt").write_text("small")
     settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "max_record_bytes": MAX_BYTES}
@@ -180,11 +180,8 @@ def test_members_of_json_lines_may_be_larger_than_a_record(
     data = json_lines([*lines[:50], LARGE, *lines[50:]])
     # the end of a line, and a place within one
     for max_bytes in (10 * len(json_lines(lines[:1])) - 1, 200):
-        with tarfile.open(tmp_path / "in.tar", "w") as archive:
-            stored = gzip.compress(data) if compression else data
-            member = tarfile.TarInfo(f"a.jsonl{compression}")
-            member.size = len(stored)
-            archive.addfile(member, io.BytesIO(stored))
+        stored = gzip.compress(data) if compression else data
+        write_tar(tmp_path / "in.tar", (f"a.jsonl{compression}", stored))
         done = convert(
             [str(tmp_path / "in.tar")],
             str(tmp_path / "out"),
@@ -206,10 +203,7 @@ def test_members_that_are_too_large_are_refused(suffix: str, tmp_path: Path) -> 
     np.save(array, np.zeros(5000, np.uint16))
     data = array.getvalue() if "npy" in suffix else LARGE.encode()
     stored = gzip.compress(data) if suffix.endswith("gz") else data
-    with tarfile.open(tmp_path / "in.tar", "w") as archive:
-        member = tarfile.TarInfo(f"a.{suffix}")
-        member.size = len(stored)
-        archive.addfile(member, io.BytesIO(stored))
+    write_tar(tmp_path / "in.tar", (f"a.{suffix}", stored))
     with pytest.raises(ConvertError, match=rf"in\.tar!a\.{suffix}: the record is larger than"):
         convert(
             [str(tmp_path / "in.tar")],
@@ -241,3 +235,16 @@ def test_rows_of_csv_are_measured_in_bytes(tmp_path: Path) -> None:
     )
     assert done.documents == 1
     assert done.dropped == {"too large": 1}
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+@pytest.mark.parametrize("read_as", ["json", "lines"])
+def test_a_line_is_measured_without_its_ending(read_as: str, ending: str, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    line = json.dumps({"text": "a" * 80})
+    source.write_bytes(f"{line}{ending}".encode())
+    settings: dict[str, Any] = {"tokenizer": "bytes", "read_as": read_as, "workers": 1}
+    convert([str(source)], str(tmp_path / "out"), max_record_bytes=len(line), **settings)
+    assert len(IndexedDataset(str(tmp_path / "out"))) == 1
+    with pytest.raises(ConvertError, match=r"in:1: the record is larger than"):
+        convert([str(source)], str(tmp_path / "no"), max_record_bytes=len(line) - 1, **settings)

@@ -35,8 +35,6 @@ from streammega.convert.tokenize import encode, long_text
 from streammega.convert.tokenize.long_text import encode_long
 from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import (
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
     load_tokenizer,
 )
 from streammega.errors import ConvertError
@@ -248,7 +246,7 @@ def test_windows_have_the_ids_of_the_whole_with_tiktoken(
     (tmp_path / "own.tiktoken").write_text(
         "".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items())
     )
-    tokenizer = TiktokenTokenizer(str(tmp_path / "own.tiktoken"), name, parse=True)
+    tokenizer = load_tokenizer(str(tmp_path / "own.tiktoken"), pattern=name, special_tokens="parse")
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)
@@ -286,7 +284,7 @@ def test_windows_have_the_ids_of_the_whole_with_sentencepiece(
             minloglevel=2,
             **defaults | options,
         )
-    tokenizer = SentencePieceTokenizer(str(tmp_path / "sp.model"))
+    tokenizer = load_tokenizer(str(tmp_path / "sp.model"))
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)

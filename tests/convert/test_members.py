@@ -5,9 +5,7 @@ in silence.
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,7 @@ import webdataset
 from streammega import IndexedDataset
 from streammega.convert import convert
 from streammega.errors import ConfigError, ConvertError
-
-
-def texts(prefix: Path) -> list[str]:
-    return [
-        bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
-        for ids in IndexedDataset(str(prefix))[:]
-    ]
-
-
-def archive(path: Path, members: list[tuple[str, bytes]]) -> str:
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return str(path)
+from tests.support.builders import convert_bytes, stored_texts, write_tar
 
 
 def images(path: Path, **more: Any) -> str:
@@ -66,14 +49,8 @@ def images(path: Path, **more: Any) -> str:
 def test_the_member_that_is_named_is_the_document(
     settings: dict[str, Any], wanted: str, tmp_path: Path
 ) -> None:
-    report = convert(
-        [images(tmp_path / "a.tar")],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        workers=1,
-        **settings,
-    )
-    assert texts(tmp_path / "out") == [f"{wanted} {n}" for n in range(5)]
+    report = convert_bytes(tmp_path / "out", images(tmp_path / "a.tar"), **settings)
+    assert stored_texts(tmp_path / "out") == [f"{wanted} {n}" for n in range(5)]
     assert not report.dropped
 
 
@@ -86,13 +63,7 @@ def test_samples_with_two_documents_are_an_error_that_lists_them(
     on_error: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=MANY) as caught:
-        convert(
-            [images(tmp_path / "a.tar")],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            workers=1,
-            on_error=on_error,
-        )
+        convert_bytes(tmp_path / "out", images(tmp_path / "a.tar"), on_error=on_error)
     assert "@" not in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 
@@ -105,21 +76,14 @@ def test_every_member_can_be_a_document(tmp_path: Path) -> None:
         ("a.txt", b"three"),
         ("a.txt", b"four"),
     ]
-    path = archive(tmp_path / "a.tar", members)
+    path = write_tar(tmp_path / "a.tar", *members)
     with pytest.raises(ConfigError, match=r"'00001\.txt' or '00002\.txt'"):
-        convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", path)
     for pattern in ("*", "*txt"):
-        convert(
-            [path],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            workers=1,
-            member=pattern,
-            overwrite=True,
-        )
-        assert texts(tmp_path / "out") == ["one", "two", "three", "four"]
-    convert([path], str(tmp_path / "second"), tokenizer="bytes", workers=1, member="00002.txt")
-    assert texts(tmp_path / "second") == ["two"]
+        convert_bytes(tmp_path / "out", path, member=pattern, overwrite=True)
+        assert stored_texts(tmp_path / "out") == ["one", "two", "three", "four"]
+    convert_bytes(tmp_path / "second", path, member="00002.txt")
+    assert stored_texts(tmp_path / "second") == ["two"]
 
 
 def test_members_of_any_suffix_and_compression_can_be_named(tmp_path: Path) -> None:
@@ -127,18 +91,11 @@ def test_members_of_any_suffix_and_compression_can_be_named(tmp_path: Path) -> N
         ("x/1.ocr.TXT.gz", gzip.compress(b"scanned")), ("x/1.txt", b"typed"), ("x/1.md", b"marked"),
         ("x/2.txt", b"typed alone"), ("x/3.cls", b"7"),
     ]  # fmt: skip
-    path = archive(tmp_path / "a.tar", members)
+    path = write_tar(tmp_path / "a.tar", *members)
     wanted = {"txt": ["typed", "typed alone"], "ocr.txt": ["scanned"], "md": ["marked"]}
     for member, found in wanted.items():
-        report = convert(
-            [path],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            workers=1,
-            member=member,
-            overwrite=True,
-        )
-        assert texts(tmp_path / "out") == found
+        report = convert_bytes(tmp_path / "out", path, member=member, overwrite=True)
+        assert stored_texts(tmp_path / "out") == found
         assert report.dropped == {"samples without the member": 3 - len(found)}
 
 
@@ -147,13 +104,7 @@ def test_a_member_that_no_sample_has_is_an_error_that_lists_what_there_is(tmp_pa
         ConvertError,
         match=r"a\.tar: no sample has a member 'text' \(they have: 'jpg', 'json', 'txt'\)",
     ):
-        convert(
-            [images(tmp_path / "a.tar")],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            workers=1,
-            member="text",
-        )
+        convert_bytes(tmp_path / "out", images(tmp_path / "a.tar"), member="text")
 
 
 def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
@@ -177,7 +128,5 @@ def test_samples_with_one_document_need_no_choice(tmp_path: Path) -> None:
         ("b.json", json.dumps({"text": "two"}).encode()),
         ("c.jsonl", b'{"text": "three"}\n{"text": "four"}\n'),
     ]
-    convert(
-        [archive(tmp_path / "a.tar", members)], str(tmp_path / "out"), tokenizer="bytes", workers=1
-    )
-    assert texts(tmp_path / "out") == ["one", "two", "three", "four"]
+    convert_bytes(tmp_path / "out", write_tar(tmp_path / "a.tar", *members))
+    assert stored_texts(tmp_path / "out") == ["one", "two", "three", "four"]

@@ -129,9 +129,26 @@ def test_sizes_are_read_as_they_are_written(size: int, words: str) -> None:
 
 def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
     assert list(ConvertOptions(loss_modes=[1]).loss_modes or ()) == [1]  # type: ignore[arg-type]
-    for modes in (("a",), [128], "1"):
+    for modes in (("a",), [128]):
         with pytest.raises(ConfigError, match=r"loss_modes \(--loss-mode\) is .*at most 127"):
             ConvertOptions(loss_modes=modes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keys": "text"}, r"keys \(--key\) is 'text'; it must be a list"),
+        ({"modes": "12"}, r"modes \(--mode\) is '12'; it must be a list"),
+        ({"dedup": "no"}, r"dedup \(--dedup\) is 'no'; it must be true or false"),
+        ({"template_vars": "a=1"}, "is 'a=1'; it must be a mapping"),
+        ({"tokenizer": 7}, r"tokenizer \(--tokenizer\) is 7; it must be text"),
+    ],
+)
+def test_a_value_of_another_kind_than_its_setting_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ConvertOptions(**settings)
 
 
 def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import tarfile
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from streammega.errors import AccessDeniedError, ConfigError, ConvertError, Form
 from streammega.storage import open_store
 from streammega.storage.object_ops import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
+from tests.support.builders import convert_bytes, write_tar
 
 STORAGE = StorageConfig()
 
@@ -211,14 +210,10 @@ def write_inputs(root: Path) -> dict[str, str]:
         expected[where] = str(number)
         values.append(json.dumps({"id": number, "text": text_of(where)}))
     (root / "c.json").write_text("[\n" + ",\n".join(values) + "\n]")
-    with tarfile.open(root / "d.tar", "w") as tar:
-        for number in range(5):
-            where = f"{root}/d.tar!{number:03}.txt"
-            expected[where] = ""
-            data = text_of(where).encode()
-            member = tarfile.TarInfo(f"{number:03}.txt")
-            member.size = len(data)
-            tar.addfile(member, BytesIO(data))
+    members = [f"{number:03}.txt" for number in range(5)]
+    expected |= {f"{root}/d.tar!{name}": "" for name in members}
+    texts = [text_of(f"{root}/d.tar!{name}").encode() for name in members]
+    write_tar(root / "d.tar", *zip(members, texts, strict=True))
     where = f"{root}/e.txt"
     (root / "e.txt").write_text(text_of(where))
     expected[where] = ""
@@ -294,7 +289,7 @@ def test_every_document_says_where_it_came_from(
 @pytest.mark.guarantee("origins-document-says")
 def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(9)))
-    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "a", tmp_path / "in.jsonl")
     convert([str(tmp_path / "a")], str(tmp_path / "b"), origins=True, workers=1)
     for number, (_, origin) in enumerate(documents_of(str(tmp_path / "b"))):
         assert origin.location == f"{tmp_path}/a#{number}"
@@ -422,7 +417,7 @@ def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
 ) -> None:
     """As S3 answers for what is not there to those who may not list."""
     write_texts(tmp_path / "a.jsonl", 5)
-    convert([str(tmp_path / "a.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "a", tmp_path / "a.jsonl")
 
     class Closed:
         def info(self, key: str) -> Any:
@@ -440,9 +435,7 @@ def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
     for name, count in (("a", 5), ("b", 6)):
         write_texts(tmp_path / f"{name}.jsonl", count)
         output = str(tmp_path / name)
-        convert(
-            [str(tmp_path / f"{name}.jsonl")], output, tokenizer="bytes", origins=True, workers=1
-        )
+        convert_bytes(output, tmp_path / f"{name}.jsonl", origins=True)
     (tmp_path / "a.origins").write_bytes((tmp_path / "b.origins").read_bytes())
     (problem,) = verify(str(tmp_path / "a")).problems
     assert "a.origins: is not the one that the manifest speaks of" in problem

@@ -29,7 +29,7 @@ from streammega import (
 )
 from streammega.cli.main import app
 from streammega.config import Order, PhaseConfig
-from streammega.convert import convert
+from streammega.convert import ConvertReport, convert
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
 from streammega.convert.write.copy import HeldDocuments, gather, read_all
@@ -41,7 +41,7 @@ from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.packing import best_fit
-from streammega.samples.attention_costs import attention_costs
+from streammega.loading.micro_steps import attention_costs
 from streammega.samples.provenance import Provenance
 from tests.support.gang import Gang
 from tests.support.oracle import IndexedDataset as MegatronDataset
@@ -96,6 +96,24 @@ def bins_of(prefix: str, length: int = PACK) -> list[list[tuple[int, ...]]]:
     return list(bins.values())
 
 
+def lengths_of_bins(prefix: str, length: int = PACK) -> dict[tuple[int, ...], list[int]]:
+    """The lengths of the documents of each bin, by its tokens."""
+    bins = bins_of(prefix, length)
+    return {
+        tuple(token for document in one for token in document): [*map(len, one)] for one in bins
+    }
+
+
+def convert_packed(
+    folder: Path, documents: list[list[int]], *, multimodal: bool = False, **settings: Any
+) -> ConvertReport:
+    """Write documents as `in`, and pack them as `out` in a folder."""
+    write(str(folder / "in"), documents, multimodal=multimodal)
+    return convert(
+        [str(folder / "in")], str(folder / "out"), **({"pack": PACK, "eod_id": EOD} | settings)
+    )
+
+
 @pytest.fixture(scope="module")
 def documents() -> list[list[int]]:
     return random_documents(400)
@@ -105,8 +123,7 @@ def documents() -> list[list[int]]:
 def packed(documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A packed dataset of three shards."""
     folder = tmp_path_factory.mktemp("packed")
-    write(str(folder / "in"), documents)
-    convert([str(folder / "in")], str(folder / "out"), pack=PACK, eod_id=EOD, shard_bytes=8000)
+    convert_packed(folder, documents, shard_bytes=8000)
     return str(folder / "out")
 
 
@@ -199,10 +216,7 @@ def test_megatron_reads_the_documents_and_no_padding(packed: str) -> None:
 def test_long_documents_are_dropped_where_asked_and_counted(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
-    write(str(tmp_path / "in"), documents)
-    report = convert(
-        [str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, pack_long="drop", eod_id=EOD
-    )
+    report = convert_packed(tmp_path, documents, pack_long="drop")
     fitting = [tuple(document) for document in documents if len(document) <= PACK]
     assert Counter(stored(str(tmp_path / "out"))) == Counter(fitting)
     assert report.packing["dropped"] == len(documents) - len(fitting)
@@ -211,8 +225,7 @@ def test_long_documents_are_dropped_where_asked_and_counted(
 
 @pytest.mark.guarantee("packed-dataset-megatron")
 def test_modes_stay_with_their_tokens(documents: list[list[int]], tmp_path: Path) -> None:
-    write(str(tmp_path / "in"), documents, multimodal=True)
-    convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD)
+    convert_packed(tmp_path, documents, multimodal=True)
 
     def modes_of_tokens(prefix: str) -> Counter[tuple[int, int]]:
         counts: Counter[tuple[int, int]] = Counter()
@@ -245,11 +258,11 @@ def test_memory_workers_and_kills_change_no_byte(
     write_shard = shards.write_shard
     calls = []
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **named: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return write_shard(*arguments)
+        return write_shard(*arguments, **named)
 
     monkeypatch.setattr("streammega.convert.conversion.write_shard", failing)
     output = str(tmp_path / "two" / "out")
@@ -338,8 +351,7 @@ def test_packed_datasets_are_packed_anew_and_laid_end_to_end(
 def test_zstd_shards_hold_bins_too_and_tars_do_not(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
-    write(str(tmp_path / "in"), documents)
-    convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, kind="zst")
+    convert_packed(tmp_path, documents, kind="zst")
     assert len(list(samples_of(config_of(str(tmp_path / "out"), "stream", tmp_path)))) == 48
     with pytest.raises(ConfigError, match="--pack"):
         convert([str(tmp_path / "in")], str(tmp_path / "tar"), pack=PACK, kind="tar")
@@ -425,10 +437,7 @@ def test_samples_are_bins_and_padding_has_no_loss(
 @pytest.mark.guarantee("samples-bins-order")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_bounds_are_those_of_the_documents(packed: str, order: Order, tmp_path: Path) -> None:
-    bins = {
-        tuple(token for document in one for token in document): list(map(len, one))
-        for one in bins_of(packed)
-    }
+    bins = lengths_of_bins(packed)
     by_eod = config_of(
         packed, order, tmp_path, eod_id=EOD, reset_attention_mask=True, reset_position_ids=True
     )
@@ -482,15 +491,11 @@ def test_ranks_of_a_layout_get_the_fields_of_bins(
 def test_resume_and_splits_and_blends_are_of_bins(
     packed: str, documents: list[list[int]], order: Order, tmp_path: Path
 ) -> None:
-    write(str(tmp_path / "in"), random_documents(300, seed=1))
-    other = str(tmp_path / "other")
-    convert([str(tmp_path / "in")], other, pack=PACK, eod_id=EOD)
+    convert_packed(tmp_path, random_documents(300, seed=1))
+    other = str(tmp_path / "out")
     config = config_of(packed, order, tmp_path, split="1,1,0")
     config = replace(config, blend=[(packed, 0.5), (other, 0.5)], num_samples=(48, 24, 0))
-    bins = [
-        Counter(tuple(token for document in one for token in document) for one in bins_of(name))
-        for name in (packed, other)
-    ]
+    bins = [lengths_of_bins(name) for name in (packed, other)]
     samples = [bin_of(sample) for sample in samples_of(config)]
     of_first = sum(sample in bins[0] for sample in samples)
     assert 20 <= of_first <= 28
@@ -523,15 +528,11 @@ def test_another_length_and_mixed_blends_are_refused(
 
 
 def test_phases_are_of_packed_datasets_of_their_length(packed: str, tmp_path: Path) -> None:
-    write(str(tmp_path / "in"), random_documents(200, seed=1))
-    long = str(tmp_path / "long")
-    convert([str(tmp_path / "in")], long, pack=2 * PACK, eod_id=EOD)
+    convert_packed(tmp_path, random_documents(200, seed=1), pack=2 * PACK)
+    long = str(tmp_path / "out")
     config = config_of(packed, "stream", tmp_path)
     phase = PhaseConfig(first_sample=16, blend=[long], sequence_length=2 * PACK)
-    bins = [
-        {tuple(token for document in one for token in document) for one in bins_of(name, length)}
-        for name, length in ((packed, PACK), (long, 2 * PACK))
-    ]
+    bins = [lengths_of_bins(packed), lengths_of_bins(long, 2 * PACK)]
     with StreamLoader(
         replace(config, phases=[phase]), micro_batch_size=4, global_batch_size=8
     ) as loader:
@@ -601,10 +602,7 @@ def test_balanced_batches_count_documents_of_bins_and_no_padding(
     config = config_of(
         packed, "stream", tmp_path, eod_id=EOD, reset_attention_mask=True, balance_batches=True
     )
-    lengths = {
-        tuple(token for document in one for token in document): list(map(len, one))
-        for one in bins_of(packed)
-    }
+    lengths = lengths_of_bins(packed)
     with StreamLoader(config, micro_batch_size=2, global_batch_size=8) as loader:
         for _ in range(24):
             ids = loader.dataset.sample_ids(loader.consumed_samples)
@@ -636,9 +634,8 @@ def test_documents_are_traced_to_samples_and_back(
 
 @pytest.mark.guarantee("memory-workers-interruptions")
 def test_repair_of_a_shard_looks_for_the_manifest_that_tells_of_bins(tmp_path: Path) -> None:
-    write(str(tmp_path / "in"), [[7] * 20 + [EOD]] * 40)
-    packed = str(tmp_path / "packed")
-    convert([str(tmp_path / "in")], packed, pack=PACK, eod_id=EOD, workers=1, shard_bytes=1000)
+    convert_packed(tmp_path, [[7] * 20 + [EOD]] * 40, workers=1, shard_bytes=1000)
+    packed = str(tmp_path / "out")
     shards_of_it = IndexedDataset(packed).shards
     assert len(shards_of_it) > 1
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -667,8 +664,7 @@ def test_repair_leaves_what_is_sound_and_refuses_what_tokens_do_not_tell(
 @pytest.mark.guarantee("pack-puts-document")
 def test_the_report_counts_bins(documents: list[list[int]], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
-    write(str(tmp_path / "in"), documents)
-    report = convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD)
+    report = convert_packed(tmp_path, documents)
     bins = bins_of(str(tmp_path / "out"))
     assert report.packing == {
         "bins": len(bins),

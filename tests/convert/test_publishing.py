@@ -20,9 +20,9 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.errors import ConfigError, ConvertError, StreammegaError
-from streammega.storage.backends.fsspec import FsspecStore, FsspecWriter, RenamingWriter
+from streammega.storage.backends.fsspec import FsspecStore, FsspecWriter
 from streammega.storage.backends.local import LocalStore, LocalWriter
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -38,7 +38,7 @@ def _nothing_is_left_open() -> Iterator[None]:
 
 OTHER_DISK = Path("/dev/shm")
 STEPS = [
-    *((kind, "commit") for kind in (LocalWriter, FsspecWriter, RenamingWriter)),
+    *((kind, "commit") for kind in (LocalWriter, FsspecWriter)),
     *((kind, "delete") for kind in (LocalStore, FsspecStore)),
     *((os, name) for name in ("replace", "link")),
 ]

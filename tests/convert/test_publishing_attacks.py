@@ -25,8 +25,8 @@ from streammega.dataset.append import append
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, ConvertError
 from streammega.storage.backends.fsspec import FsspecStore
-from tests.conftest import write_random_pair
 from tests.convert.test_publishing import Killed, killed_before, tokens_of
+from tests.support.builders import write_random_pair
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -331,7 +331,7 @@ def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
             patch.setattr(
                 FsspecStore, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
             )
-            patch.setattr("streammega.convert.setup.check_writable", lambda *_, **__: None)
+            patch.setattr("streammega.convert.run.check_writable", lambda *_, **__: None)
             with pytest.raises(KeyboardInterrupt):
                 convert(pairs[1:], name, workers=1, overwrite=True)
         assert main(["gc", name, "--remove"]) == 0

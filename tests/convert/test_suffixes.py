@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, convert
-from streammega.convert.read.suffixes import format_of
+from streammega.convert.read.formats import format_of
 from streammega.errors import ConfigError, ConvertError
-from tests.convert.test_columns_and_keys import texts
+from tests.support.builders import stored_texts, write_tar
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 
@@ -36,7 +35,7 @@ def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
 
 
 def made(tmp_path: Path) -> list[str]:
-    return texts(tmp_path / "made" / "out")
+    return stored_texts(tmp_path / "made" / "out")
 
 
 def written(path: Path, data: bytes) -> Path:
@@ -253,15 +252,6 @@ def test_records_of_json_lines_may_be_of_any_suffix_but_not_their_list(tmp_path:
 HOSTILE = "a\x1b]0;owned\x07\nb\x9b2J"
 
 
-def archive(path: Path, names: list[str], data: bytes) -> Path:
-    with tarfile.open(path, "w") as file:
-        for name in names:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            file.addfile(member, io.BytesIO(data))
-    return path
-
-
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 @pytest.mark.parametrize(
     "kind", ["file", "key", "column", "member", "members", "hostile member", "unknown", "damaged"]
@@ -279,11 +269,11 @@ def test_no_name_of_an_input_is_obeyed_by_a_terminal(
     elif kind == "column":
         table(folder / "a.csv", [["id", HOSTILE], ["1", "2"]])
     elif kind == "member":
-        archive(folder / "a.tar", [f"{HOSTILE}.txt"], b"\xff")
+        write_tar(folder / "a.tar", (f"{HOSTILE}.txt", b"\xff"))
     elif kind == "members":
-        archive(folder / "a.tar", [f"{HOSTILE}.txt", f"{HOSTILE}.json"], b"{}")
+        write_tar(folder / "a.tar", (f"{HOSTILE}.txt", b"{}"), (f"{HOSTILE}.json", b"{}"))
     elif kind == "hostile member":
-        archive(folder / "a.tar", [f"../{HOSTILE}.txt"], b"x")
+        write_tar(folder / "a.tar", (f"../{HOSTILE}.txt", b"x"))
     elif kind == "unknown":
         written(folder / HOSTILE, b"x")
     else:

@@ -16,7 +16,7 @@ import pytest
 from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import Runner, Task, convert, convert_task, merge_tasks
-from streammega.convert.tasks import parse_task
+from streammega.convert.run import parse_task
 from streammega.convert.work_dir import work_dir_lock, work_folder
 from streammega.convert.write import destination
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
@@ -119,7 +119,7 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was thought to be dead goes on with a unit that another does too."""
-    monkeypatch.setattr("streammega.convert.write.units.BATCH_BYTES", 500)
+    monkeypatch.setattr("streammega.convert.write.segments.BATCH_BYTES", 500)
     expected = by_one_process(inputs, tmp_path / "alone")
     output = str(tmp_path / "shared" / "web")
     work = Path(work_folder(output, None))

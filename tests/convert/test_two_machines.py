@@ -328,7 +328,7 @@ def test_a_stream_is_not_read_where_a_killed_conversion_of_one_is_in_the_way(
         if ended == "killed":
             patch.setattr(Conversion, "release", lambda self: None)
             patch.setattr(Conversion, "remove_work", lambda self: None)
-            patch.setattr("streammega.convert.run.forget_pipes", lambda *_: None)
+            patch.setattr("streammega.convert.read.stdin.forget_pipes", lambda *_: None)
         with pytest.raises(Killed):
             convert(["-"], name, tokenizer="bytes", workers=1)
         assert (".web.streammega-claim" in objects(name)) == (

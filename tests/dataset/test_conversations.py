@@ -68,6 +68,13 @@ GOOD: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     ),
 }
 
+
+def turns(*fields: str) -> bytes:
+    """A record of messages, of which the fields are given as JSON spells them."""
+    return b'{"messages": [' + ", ".join(f"{{{turn}}}" for turn in fields).encode() + b"]}"
+
+
+NO_TEXT = "message 1, of role .assistant., needs a text.*not None"
 BAD: dict[str, tuple[bytes, str]] = {
     "broken JSON": (b'{"messages": [', "broken JSON"),
     "deep JSON": (b"[" * 100_000, "broken JSON"),
@@ -76,57 +83,36 @@ BAD: dict[str, tuple[bytes, str]] = {
     "text": (b'"text"', "has neither"),
     "nothing": (b"null", "has neither"),
     "no list": (b'{"text": "x"}', "has neither"),
-    "messages that are text": (
-        b'{"messages": "q", "conversations": [{"from": "gpt", "value": "a"}]}',
-        "has neither",
-    ),
-    "messages that are a mapping": (
-        b'{"messages": {"role": "assistant", "content": "a"}}',
-        "has neither",
-    ),
+    "messages that are text": (b'{"messages": "q", "conversations": [1]}', "has neither"),
+    "messages that are a mapping": (b'{"messages": {"role": "assistant"}}', "has neither"),
     "both null": (b'{"messages": null, "conversations": null}', "has neither"),
     "a turn that is text": (b'{"messages": ["q"]}', "needs a role"),
     "a turn that is null": (b'{"messages": [null]}', "needs a role"),
-    "no role": (b'{"messages": [{"content": "a"}]}', "needs a role"),
-    "an unknown role": (
-        b'{"messages": [{"role": "robot", "content": "a"}]}',
-        "needs a role.*'robot'",
-    ),
-    "a role that is a list": (
-        b'{"messages": [{"role": ["assistant"], "content": "a"}]}',
-        "needs a role",
-    ),
-    "no text": (
-        b'{"messages": [{"role": "assistant"}]}',
-        "message 1, of role .assistant., needs a text.*not None",
-    ),
-    "text that is null": (
-        b'{"messages": [{"role": "assistant", "content": null}]}',
-        "message 1, of role .assistant., needs a text.*not None",
-    ),
+    "no role": (turns('"content": "a"'), "needs a role"),
+    "an unknown role": (turns('"role": "robot", "content": "a"'), "needs a role.*'robot'"),
+    "a role that is a list": (turns('"role": ["user"], "content": "a"'), "needs a role"),
+    "no text": (turns('"role": "assistant"'), NO_TEXT),
+    "text that is null": (turns('"role": "assistant", "content": null'), NO_TEXT),
+    "two spellings in a turn": (turns('"role": "assistant", "value": "a"'), NO_TEXT),
     "text of several parts": (
-        b'{"messages": [{"role": "assistant", "content": [{"text": "a"}]}]}',
+        turns('"role": "assistant", "content": [{"text": "a"}]'),
         "a part that is no text",
     ),
     "a picture": (
-        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+        turns('"role": "user", "content": [{"type": "image_url", "image_url": "x"}]'),
         "message 1, of role .user., has a part that is no text: .*image_url",
     ),
     "tool calls": (
-        b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}',
+        turns('"role": "assistant", "content": null, "tool_calls": [1]'),
         "tool calls.*--chat-template",
     ),
     "a wrong text behind a right one": (
-        b'{"messages": [{"role": "user", "content": "q"}, {"role": "gpt"}]}',
+        turns('"role": "user", "content": "q"', '"role": "gpt"'),
         "message 2, of role",
-    ),
-    "two spellings in a turn": (
-        b'{"messages": [{"role": "assistant", "value": "a"}]}',
-        "message 1, of role .assistant., needs a text.*not None",
     ),
     "the other two": (b'{"conversations": [{"from": "gpt", "content": "a"}]}', "needs a role"),
     "half a character": (
-        b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
+        turns('"role": "assistant", "content": "\\ud800"'),
         "half of a character",
     ),
 }

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
-from streammega.dataset.shard import Kind
+from streammega.dataset.names import Kind
 from streammega.errors import (
     CacheError,
     FormatError,
@@ -31,9 +31,8 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.storage.backends.local import map_file
-from tests.conftest import write_random_pair
 from tests.support import oracle
-from tests.support.rank_programs import open_and_sum
+from tests.support.builders import write_random_pair
 from tests.support.servers import S3, http_server
 
 DTYPES = sorted(DTYPE_OF_CODE.values(), key=str)
@@ -174,17 +173,6 @@ def test_what_is_merged_is_not_mapped_and_may_be_removed_at_once(
     assert str(tmp_path / "a.bin") not in mapped
 
 
-def test_a_sequence_that_no_index_can_tell_is_refused(tmp_path: Path) -> None:
-    tokens = np.zeros(2**31, np.uint8)  # of which no page is touched
-    with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint8) as writer:
-        with pytest.raises(FormatError, match=r"2,147,483,648 tokens.*2,147,483,647"):
-            writer.add_item(tokens)
-        with pytest.raises(FormatError, match=r"2,147,483,648 tokens.*2,147,483,647"):
-            writer.add_document(tokens, [2**31])
-        writer.add_document([1, 2], [1, 1])
-    assert len(IndexedDataset(str(tmp_path / "ours"))) == 2
-
-
 CLOSED = "this writer is closed.*begin anew"
 
 
@@ -322,18 +310,17 @@ def test_a_forged_index_is_refused_by_name_and_without_allocating(pair: str, nam
     assert f"{pair}.idx" in str(caught.value)
 
 
-@pytest.mark.parametrize("keep", [0, 10, 33, 34, 1000])
-def test_a_truncated_index_is_refused(pair: str, keep: int) -> None:
-    path = Path(f"{pair}.idx")
+@pytest.mark.parametrize(
+    ("suffix", "keep", "message"),
+    [
+        *((".idx", keep, r"pair\.idx") for keep in (0, 10, 33, 34, 1000)),
+        (".bin", -2, "truncated or belongs to another"),
+    ],
+)
+def test_a_truncated_file_is_refused(pair: str, suffix: str, keep: int, message: str) -> None:
+    path = Path(pair + suffix)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(FormatError, match=r"pair\.idx"):
-        IndexedDataset(pair)
-
-
-def test_a_truncated_bin_is_refused(pair: str) -> None:
-    path = Path(f"{pair}.bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(FormatError, match="truncated or belongs to another"):
+    with pytest.raises(FormatError, match=message):
         IndexedDataset(pair)
 
 
@@ -370,21 +357,32 @@ def test_no_bytes_crash_the_parser(tmp_path_factory: Any, data: bytes) -> None:
 # --- the writer -----------------------------------------------------------------------------------------------------------
 
 
-def test_values_that_do_not_fit_are_refused_not_wrapped(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
+TOO_LONG = r"2,147,483,648 tokens.*2,147,483,647"
+NOT_WRITTEN: dict[str, tuple[Callable[[IndexedDatasetWriter], None], str]] = {
+    "above the dtype": (lambda writer: writer.add_item([256]), "sequence 1 holds"),
+    "below zero": (lambda writer: writer.add_item([-1]), "sequence 1 holds"),
+    "a fraction": (lambda writer: writer.add_item([0.5]), "sequence 1 holds"),
+    "too long": (lambda writer: writer.add_item(np.zeros(2**31, np.uint8)), TOO_LONG),
+    "a document too long": (
+        lambda writer: writer.add_document(np.zeros(2**31, np.uint8), [2**31]),
+        TOO_LONG,
+    ),
+    "lengths of more tokens": (lambda writer: writer.add_document([1, 2], [1, 2]), "add up to 3"),
+    "a length below zero": (lambda writer: writer.add_document([1], [2, -1]), "add up to 1"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_WRITTEN)
+def test_what_no_index_can_tell_is_refused_and_the_writer_goes_on(
+    tmp_path: Path, case: str
+) -> None:
+    add, message = NOT_WRITTEN[case]
+    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint8) as writer:
         writer.add_item([1, 2])
-        for bad in ([70_000], [-1], [0.5]):
-            with pytest.raises(FormatError, match="sequence 1 holds"):
-                writer.add_item(bad)
+        with pytest.raises(FormatError, match=message):
+            add(writer)
         writer.end_document()
     assert len(IndexedDataset(str(tmp_path / "p"))) == 1
-
-
-def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
-        with pytest.raises(FormatError, match="add up to 3"):
-            writer.add_document([1, 2], [1, 2])
-        writer.add_document([1, 2], [1, 1])
 
 
 def test_a_document_that_was_not_ended_is_refused_before_anything_is_published(
@@ -485,6 +483,11 @@ def test_dtype_by_vocabulary() -> None:
 
 def objects_of(pair: str) -> dict[str, bytes]:
     return {f"/p{suffix}": Path(f"{pair}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+def open_and_sum(url: str, cache: str, results: Any) -> None:
+    """Put the tokens of a pair into a queue."""
+    results.put(int(IndexedDataset(url, index_cache_dir=cache).sequence_lengths.sum()))
 
 
 @pytest.mark.guarantee("cache-local-disk")

@@ -15,7 +15,7 @@ from streammega import IndexedDataset, IndexedDatasetWriter
 from streammega.dataset import concat_index
 from streammega.dataset.idx import encode_index
 from streammega.errors import CacheError
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.kept_files import CHECKSUM_BYTES, save_kept, write_kept
 from tests.support.typed import all_tokens
 

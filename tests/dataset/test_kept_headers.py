@@ -27,8 +27,8 @@ from streammega.dataset.headers import (
 from streammega.dataset.idx import encode_index, parse_header, parse_index
 from streammega.dataset.shard import Shard
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError
-from streammega.order.lane_geometry import FilePart
-from streammega.samples.lane_datasets import open_datasets
+from streammega.order.epoch_layout import FilePart
+from streammega.samples.stream_datasets import open_datasets
 from streammega.storage import Buffer
 from tests.dataset.test_opening import write
 from tests.support.kept_files import save_kept

@@ -28,9 +28,9 @@ from botocore.config import Config
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job, plan_units
-from streammega.convert.read.folders import PassedOver
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.setup import plan
+from streammega.convert.read.walk import SkippedFiles
+from streammega.convert.run import plan
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.servers import KEY, S3, SECRET, http_server
@@ -128,7 +128,7 @@ FOLDER = {
 
 
 def chosen(root: str, **patterns: Any) -> tuple[list[str], dict[str, int]]:
-    passed = PassedOver()
+    passed = SkippedFiles()
     found = find_inputs([root], None, ConvertOptions(**patterns), passed)
     return [os.path.relpath(item.path, root) for item in found], passed.counts
 
@@ -186,7 +186,7 @@ def test_folders_of_object_stores_are_chosen_from_alike(
     client = s3.client()
     for name, data in FOLDER.items():
         client.put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
-    passed = PassedOver()
+    passed = SkippedFiles()
     found = find_inputs(
         [f"s3://{bucket}/in"], s3_storage, ConvertOptions(exclude=("old/*",)), passed
     )

@@ -19,10 +19,10 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
 from streammega.dataset.headers import read_dataset
-from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
+from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.mock import MockStore
-from streammega.dataset.resolve import Listing, find_pairs, find_shards
-from streammega.dataset.shard import SUFFIXES, shard_name
+from streammega.dataset.names import MANIFEST, SUFFIXES, shard_name
+from streammega.dataset.resolve import find_pairs, find_shards, list_pairs
 from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
 from streammega.storage.backends.obstore import ObstoreStore
@@ -181,13 +181,15 @@ def test_where_too_much_lies_between_datasets_they_are_looked_up(
 def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
     tmp_path: Path,
 ) -> None:
-    write(str(tmp_path / "b" / "web.bin"), [30])
+    names = [f"s3://b/d{number}" for number in range(12)]
+    for number in range(12):
+        write(str(tmp_path / "b" / f"d{number}.bin"), [20])
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        stale = ObjectInfo(key="web.bin", size=60, etag='"of before"')
-        objects = {"s3://b/web.bin": stale, "s3://b/web.idx": replace(stale, key="web.idx")}
-        listing = Listing(prefixes=frozenset(["s3://b/web"]), objects=objects)
-        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache", listing)
+        listed = list_pairs(names, storage)
+        assert list(listed) == names
+        write(str(tmp_path / "b" / "d7.bin"), [30])
+        (pair,) = read_dataset(names[7], storage, tmp_path / "cache", listed[names[7]])
         assert pair.num_tokens == 30
 
 
@@ -458,8 +460,9 @@ def test_listings_of_more_than_a_thousand_objects_are_whole(tmp_path: Path) -> N
         storage = StorageConfig(storage_options=server.storage_options)
         found = find_shards("s3://b/w/", storage)
         assert server.counts()["lists"] == 3
+    assert found is not None
     assert len(found) == 1101
-    assert all(shard.index is not None and shard.stored is not None for shard in found)
+    assert all(shard.known_index and shard.known_tokens for shard in found)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------

@@ -27,11 +27,11 @@ from streammega import (
     build_datasets,
 )
 from streammega.convert import convert
+from streammega.dataset.names import SUFFIXES, missing_shards, split_name
 from streammega.dataset.resolve import find_pairs
-from streammega.dataset.shard import SUFFIXES, missing_shards, split_name
 from streammega.dataset.verify import verify
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError, StreammegaError
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.typed import map_style
 
 KINDS = ["bin", "zst", "tar"]

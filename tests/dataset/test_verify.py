@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.dataset.idx import encode_index
+from streammega.dataset.names import SUFFIXES
 from streammega.dataset.repair import repair_index
-from streammega.dataset.shard import SUFFIXES
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage.progress import ProgressObserver
-from tests.conftest import write_random_pair
 from tests.convert.test_inputs import PEERS, jsonl, parquet, tar
+from tests.support.builders import write_random_pair
 from tests.support.servers import S3
 
 KINDS = ["bin", "zst", "tar"]
@@ -135,7 +136,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("streammega.dataset.verify.open", broken, raising=False)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageError, match=r"p\.bin: Input/output error"):
         verify(str(tmp_path / "p"))
 
@@ -392,27 +393,9 @@ def test_describe_shows_every_format(
 @pytest.mark.guarantee("left-out-counted")
 def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dataset / "bad.jsonl").write_text('{"text": "one"}\n{\n{"text": ""}\n{"text": "one"}\n')
-    words = [
-        "convert",
-        str(dataset / "bad.jsonl"),
-        str(dataset / "out"),
-        "--tokenizer",
-        "bytes",
-        "--on-error",
-        "skip",
-        "--dedup",
-    ]
-    words += [
-        "--format",
-        "zst",
-        "--shard-size",
-        "1M",
-        "--report",
-        str(dataset / "r.json"),
-        "--plot",
-        str(dataset / "r.png"),
-    ]
-    assert main(words) == 0
+    convert_bad = f"convert {dataset}/bad.jsonl {dataset}/out --tokenizer bytes --on-error skip"
+    reported = f"--dedup --format zst --report {dataset}/r.json --plot {dataset}/r.png"
+    assert main(f"{convert_bad} {reported} --shard-size 1M".split()) == 0
     text = capsys.readouterr().out
     assert "1 document (1 empty one left out), 4 tokens of uint16" in text
     assert "1 broken record; 1 duplicate" in text
@@ -422,20 +405,7 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     counts = [entry["documents"] for entry in found["document_lengths"]]
     assert sum(counts) == 2, "of what was encoded"
     assert (dataset / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        main(
-            [
-                "convert",
-                str(dataset / "bad.jsonl"),
-                str(dataset / "o"),
-                "--tokenizer",
-                "bytes",
-                "--shard-size",
-                "x",
-            ]
-        )
-        == 1
-    )
+    assert main(f"{convert_bad} --shard-size x".split()) == 1
     assert "write a size as 512M" in capsys.readouterr().err
 
 
@@ -451,17 +421,6 @@ def test_odd_settings_are_one_message(
     tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "a.txt"),
-                str(tmp_path / "o"),
-                "--tokenizer",
-                "bytes",
-                *words,
-            ]
-        )
-        == 1
-    )
+    convert_text = f"convert {tmp_path}/a.txt {tmp_path}/o --tokenizer bytes"
+    assert main([*convert_text.split(), *words]) == 1
     assert message in capsys.readouterr().err

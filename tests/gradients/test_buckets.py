@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from streammega import BucketedDataParallel
-from streammega.errors import ConfigError, GradientError
+from streammega import BucketedDataParallel, ParallelLayout, Ranks
+from streammega.errors import GradientError
 from streammega.gradients.buckets import default_bucket_size, plan_buckets
+from streammega.gradients.checks import GradientChecks
 from streammega.gradients.loss_scale import LossScale
 from streammega.train.checkpoints.state import scalar_devices
-from tests.support.gang import Gang
-from tests.support.rank_programs import (
-    bad_gradient,
-    bad_shared_gradient,
-    bf16_accumulation,
-    clipped_tensor_parallel,
-    first_weights,
-    fp16_steps,
-    grads_beside_ddp,
-    make_net,
-    per_token,
-    second_backward,
-    two_buffers,
-)
+from tests.support.gang import on_ranks
+
+
+class Net(torch.nn.Module):
+    """A small model with a parameter that is not used every time, and one that is used twice."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+        self.seldom = torch.nn.Linear(width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if seldom:
+            x = x + self.seldom(x)
+        return torch.nn.functional.linear(self.norm(x), self.embedding.weight)
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def ids_of(rank: int, step: int, micro: int) -> torch.Tensor:
+    return torch.randint(
+        0, 50, (4, 6), generator=torch.Generator().manual_seed(100 * rank + 10 * step + micro)
+    )
+
+
+def loss_of(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    logits = model(ids[:, :-1], **options)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def assert_same_gradients(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """To the bit; None for None."""
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad)
 
 
 @given(
@@ -73,17 +109,56 @@ def test_buckets_follow_the_rules(sizes: list[int], bucket_size: int, data: Any)
 @pytest.mark.parametrize(
     ("micro_batches", "bucket_size", "overlap"), [(1, 1000, True), (3, 1, True), (2, 10**9, False)]
 )
+@on_ranks(2)
 def test_gradients_are_those_of_torchs_ddp_to_the_bit(
-    gang: Gang, micro_batches: int, bucket_size: int, overlap: bool
+    rank: int, micro_batches: int, bucket_size: int, overlap: bool
 ) -> None:
     """Two ranks: a sum of two is the same in any order."""
-    assert gang.run(2, grads_beside_ddp, micro_batches, bucket_size, overlap) == [True, True]
+    theirs = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    ours = BucketedDataParallel(make_net(), bucket_size=bucket_size, overlap=overlap)
+    for step in range(2):
+        for model in (theirs, ours):
+            model.zero_grad()
+            for micro in range(micro_batches):
+                last = micro == micro_batches - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loss = loss_of(model, ids_of(rank, step, micro), seldom=step == 1)
+                    (loss / micro_batches).backward()
+        ours.finish_grad_sync()
+        assert_same_gradients(ours.module, theirs.module)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        assert torch.isclose(norm, ours.clip_grad_norm_(0.1), rtol=1e-6)
+        for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
+            if a.grad is not None and b.grad is not None:
+                assert torch.allclose(a.grad, b.grad, rtol=1e-6)
+    dist.barrier()
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients")
-def test_fp32_accumulation_of_bf16_gradients_is_better(gang: Gang) -> None:
-    narrow, wide = gang.run(1, bf16_accumulation, 256)[0]
-    assert wide < narrow / 4, "what is left is the error of each bf16 gradient by itself"
+def test_fp32_accumulation_of_bf16_gradients_is_better() -> None:
+    exact = make_net().double()
+    exact.load_state_dict(
+        {name: value.double() for name, value in make_net(torch.bfloat16).state_dict().items()}
+    )
+    narrow = make_net(torch.bfloat16)
+    wide = BucketedDataParallel(make_net(torch.bfloat16))
+    for micro in range(256):
+        ids = ids_of(0, 0, micro)
+        logits = exact(ids[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        loss_of(narrow, ids).backward()
+        with wide.no_sync():
+            loss_of(wide, ids).backward()
+    wide.finish_grad_sync()
+
+    def error(grads: dict[str, Any]) -> float:
+        truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        off = sum((grads[name].double() - value).square().sum() for name, value in truth.items())
+        return float((off / sum(value.square().sum() for value in truth.values())) ** 0.5)
+
+    of_ours = error({slot.name: slot.main_grad for slot in wide.reducer.slots()})
+    of_torch = error({name: parameter.grad for name, parameter in narrow.named_parameters()})
+    assert of_ours < of_torch / 4, "what is left is the error of each bf16 gradient by itself"
 
 
 @pytest.mark.guarantee("gradient-finite-large", "14-buckets-start", "bad-gradient-ends")
@@ -109,55 +184,74 @@ def test_fp32_accumulation_of_bf16_gradients_is_better(gang: Gang) -> None:
         (-1e6, 1e3, False, r"layers\.1\.weight is not finite, or has an element above 1000"),
     ],
 )
+@on_ranks(2)
 def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
-    gang: Gang, value: float, limit: float | None, at_once: bool, message: str
+    rank: int, value: float, limit: float | None, at_once: bool, message: str
 ) -> None:
-    good, bad = gang.run(2, bad_gradient, value, limit, at_once)
-    assert re.search(message, bad), bad
-    assert re.search(r"rank 1 got a bad gradient", good), good
+    """The gradient of one layer is `value` somewhere on rank 1.
+
+    at_once: as on the CPU; else as on a device that is asked once a step.
+    """
+    net: Any = make_net()
+    model = BucketedDataParallel(net, bucket_size=700, largest_gradient=limit)
+    model.reducer.starts.checks = GradientChecks(limit, at_once=at_once)
+    handle = net.layers[1].weight.register_hook(
+        lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
+    )
+    loss_of(model, ids_of(rank, 0, 0)).backward()
+    with pytest.raises(GradientError, match=message if rank == 1 else "rank 1 got a bad gradient"):
+        model.finish_grad_sync()
+    assert all(parameter.grad is None for parameter in model.parameters()), (
+        "nothing is left to step with"
+    )
+    handle.remove()
+    loss_of(model, ids_of(rank, 1, 0)).backward()
+    model.finish_grad_sync()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(grad.isfinite().all() for grad in grads), "the next step is sound again"
 
 
 @pytest.mark.guarantee("bad-gradient-ends")
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_bad_shared_gradient_is_named_where_it_came_from(gang: Gang, at_once: bool) -> None:
-    first, last = gang.run(2, bad_shared_gradient, at_once)
-    assert "rank 1: the gradient of shared.weight is not finite" in last
-    assert (
-        "rank 0: the gradient of shared.weight, with what another stage added, is not finite"
-        in first
+@on_ranks(2)
+def test_a_bad_shared_gradient_is_named_where_it_came_from(rank: int, at_once: bool) -> None:
+    """Two pipeline stages share an embedding, of which the second makes something not finite."""
+    stage = torch.nn.ModuleDict(
+        {"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)}
     )
-
-
-@pytest.mark.guarantee("uses-would-give")
-@pytest.mark.parametrize("retained", [False, True])
-def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gradient(
-    gang: Gang, retained: bool
-) -> None:
-    """Accumulating without no_sync, or two losses of one forward."""
-    for message in gang.run(2, second_backward, retained):
-        assert "no_sync" in message
-
-
-@pytest.mark.guarantee("14-buckets-start", "collectives-meet-other")
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, chunks: int) -> None:
-    for differences in gang.run(2, two_buffers, chunks):
-        assert len(differences) == 3 * chunks
-        assert max(differences) < 1e-6
+    model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
+    model.reducer.starts.checks = GradientChecks(None, at_once=at_once)
+    shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
+    (shared + stage["own"](torch.ones(1, 4))).sum().backward()
+    from_another = "" if rank == 1 else ", with what another stage added,"
+    message = f"rank {rank}: the gradient of shared.weight{from_another} is not finite"
+    with pytest.raises(GradientError, match=re.escape(message)):
+        model.finish_grad_sync()
 
 
 @pytest.mark.guarantee("norms-count-element")
-def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(gang: Gang) -> None:
-    torch.manual_seed(5)
-    norm_layer = torch.nn.LayerNorm(8)
-    whole = torch.nn.Sequential(norm_layer, torch.nn.Linear(8, 6, bias=False))
-    (whole(torch.arange(16.0).view(2, 8)) * torch.arange(6.0).add(1)).square().sum().backward()
+@on_ranks(2)
+def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(rank: int) -> None:
+    def make() -> torch.nn.Sequential:
+        torch.manual_seed(5)
+        return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
+
+    x = torch.arange(16.0).view(2, 8)
+    weights = torch.arange(6.0).add(1)
+    whole = make()
+    (whole(x) * weights).square().sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    gradient = norm_layer.weight.grad
-    assert gradient is not None
-    for norm, replicated in gang.run(2, clipped_tensor_parallel):
-        assert norm == pytest.approx(float(expected), rel=1e-5)
-        assert replicated == pytest.approx(gradient.tolist(), rel=1e-4, abs=1e-7)
+    module = make()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(module, mesh, {"1": ColwiseParallel(output_layouts=None)})
+    alone = [dist.new_group([number]) for number in range(2)][rank]
+    model = BucketedDataParallel(module, group=alone, check_gradients=False)
+    (model(x) * weights.chunk(2)[rank]).square().sum().backward()
+    model.finish_grad_sync()
+    norm = model.clip_grad_norm_(1.0)
+    mains = {slot.name: slot.main_grad for slot in model.reducer.slots()}
+    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(mains["0.weight"], whole[0].weight.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_float64_gradients_are_clipped_by_their_norm() -> None:
@@ -177,25 +271,59 @@ def test_float64_gradients_are_clipped_by_their_norm() -> None:
     torch.testing.assert_close(after, [grad * (0.5 / expected).to(grad.dtype) for grad in before])
 
 
-def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang) -> None:
-    first, second = gang.run(2, first_weights)
-    assert first == second
+@on_ranks(2)
+def test_all_ranks_begin_with_the_weights_and_buffers_of_the_first(rank: int) -> None:
+    torch.manual_seed(rank)
+    linear = torch.nn.Linear(3, 3)
+    norm = torch.nn.BatchNorm1d(3)
+    assert norm.running_mean is not None
+    norm.running_mean += rank
+    BucketedDataParallel(torch.nn.Sequential(linear, norm))
+    torch.manual_seed(0)
+    assert torch.equal(linear.weight, torch.nn.Linear(3, 3).weight)
+    assert norm.running_mean.tolist() == [0.0] * 3
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "16-losses-sums")
-def test_per_token_gradients_are_divided_by_the_tokens_of_all_ranks(gang: Gang) -> None:
-    assert gang.run(2, per_token, [3, 1]) == [[1.0, 1.0]] * 2
-    assert gang.run(2, per_token, [0, 0]) == [[0.0, 0.0]] * 2, "at least one token"
+@pytest.mark.parametrize("tokens", [[3, 1], [0, 0]])
+@on_ranks(2)
+def test_per_token_gradients_are_divided_by_the_tokens_of_all_ranks(
+    rank: int, tokens: list[int]
+) -> None:
+    """By one at least."""
+    linear = torch.nn.Linear(2, 1, bias=False)
+    model = BucketedDataParallel(linear, average=False)
+    (model(torch.ones(1, 2)).sum() * tokens[rank]).backward()
+    model.finish_grad_sync(torch.tensor(tokens[rank]))
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.tolist() == [[min(sum(tokens), 1.0)] * 2]
 
 
-def test_a_loss_scale_falls_together_and_rises_after_good_steps(gang: Gang) -> None:
-    for seen in gang.run(2, fp16_steps):
-        assert seen == [
-            (True, 1024.0, True),
-            (False, 512.0, False),
-            (True, 512.0, True),
-            (True, 1024.0, True),
-        ]
+@on_ranks(2)
+def test_a_loss_scale_falls_together_and_rises_after_good_steps(rank: int) -> None:
+    """In four steps, of which the second overflows on rank 0 only."""
+    net: Any = make_net()
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scale = LossScale(1024.0, interval=2)
+    seen = []
+    for step in range(4):
+        before = net.norm.weight.to_local().clone()
+        loss = loss_of(net, ids_of(rank, step, 0)) * scale.value
+        (loss * float("inf") if step == 1 and rank == 0 else loss).backward()
+        found = [parameter.grad for parameter in net.parameters()]
+        grads = [grad.to_local() for grad in found if grad is not None]
+        good = scale.unscale(grads, torch.device("cpu"))
+        if good:
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append((good, scale.value, not torch.equal(before, net.norm.weight.to_local())))
+    assert seen == [
+        (True, 1024.0, True),
+        (False, 512.0, False),
+        (True, 512.0, True),
+        (True, 1024.0, True),
+    ]
 
 
 @pytest.mark.guarantee("run-diverged-ends")
@@ -222,11 +350,7 @@ def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
             logits = model(ids[:, :-1])
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
         ours.finish_grad_sync()
-    for a, b in zip(ours.module.parameters(), theirs.parameters(), strict=True):
-        if b.grad is None or a.grad is None:
-            assert a.grad is b.grad
-            continue
-        assert torch.equal(a.grad, b.grad)
+    assert_same_gradients(ours.module, theirs)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +374,3 @@ def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> 
     for tokens in (torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)):
         inverse = model.inverse_of_tokens(tokens)
         assert (inverse.device.type, inverse.dtype) == ("meta", torch.float64)
-
-
-def test_wrong_uses_are_named() -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        BucketedDataParallel(make_net(), bucket_size=0)
-    with pytest.raises(ConfigError, match="no parameters"):
-        BucketedDataParallel(torch.nn.ReLU())

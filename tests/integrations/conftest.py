@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streammega import DataConfig
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.trainer_programs import EOD, GLOBAL_BATCH, STEPS, VOCABULARY
 
 

@@ -17,8 +17,7 @@ from streammega import DataConfig, StreamLoader
 from streammega.errors import StateError
 from streammega.integrations.dcp import DataState, load
 from tests.support.feeds import AsyncDcpFeed, DcpFeed, Feed, check_kills
-from tests.support.gang import Gang
-from tests.support.rank_programs import load_data_state
+from tests.support.gang import Gang, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process by itself
 
@@ -131,12 +130,16 @@ def test_missing_and_foreign_states_are_refused_in_words(
 
 
 @pytest.mark.guarantee("checkpoint-without-data")
+@on_ranks(2)
 def test_every_rank_is_told_of_a_checkpoint_without_data(
-    gang: Gang, stream: DataConfig, tmp_path: Path
+    rank: int, stream: DataConfig, tmp_path: Path
 ) -> None:
-    save(tmp_path / "none", model={"w": torch.ones(3)})
-    for answer in gang.run(2, load_data_state, stream, str(tmp_path / "none")):
-        assert answer.startswith("StateError: the checkpoint has no data state under 'data'")
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "none")
+    with (
+        StreamLoader(stream, **SIZES, dp_rank=rank, dp_size=2) as loader,
+        pytest.raises(StateError, match="the checkpoint has no data state under 'data'"),
+    ):
+        load({"data": DataState(loader)}, checkpoint_id=tmp_path / "none")
 
 
 @pytest.mark.guarantee("checkpoint-without-data")

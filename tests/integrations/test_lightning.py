@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, StreamLoader
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.trained_batches import TrainedBatches
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.trainer_kills import (

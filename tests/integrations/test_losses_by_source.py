@@ -14,8 +14,8 @@ import torch
 
 from streammega import DataConfig, PhaseConfig, SourceLosses
 from streammega.errors import ConfigError
-from streammega.samples.source_names import source_names
-from tests.conftest import write_random_pair
+from streammega.samples.phases import source_names
+from tests.support.builders import write_random_pair
 from tests.support.gang import Gang
 from tests.support.source_programs import (
     Logged,

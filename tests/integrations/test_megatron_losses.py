@@ -19,7 +19,7 @@ from streammega.errors import ConfigError
 from streammega.integrations import megatron_losses
 from streammega.integrations.megatron import MegatronBatches
 from streammega.integrations.megatron_losses import with_source_losses
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 
 MICRO = 2
 MICRO_BATCHES = 3

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import IndexedDatasetWriter, StorageConfig
+from streammega import StorageConfig
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.megatron import (
@@ -30,6 +30,7 @@ from streammega.integrations.megatron import (
 )
 from streammega.integrations.megatron_arguments import pad_id, read_blends
 from tests.support import oracle
+from tests.support.builders import write_dataset
 
 ARGUMENT_SETS = 300
 """In make soak; make test runs the first few of each part."""
@@ -85,10 +86,13 @@ def write_datasets(folder: Path, rng: np.random.Generator, count: int) -> list[s
     prefixes = []
     for number in range(count):
         prefix = str(folder / f"data{number}")
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            for length in rng.integers(0, 60, int(rng.integers(250, 400))):
-                writer.add_item(rng.integers(0, 50, length))
-                writer.end_document()
+        write_dataset(
+            prefix,
+            [
+                rng.integers(0, 50, length)
+                for length in rng.integers(0, 60, int(rng.integers(250, 400)))
+            ],
+        )
         prefixes.append(prefix)
     return prefixes
 
@@ -480,9 +484,7 @@ def test_everything_is_seen_once_by_full_validation_in_the_stream_order_too(
 def test_full_validation_of_fewer_samples_than_ranks(tmp_path: Path) -> None:
     """Megatron's sampler leaves out the ranks for which there is none."""
     prefix = str(tmp_path / "few")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_item(np.arange(3 * 16 + 1))
-        writer.end_document()
+    write_dataset(prefix, [np.arange(3 * 16 + 1)])
     args = arguments(
         data_path=None, valid_data_path=[prefix], full_validation=True, global_batch_size=20
     )

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from streammega import DataConfig, PhaseConfig, StreamLoader
+from streammega import DataConfig, PhaseConfig
 from streammega.errors import ConfigError
 from streammega.integrations import megatron_bridge
-from streammega.integrations.accelerate import _check_accumulation
+from streammega.integrations.accelerate import StreamDataLoader
 from streammega.integrations.lightning import StreamDataHooks
 from streammega.integrations.torchtitan import TitanBatch, titan_data
 from streammega.integrations.transformers import StreamTrainerMixin
+from tests.support.trainer_programs import accelerator_of
 
 SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8}
 LENGTH = 16
@@ -38,9 +39,8 @@ def by_lightning(config: DataConfig) -> Any:
 
 
 def by_accelerate(config: DataConfig) -> Any:
-    accelerator = SimpleNamespace(gradient_accumulation_steps=4)
-    with StreamLoader(config, **SIZES) as loader:
-        _check_accumulation(accelerator, loader)
+    with accelerator_of(0, 1, gradient_accumulation_steps=4) as accelerator:
+        return StreamDataLoader(accelerator, config, **SIZES)
 
 
 def by_transformers(config: DataConfig) -> Any:

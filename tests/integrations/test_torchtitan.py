@@ -24,7 +24,7 @@ from streammega.integrations.torchtitan import (
     titan_batch,
     titan_data,
 )
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.gang import Gang
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchtitan.md"

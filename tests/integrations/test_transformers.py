@@ -24,8 +24,8 @@ from tests.support.trainer_programs import (
     GLOBAL_BATCH,
     STEPS,
     VOCABULARY,
+    accelerate_rank,
     huggingface_arguments,
-    huggingface_rank,
     logged,
     rows_of,
     stream,
@@ -175,7 +175,7 @@ def test_a_model_that_would_let_documents_see_each_other_is_refused(
     from transformers import TrainingArguments
 
     apart = replace(endless, reset_position_ids=True, reset_attention_mask=True)
-    with huggingface_rank(0, 1):
+    with accelerate_rank(0, 1):
         quiet = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1)
         trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=apart)
         assert trainer.model.config.use_cache is False, "what a Trainer sets by itself"
@@ -210,7 +210,7 @@ def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers
 ) -> None:
     from transformers import TrainingArguments
 
-    with huggingface_rank(0, 1):
+    with accelerate_rank(0, 1):
         quiet = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1)
         for config, words in (
             (endless, "the valid split has no end"),

@@ -288,7 +288,7 @@ def test_texts_of_shards_are_those_that_webdataset_reads(tmp_path: Path, moto: S
     (path,) = write_shards(tmp_path, {"one": ["first", "", "zwölf", "last"]})
     theirs = [sample["txt"].decode() for sample in webdataset.WebDataset(path, shardshuffle=False)]
     bucket = moto.new_bucket()
-    moto.client().put_object(Bucket=bucket, Key="one.tar", Body=Path(path).read_bytes())
+    moto.objects(bucket)["one.tar"] = Path(path).read_bytes()
     storage = StorageConfig(storage_options=moto.options)
     for field in ("txt", "json"):
         assert list(webdataset_texts(field)(path)) == theirs

@@ -16,7 +16,7 @@ from streammega.kernels.batch import document_bounds, sequence_bounds
 from streammega.kernels.plan import gather_rows, gather_shifted
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
-from streammega.samples.coalesce import coalesce
+from streammega.samples.fetch import coalesce
 from streammega.samples.fields import batch_fields
 
 

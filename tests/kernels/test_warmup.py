@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import IndexedDatasetWriter
+from tests.support.builders import write_dataset, write_jsonl
+from tests.support.servers import S3
 
 ONE_KERNEL = """
 import json, logging
@@ -82,11 +83,9 @@ def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_p
 
 @pytest.mark.parametrize("cache", ["usual", pytest.param("empty", marks=pytest.mark.soak)])
 def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
-    cache: str, tmp_path: Path
+    cache: str, tmp_path: Path, moto: S3
 ) -> None:
     """Of local files and of objects. An empty cache takes minutes to fill."""
-    from tests.support.servers import moto_server
-
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "numba")} if cache == "empty" else {}
     done = subprocess.run(
         [sys.executable, "-m", "streammega", "warmup"],
@@ -98,21 +97,15 @@ def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
     assert done.returncode == 0, done.stderr
     if cache == "empty":
         assert str(tmp_path / "numba") in done.stdout
-    with IndexedDatasetWriter(str(tmp_path / "web"), np.uint16) as writer:
-        for _ in range(50):
-            writer.add_document(np.arange(1, 100), [99])
-    (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n{"text": "others"}\n' * 50)
+    write_dataset(tmp_path / "web", [np.arange(1, 100)] * 50)
+    write_jsonl(tmp_path / "texts.jsonl", ["some words", "others"] * 50)
     words = [str(tmp_path / "texts.jsonl"), str(tmp_path / "out")]
     misses, _ = run(FIRST_BATCHES, str(tmp_path / "web"), *words, "{}", **environment)
     assert not any(misses.values()), misses
-    with moto_server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="data")
-        for ending in (".bin", ".idx"):
-            client.put_object(
-                Bucket="data", Key=f"web{ending}", Body=(tmp_path / f"web{ending}").read_bytes()
-            )
-        options = json.dumps(server.options)
-        words[1] += "-of-objects"
-        misses, _ = run(FIRST_BATCHES, "s3://data/web", *words, options, **environment)
+    bucket = moto.new_bucket()
+    for ending in (".bin", ".idx"):
+        moto.objects(bucket)[f"web{ending}"] = (tmp_path / f"web{ending}").read_bytes()
+    words[1] += "-of-objects"
+    url = f"s3://{bucket}/web"
+    misses, _ = run(FIRST_BATCHES, url, *words, json.dumps(moto.options), **environment)
     assert not any(misses.values()), misses

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
-from streammega.cli.trace_report import TracedRunFile
+from streammega.cli.trace import TracedRunFile
 from streammega.config import Order
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.loading.balanced_batches import BalancedBatches
-from streammega.loading.reading_plan import plan_reading
-from streammega.order.balance import pace
-from streammega.order.batch_size import batch_schedule
-from streammega.order.step_numbers import StepNumbers
-from streammega.samples.attention_costs import attention_costs
+from streammega.loading.micro_steps import BalancedBatches, attention_costs
+from streammega.loading.read_plan import plan_reading
+from streammega.order.schedule import StepNumbers, batch_schedule
+from streammega.order.sharding import pace
 from streammega.samples.provenance import Provenance
+from tests.support.builders import write_dataset
 from tests.support.servers import S3
 from tests.support.streams import rank_loaders
 
@@ -182,7 +181,7 @@ def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
 ) -> None:
     bucket = moto.new_bucket()
     for path in sorted(Path(data).iterdir()):
-        moto.client().put_object(Bucket=bucket, Key=f"data/{path.name}", Body=path.read_bytes())
+        moto.objects(bucket)[f"data/{path.name}"] = path.read_bytes()
     config = config_of(data, "stream", tmp_path)
     storage = StorageConfig(storage_options=moto.options)
     remote = replace(config, blend=[f"s3://{bucket}/data/"], storage=storage)
@@ -207,7 +206,7 @@ def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
     """
     bucket = moto.new_bucket()
     for path in sorted(Path(data).glob("part-0.*")):
-        moto.client().put_object(Bucket=bucket, Key=path.name, Body=path.read_bytes())
+        moto.objects(bucket)[path.name] = path.read_bytes()
     settings = config_of(data, "stream", tmp_path)
     settings = replace(settings, storage=StorageConfig(storage_options=moto.options))
     config = replace(settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, lanes=GLOBAL)
@@ -240,10 +239,7 @@ def test_without_documents_apart_it_is_refused(data: str) -> None:
 
 def test_an_index_in_no_order_is_refused_by_name(tmp_path: Path) -> None:
     prefix = str(tmp_path / "swapped")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(40):
-            writer.add_item(np.arange(1, 65))
-            writer.end_document()
+    write_dataset(prefix, [np.arange(1, 65) for _ in range(40)])
     index = Path(f"{prefix}.idx")
     stored = bytearray(index.read_bytes())
     offsets = np.frombuffer(stored, "<i8", 40, 34 + 4 * 40).copy()

@@ -17,7 +17,6 @@ import torch
 
 from streammega import (
     DataConfig,
-    IndexedDatasetWriter,
     ParallelLayout,
     Ranks,
     StreamingDataset,
@@ -25,11 +24,12 @@ from streammega import (
     batch_fields,
     get_batch,
 )
-from streammega.loading.batch_memory import PinnedMemory, ReusedMemory, batch_memory
+from streammega.loading.buffers import PinnedMemory, ReusedMemory, batch_memory
 from streammega.loading.lookahead import READY_SLABS
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
 from streammega.samples.derived_fields import new_memory
+from tests.support.builders import write_dataset
 from tests.support.pinned_blocks import Copy, PinnedBlocks
 
 EOD = 7
@@ -47,10 +47,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
     rng = np.random.default_rng(3)
-    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
-        for _ in range(40):
-            writer.add_item(rng.integers(0, 50, 3000).astype(np.uint16))
-            writer.end_document()
+    write_dataset(tmp_path / "d", [rng.integers(0, 50, 3000).astype(np.uint16) for _ in range(40)])
     return DataConfig(
         blend=[str(tmp_path / "d")],
         sequence_length=64,
@@ -243,9 +240,7 @@ def test_writing_to_one_field_alters_no_other(data: DataConfig, fields: str) -> 
 @pytest.mark.guarantee("attention-masks-take")
 def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) -> None:
     length = 2048
-    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
-        writer.add_item(np.zeros(300 * length, np.uint16))
-        writer.end_document()
+    write_dataset(tmp_path / "d", [np.zeros(300 * length, np.uint16)])
     config = DataConfig(
         blend=[str(tmp_path / "d")],
         sequence_length=length,

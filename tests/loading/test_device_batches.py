@@ -15,8 +15,8 @@ import torch
 
 from streammega import DataConfig, ParallelLayout, Ranks, StorageConfig, StreamLoader, get_batch
 from streammega.errors import AccessDeniedError, ConfigError, StateError
-from streammega.loading import handing_out
-from streammega.loading.device_batches import CopiedBatch
+from streammega.loading import loader as loader_module
+from streammega.loading.device_prefetch import CopiedBatch
 from streammega.samples.fields import Batch
 from tests.support.cuda_support import NEEDS_CUDA
 from tests.support.pinned_blocks import Copy, PinnedBlocks
@@ -131,7 +131,7 @@ class LateCopier:
 @pytest.fixture
 def copier(pinned: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> LateCopier:
     late = LateCopier(pinned)
-    monkeypatch.setattr(handing_out, "copier_to", lambda device: late)
+    monkeypatch.setattr(loader_module, "copier_to", lambda device: late)
     return late
 
 

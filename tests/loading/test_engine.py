@@ -23,19 +23,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, StreamLoader
+from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.planner import Planner, largest_gap
-from streammega.loading.reading_plan import ReadingPlan, plan_reading
+from streammega.loading.read_plan import ReadingPlan, plan_reading, whole_pieces
 from streammega.loading.spans import FileTable
 from streammega.loading.stats import Stats
-from streammega.loading.whole_pieces import whole_pieces
 from streammega.order import Extents
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from streammega.samples.lanes import StreamSource
 from streammega.storage.fetch.buffer_pool import BufferPool, rounded
+from tests.support.builders import write_dataset
 from tests.support.streams import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
@@ -328,7 +328,7 @@ def test_larger_slabs_take_no_memory_from_whole_pieces(
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     # Eight micro-batches of int64 at least: the sizes of slabs are tried out on few samples.
     bytes_of_batch = 8 * 4 * (steps.config.sequence_length + 1)
-    module = "streammega.loading.reading_plan"
+    module = "streammega.loading.read_plan"
     monkeypatch.setattr(f"{module}.LEAST_SLAB_BYTES", 8 * bytes_of_batch)
     monkeypatch.setattr(f"{module}.SLABS_OF_BUDGET", 1)
     sizes: dict[bool, set[int]] = {False: set(), True: set()}
@@ -457,9 +457,7 @@ def test_parts_are_read_as_ids_only(config: DataConfig) -> None:
 def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
     tokens = np.zeros(16 * 64 + 1, np.uint16)
     tokens[16 * 40 + 3] = 999
-    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
-        writer.add_item(tokens)
-        writer.end_document()
+    write_dataset(tmp_path / "p", [tokens])
     config = DataConfig(
         blend=[str(tmp_path / "p")],
         sequence_length=16,
@@ -828,11 +826,11 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
     ).dataset
     pieces = plan_reading(dataset.steps, 0, 4_000_000).planner.pieces
     assert pieces is not None
-    pieces.follow(np.arange(0, 8, 2), np.arange(4))
+    pieces.assign(np.arange(0, 8, 2), np.arange(4))
     with pytest.raises(
         AssertionError, match="sample 9 lies in lane 9, which this reader does not follow"
     ):
-        pieces.follow(np.arange(9, 17, 2), np.arange(4))
+        pieces.assign(np.arange(9, 17, 2), np.arange(4))
 
 
 @pytest.mark.guarantee("ahead-filled-up")

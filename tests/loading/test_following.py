@@ -25,9 +25,9 @@ from streammega import (
 from streammega.dataset.append import append
 from streammega.dataset.manifest import version_url
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.samples.following import recorded
+from streammega.samples.auto_append import recorded
 from streammega.storage import save_bytes
-from tests.support.growing import put_dataset
+from tests.support.builders import put_dataset
 from tests.support.servers import S3
 
 LENGTH = 8

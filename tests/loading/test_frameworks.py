@@ -4,24 +4,22 @@ checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
-from streammega.errors import StateError
-from tests.support.gang import Gang
-from tests.support.rank_programs import (
-    accelerate_checkpoint,
-    accelerate_prepared_dataset,
-    load_by_dcp,
-    numbers_of,
-    save_by_dcp,
-)
+from streammega.errors import ConfigError, StateError
+from tests.support.gang import Gang, on_ranks
+from tests.support.trainer_programs import accelerator_of
 from tests.support.typed import first_prefix
 
 pytestmark = [
@@ -187,48 +185,112 @@ def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig) ->
 # torch's distributed checkpoints.
 
 
+def sums_of(batches: Any) -> list[int]:
+    return [int(batch["tokens"].sum()) for batch in batches]
+
+
+def loader_of_two(rank: int, config: DataConfig) -> StreamLoader:
+    """The loader of a rank of two."""
+    return StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2)
+
+
+def save_by_dcp(rank: int, config: DataConfig, folder: Path) -> None:
+    """Save the state of a rank of two after three micro-steps."""
+    with loader_of_two(rank, config) as loader:
+        for _ in range(3):
+            loader.take()
+        dcp.save({"data": loader}, checkpoint_id=folder)
+
+
+def load_by_dcp(rank: int, config: DataConfig, folder: Path, refused: str | None) -> None:
+    """Load it on as many ranks as there are; or it is refused with these words."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    with (
+        StreamLoader(
+            config, micro_batch_size=1, global_batch_size=6, dp_rank=rank, dp_size=size
+        ) as loader,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # one process by itself
+        if refused is None:
+            dcp.load({"data": loader}, checkpoint_id=folder)
+            assert loader.consumed_samples == 24
+            return
+        message = f"(?s)^the checkpoint counts samples of another order.*{refused}"
+        with pytest.raises(StateError, match=message):
+            dcp.load({"data": loader}, checkpoint_id=folder)
+
+
 @pytest.mark.guarantee("torch-distributed-checkpoints")
 def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(
     gang: Gang, config: DataConfig, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path / "dcp")
-    gang.run(2, save_by_dcp, config, folder, 3)
+    gang.run(2, save_by_dcp, config, tmp_path / "dcp")
     for other, words in (
         (replace(config, order="sequential"), "order: "),
         (replace(config, blend=[first_prefix(config)] * 2), "datasets"),
         (replace(config, seed=3), "seed: the checkpoint has 1234, this run 3"),
     ):
-        for answer in gang.run(2, load_by_dcp, other, folder):
-            assert answer.startswith("StateError: the checkpoint counts samples of another order")
-            assert words in answer
-    assert gang.run(1, load_by_dcp, config, folder) == ["24"]
-    assert gang.run(3, load_by_dcp, config, folder) == ["24"] * 3
+        gang.run(2, load_by_dcp, other, tmp_path / "dcp", words)
+    for size in (1, 3):
+        gang.run(size, load_by_dcp, config, tmp_path / "dcp", None)
 
 
 # accelerate.
 
 
 @pytest.mark.guarantee("accelerate-exact-when", "accelerate-prepare-gives")
+@on_ranks(2)
 def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_first_batch(
-    gang: Gang, config: DataConfig
+    rank: int, config: DataConfig
 ) -> None:
-    for answer in gang.run(2, accelerate_prepared_dataset, config, True):
-        assert answer.startswith("ConfigError: this dataset reads the part of data-parallel rank ")
-        assert "register_for_checkpointing" in answer
-    dealt = gang.run(2, accelerate_prepared_dataset, config, False)
-    assert sorted(number for rank in dealt for number in rank) == list(range(4 * TOTAL)), (
-        "without ranks accelerate deals out"
-    )
+    sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "dp_rank": rank, "dp_size": 2}
+    with accelerator_of(rank, 2) as accelerator:
+        dataset = StreamingDataset(config, **sizes)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
+        message = "this dataset reads the part of data-parallel rank .*register_for_checkpointing"
+        with pytest.raises(ConfigError, match=message):
+            next(iter(loader))
+
+
+def dealt_by_accelerate(rank: int, config: DataConfig) -> list[int]:
+    """The samples that accelerate gives to a rank, of a dataset that knows of no ranks."""
+    with accelerator_of(rank, 2) as accelerator:
+        dataset = StreamingDataset(config, **SIZES)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
+        places = {
+            dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n
+            for at in dataset.positions()
+            for n in range(4)
+        }
+        return [places[row.numpy().tobytes()] for batch in loader for row in batch["tokens"]]
 
 
 @pytest.mark.guarantee("accelerate-exact-when", "accelerate-prepare-gives")
+def test_a_dataset_without_ranks_is_dealt_out_by_accelerate(gang: Gang, config: DataConfig) -> None:
+    dealt = gang.run(2, dealt_by_accelerate, config)
+    assert sorted(number for rank in dealt for number in rank) == list(range(4 * TOTAL))
+
+
+@pytest.mark.guarantee("accelerate-exact-when", "accelerate-prepare-gives")
+@on_ranks(2)
 def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(
-    gang: Gang, config: DataConfig, tmp_path: Path
+    rank: int, config: DataConfig, tmp_path: Path
 ) -> None:
-    whole = gang.run(2, numbers_of, config, 6)
-    before = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 0, 2)
-    after = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 2, 4)
-    assert [a + b for a, b in zip(before, after, strict=True)] == whole
+    with loader_of_two(rank, config) as alone:
+        expected = sums_of(itertools.islice(alone, 6))
+    sums = []
+    for start, count in ((0, 2), (2, 4)):
+        with accelerator_of(rank, 2) as accelerator, loader_of_two(rank, config) as loader:
+            assert accelerator.prepare(loader) is loader, "as it is"
+            accelerator.register_for_checkpointing(loader)
+            if start:
+                accelerator.load_state(str(tmp_path / "saved"))
+            sums += sums_of(itertools.islice(loader, count))
+            if not start:  # once: the other rank may not have loaded it yet
+                accelerator.save_state(str(tmp_path / "saved"))
+                dist.barrier()
+    assert sums == expected
 
 
 # Lightning.

@@ -31,11 +31,11 @@ from streammega import (
     StreamLoader,
 )
 from streammega.errors import AccessDeniedError, FormatError, StateError
-from streammega.loading.iteration import Iteration
+from streammega.loading.iterate import Iteration
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
 from streammega.samples.lanes import StreamSource
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
 

@@ -31,7 +31,7 @@ from streammega import (
 )
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
-from tests.conftest import write_random_pair
+from tests.support.builders import write_dataset, write_random_pair
 from tests.support.servers import http_server
 from tests.support.streams import rank_loaders
 from tests.support.typed import first_prefix
@@ -377,9 +377,18 @@ def test_settings_that_cannot_work_are_refused(
         ({"blend": []}, "one prefix"),
         ({"order": "random"}, "order is 'random'"),
         ({"eod_mask_loss": True}, "need eod_id"),
-        ({"num_samples": (1, 2)}, "three counts"),
-        ({"num_samples": 5}, "three counts"),
-        ({"num_samples": (5.5, 0, 0)}, "three counts"),
+        ({"num_samples": (1, 2)}, "it must be 3 whole numbers"),
+        ({"num_samples": 5}, "it must be 3 whole numbers"),
+        ({"num_samples": "500"}, "it must be 3 whole numbers"),
+        ({"num_samples": (5.5, 0, 0)}, "it must be 3 whole numbers"),
+        ({"num_samples": (-1, 0, 0)}, "it must be at least 0"),
+        ({"reset_position_ids": "no"}, "reset_position_ids is 'no'; it must be true or false"),
+        ({"loss_from_modes": "yes"}, "loss_from_modes is 'yes'; it must be true or false"),
+        ({"phases": "web"}, "phases is 'web'; it must be a list"),
+        ({"skip_samples": "0"}, "skip_samples is '0'; it must be a list"),
+        ({"storage": {"timeout": 9}}, "it must be a StorageConfig"),
+        ({"storage_by_prefix": "s3://a/"}, "it must be a mapping"),
+        ({"split": 1}, "split is 1; it must be text"),
         ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
         ({"lanes": 4.0}, "lanes is 4.0"),
         ({"eod_id": 1.5}, "eod_id is 1.5"),
@@ -388,7 +397,7 @@ def test_settings_that_cannot_work_are_refused(
             {"eod_id": 100, "vocab_size": 100},
             "eod_id is 100, outside of the vocabulary of 100: no document would ever end",
         ),
-        ({"blend": 3}, "blend 3"),
+        ({"blend": 3}, "blend is 3; it must be text or a list"),
         ({"surplus": "much"}, "surplus is 'much'; it must be a number"),
         ({"skip_samples": 8}, "skip_samples is 8"),
         ({"skip_samples": [(8,)]}, r"skip_samples is \[\(8,\)\]"),
@@ -425,7 +434,9 @@ def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) ->
         ({"timeout": -1}, "timeout is -1; it must be more than 0"),
         ({"timeout": "60"}, "timeout is '60'; it must be a number"),
         ({"give_up_after": None}, "give_up_after is None; it must be a number"),
-        ({"cache_dir": 3}, "cache_dir is 3; it must be the path of a folder"),
+        ({"cache_dir": 3}, "cache_dir is 3; it must be text or a path"),
+        ({"hedge": "off"}, "hedge is 'off'; it must be true or false"),
+        ({"storage_options": "key=secret-word"}, "storage_options is a str; it must be a mapping"),
         ({"local": "map"}, "local is 'map'"),
     ],
 )
@@ -630,10 +641,7 @@ def test_the_golden_sequential_order(tmp_path: Path) -> None:
     """Changing these numbers is a breaking change: bump the order version, and say so first in the
     CHANGELOG.
     """
-    with IndexedDatasetWriter(str(tmp_path / "g"), np.uint16) as writer:
-        for n in range(5):
-            writer.add_item(np.arange(10 * n, 10 * n + 3 + n))
-            writer.end_document()
+    write_dataset(tmp_path / "g", [np.arange(10 * n, 10 * n + 3 + n) for n in range(5)])
     config = DataConfig(
         blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path
     )

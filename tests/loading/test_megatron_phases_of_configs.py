@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, StateError
 from streammega.samples.build import build_datasets
-from streammega.samples.prepare import prepare
+from streammega.samples.open import prepare
 from streammega.samples.provenance import Provenance
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 
 BATCH = 12
 STARTS = (0, 60, 96)

@@ -15,10 +15,11 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, PhaseConfig, StreamingDataset, StreamLoader
+from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.convert import convert
 from streammega.samples.phases import source_at
 from streammega.samples.source import read_samples
+from tests.support.builders import write_dataset
 
 EOD = 0
 LENGTH = 32
@@ -33,10 +34,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixes")
     rng = np.random.default_rng(0)
     for name, count in (("web", 700), ("code", 400)):
-        with IndexedDatasetWriter(str(folder / name), np.uint16) as writer:
-            for size in rng.choice([2, 3, 5, 40, 90], count).tolist():
-                writer.add_item(np.append(rng.integers(1, 1000, size - 1), EOD))
-                writer.end_document()
+        write_dataset(
+            folder / name,
+            [
+                np.append(rng.integers(1, 1000, size - 1), EOD)
+                for size in rng.choice([2, 3, 5, 40, 90], count).tolist()
+            ],
+        )
         packed = str(folder / f"packed-{name}")
         convert([str(folder / name)], packed, pack=LENGTH, eod_id=EOD, workers=1)
     return folder

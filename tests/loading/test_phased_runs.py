@@ -18,11 +18,11 @@ import streammega
 from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StateError
+from streammega.samples.document_names import DocumentName
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.phases import PhasedSource
 from streammega.samples.provenance import Provenance
-from streammega.samples.traced import DocumentName
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
 LENGTH = 16
@@ -380,7 +380,7 @@ def test_phases_of_other_lanes_or_restarts_that_mean_nothing_are_refused(data: P
         phase = PhaseConfig(first_sample=240, **options)
         with pytest.raises(ConfigError, match=message):
             StreamLoader(config_of(data, phases=[phase]), **sizes)
-    with pytest.raises(ConfigError, match="it must be a list of prefixes"):
+    with pytest.raises(ConfigError, match="restart is 'web'; it must be a list"):
         PhaseConfig(first_sample=240, restart="web")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, SourceLosses, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError
+from tests.support.builders import write_dataset
 from tests.support.gang import Gang
 
 BATCH = 12
@@ -27,7 +27,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """Of three datasets whose ids tell them apart: below 100, 200 and 300."""
     root = tmp_path_factory.mktemp("sources")
     for number, name in enumerate(NAMES):
-        write_pair_of(root / name, number)
+        rng = np.random.default_rng(number)
+        sizes = rng.integers(5, 80, 80)
+        ids = [rng.integers(100 * number, 100 * number + 100, size) for size in sizes]
+        write_dataset(root / name, ids)
     return DataConfig(
         blend=[(f"{root}/{name}", weight) for name, weight in zip(NAMES, (3, 2, 1), strict=True)],
         sequence_length=16,
@@ -38,16 +41,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         index_cache_dir=root / "cache",
         dataset_ids=True,
     )
-
-
-def write_pair_of(prefix: Path, number: int) -> None:
-    from streammega import IndexedDatasetWriter
-
-    generator = np.random.default_rng(number)
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
-        for _ in range(80):
-            size = int(generator.integers(5, 80))
-            writer.add_document(generator.integers(100 * number, 100 * number + 100, size), [size])
 
 
 def told_by_ids(batch: Any) -> torch.Tensor:

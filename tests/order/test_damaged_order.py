@@ -13,7 +13,7 @@ import pytest
 from streammega import BlendedDataset, DataConfig, GPTDataset, IndexedDataset, build_datasets
 from streammega.errors import CacheError, ConfigError, FormatError
 from streammega.samples.build import build_split
-from tests.conftest import write_random_pair
+from tests.support.builders import write_dataset, write_random_pair
 from tests.support.kept_files import CHECKSUM_BYTES, save_kept, write_kept
 from tests.support.processes import launch
 
@@ -143,12 +143,8 @@ def test_more_sequences_than_the_megatron_order_can_number_are_refused(config: D
 
 
 def test_an_idx_whose_lengths_are_negative_makes_no_tar(tmp_path: Path) -> None:
-    from streammega import IndexedDatasetWriter
 
-    with IndexedDatasetWriter(str(tmp_path / "shard.tar"), np.uint16) as writer:
-        for _ in range(4):
-            writer.add_item(np.full(1000, 5, np.uint16))
-            writer.end_document()
+    write_dataset(tmp_path / "shard.tar", [np.full(1000, 5, np.uint16) for _ in range(4)])
     path = tmp_path / "shard.idx"
     data = bytearray(path.read_bytes())
     data[34:42] = np.array([-1000, 3200], "<i4").tobytes()  # the same bytes altogether

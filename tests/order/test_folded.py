@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StreamLoader
 from streammega.errors import StateError
-from streammega.order.cursor import (
+from streammega.order.state import (
     keep_readable,
     make_state,
     parse_state,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError, StateError
-from streammega.order.cursor import make_state, parse_state
-from streammega.order.rank_samples import check_batch_sizes, check_resume, rank_samples
+from streammega.order.sharding import check_batch_sizes, check_resume, rank_samples
+from streammega.order.state import make_state, parse_state
 
 
 @pytest.mark.guarantee("stream-layout-global", "2-micro-steps")

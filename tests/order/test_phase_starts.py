@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, StreamingDataset, locate
 from streammega.errors import ConfigError, StateError
-from streammega.order.phase_starts import in_samples
-from streammega.samples.prepare import prepare
+from streammega.order.schedule import in_samples
+from streammega.samples.open import prepare
 
 LENGTH = 4
 SIZES = (2, 3, 6)

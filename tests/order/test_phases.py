@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError
-from streammega.kernels.lane_draws import choose
-from streammega.order.batch_size import BatchSchedule, batch_schedule
-from streammega.order.dealt import dealt_by
+from streammega.kernels.stream import choose
+from streammega.order.epoch_layout import FilePart, StreamDataset
+from streammega.order.epoch_remainder import remainder_of
 from streammega.order.extents import Extents
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
-from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
-from streammega.order.readings import Readings, phased_readings
-from streammega.order.rests import rest_of
+from streammega.order.schedule import BatchSchedule, batch_schedule
+from streammega.order.stream_inverse import TokenUses, samples_using_tokens
+from streammega.order.stream_order import LaterPhase, PhasedOrder, StreamOrder, phased_order
+from streammega.samples.usage import usage_of
 
 LENGTH = 5
 LONGEST = 12
@@ -126,9 +125,9 @@ class Lanes:
             self._begin(self.order.phases[self.phase])
         phase = self.order.phases[number]
         row, lane = divmod(sample - phase.first_sample, phase.lanes)
-        key, segment, _, fractions, _ = phase.drawing
-        assert segment == number
-        column, _ = choose(row, lane, number, fractions[0], len(phase.datasets), key)
+        tree = phase.tree
+        assert tree.segment == number
+        column, _ = choose(row, lane, number, tree.fractions[0], len(phase.datasets), tree.key)
         dataset = int(phase.dataset_numbers[column])
         era = (dataset, self.began[dataset])
         draw = self.drawn[(*era, lane)]
@@ -140,7 +139,7 @@ class Lanes:
     def place(self, era: tuple[int, int], lane: int, draw: int) -> tuple[int, int, int]:
         """(run, epoch, samples of the run) of a draw."""
         alone = self.alone[era]
-        group = int(alone.geometry.groups[0])
+        group = int(alone.lanes_per_run[0])
         size = int(alone.sizes[0])
         run = lane // group
         members = range(run * group, (run + 1) * group)
@@ -231,7 +230,7 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
         found.append(row)
         assert len(set(found)) == len(found) <= length
     for (era, run, epoch), found in seen.items():
-        group = int(lanes.alone[era].geometry.groups[0])
+        group = int(lanes.alone[era].lanes_per_run[0])
         members = range(run * group, (run + 1) * group)
         ends = [lanes.place(era, lane, lanes.drawn[(*era, lane)]) for lane in members]
         if all(reached > epoch for _, reached, _ in ends):
@@ -274,10 +273,10 @@ def test_which_samples_read_given_tokens_is_told_over_all_phases(
     start = data.draw(st.integers(0, 300))
     stop = start + data.draw(st.integers(1, 40))
     tokens = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)), start, stop)
-    assert readings_of(phased_readings(order, *tokens, end)) == scanned(order, *tokens, end)
+    assert readings_of(samples_using_tokens(order, *tokens, end)) == scanned(order, *tokens, end)
 
 
-def readings_of(readings: Readings) -> list[tuple[int, int, int]]:
+def readings_of(readings: TokenUses) -> list[tuple[int, int, int]]:
     columns = (readings.sample, readings.start, readings.stop)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -333,7 +332,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
             located = order.locate(np.array([sample]))
             joined += len(located.start) > 1
             for dataset, file, start, stop in rows(located):
-                found = phased_readings(order, dataset, file, start, stop, int(sample) + 1)
+                found = samples_using_tokens(order, dataset, file, start, stop, int(sample) + 1)
                 mine = found.sample == sample
                 assert (start, stop) in zip(found.start[mine], found.stop[mine], strict=True)
     assert joined >= 5
@@ -416,7 +415,9 @@ def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
     found = order.locate(np.arange(total))
     sizes = np.add.reduceat(found.stop - found.start, found.row_splits[:-1])
     phase_of_sample = [order.phase_at(sample) for sample in range(total)]
-    assert sizes.tolist() == [order.phases[phase].width for phase in phase_of_sample]
+    assert sizes.tolist() == [
+        order.phases[phase].sequence_length + order.phases[phase].extra for phase in phase_of_sample
+    ]
     extra = order.phases[0].extra_token
     ends = [end or total for end in order.ends]
     for number in set(found.dataset.tolist()):
@@ -429,20 +430,22 @@ def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
                 eras[shape] = (phase, column, end)
         for phase, column, end in eras.values():
             draws = phase.counts(end - phase.first_sample)[:, column]
-            rest = phase.rests[column]
-            own = draws if rest is None else np.maximum(draws - rest.shares, 0)
+            rest = phase.remainders[column]
+            own = draws if rest is None else np.maximum(draws - rest.lane_counts, 0)
             if rest is not None:
-                assert rest.shares.max() - rest.shares.min() <= 1
+                assert rest.lane_counts.max() - rest.lane_counts.min() <= 1
                 assert rest.tokens - rest.samples * rest.length < phase.sequence_length
             for epoch in range(phase.epochs_of(own, column)):
                 first_epoch = int(phase.first_epochs[column])
                 expected += tokens_of_epoch(phase, column, first_epoch + epoch)
-        left = rest_of(phase.grid(column), phase.rests[column], draws, length=1, lanes=1)
+        left = remainder_of(
+            phase.layout.of_dataset(column), phase.remainders[column], draws, length=1, lanes=1
+        )
         assert left is not None or expected == tokens_of(found, extra, number)
         seen = tokens_of(found, extra, number)
         if left is not None:
-            _, file, start, _ = left.rows(np.arange(left.tokens), 0)
-            seen += Counter(zip(file.tolist(), start.tolist(), strict=True))
+            runs = left.runs(np.arange(left.tokens), 0)
+            seen += Counter(zip(runs["file"].tolist(), runs["start"].tolist(), strict=True))
         assert seen == expected
 
 
@@ -508,22 +511,20 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
         cuts = sorted(data.draw(st.integers(0, size)) for _ in range(4))
         first, second, third, last = (phase.first_sample + cut for cut in cuts)
         ids = np.concatenate([np.arange(first, second), np.arange(third, last)])
-        dealt = dealt_by(phase, [(first, second), (third, last)])
+        dealt = usage_of(phase, [(first, second), (third, last)])
         located = phase.locate(ids)
         number = located.dataset[located.row_splits[:-1]]
-        is_joined = np.diff(located.row_splits) > 1
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
             assert dealt.samples[column] == (number == dataset).sum()
-            assert dealt.joined[column] == is_joined[number == dataset].sum()
-            assert dealt.joined[column] <= dealt.of_rests[column] <= dealt.samples[column]
+            assert dealt.from_remainder[column] <= dealt.samples[column]
             rest, _ = phase.left_before(column)
             left = 0 if rest is None else rest.tokens
-            assert dealt.taken_over[column] + dealt.passed_over[column] == left
-            assert dealt.too_short[column] < phase.sequence_length
+            assert dealt.carried_tokens[column] + dealt.dropped_tokens[column] == left
+            assert dealt.unused_tokens[column] < phase.sequence_length
         if cut_anew:
             continue
         # without a change of length every sample is of one epoch
-        assert not dealt.of_rests.any()
+        assert not dealt.from_remainder.any()
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
             epochs = {
                 lanes.place(*draws[sample])[1]

@@ -24,13 +24,13 @@ from streammega import (
     StreamLoader,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
-from streammega.kernels.keyed import keyed, permute, permute_back
-from streammega.order.batch_size import BatchSchedule
+from streammega.kernels.stream import keyed, permute, permute_back
+from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
-from streammega.order.lane_geometry import FilePart, StreamDataset, samples_of
-from streammega.order.lanes import StreamOrder, default_lanes
+from streammega.order.schedule import BatchSchedule
+from streammega.order.stream_order import StreamOrder, default_lanes
 from streammega.samples.lanes import StreamSource
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
 LANES = st.sampled_from([1, 2, 6, 8, 12, 48, 96])
@@ -88,7 +88,7 @@ def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOr
                 "samples of a file lie end to end, each once"
             )
             assert starts[0] >= part.start
-            assert starts[-1] + order.width <= part.start + part.tokens
+            assert starts[-1] + order.sequence_length + order.extra <= part.start + part.tokens
             assert starts[0] - part.start < order.sequence_length
 
 
@@ -103,7 +103,7 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
     """
     size = int(order.sizes[0])
     lanes = order.lanes
-    runs = int(order.num_runs[0])
+    runs = int(order.layout.num_runs[0])
     group = lanes // runs
     assert runs * group == lanes
     seen: list[tuple[int, int]] = []
@@ -245,7 +245,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
         block_bytes=1 << 14,
     )
     size = int(order.sizes[0])
-    assert int(order.num_runs[0]) == 16
+    assert int(order.layout.num_runs[0]) == 16
     fetched = 0
     for lane in range(16):
         found = order.locate(np.arange(lane, size, 16))

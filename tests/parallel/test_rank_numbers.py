@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streammega import ParallelLayout, Ranks
 from streammega.errors import ConfigError
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from tests.support.oracle import parallel_state
 
 SIZES = st.sampled_from([1, 2, 3, 4])

@@ -4,6 +4,7 @@ anywhere.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 
 from streammega import (
     DataConfig,
-    IndexedDatasetWriter,
     ParallelLayout,
     PhaseConfig,
     RankBatches,
@@ -29,17 +29,18 @@ from streammega import (
 )
 from streammega.errors import ConfigError, FormatError
 from streammega.loading import StreamingDataset
-from streammega.order.rank_samples import zigzag_bounds
-from streammega.parallel import open_loader
+from streammega.order.sharding import zigzag_bounds
+from streammega.parallel import device_mesh, open_loader
 from streammega.parallel.batches import read_factor
 from streammega.parallel.context import split_cu_seqlens
 from streammega.parallel.derive import device_fields, documents_of, rank_fields
 from streammega.parallel.exchange import rank_device
 from streammega.samples.fields import Batch, batch_fields, fields_of_ids
-from streammega.samples.seams import Seams
+from streammega.samples.loss_masks import Seams
+from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
-from tests.support.gang import Gang
-from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
+from tests.support.gang import Gang, on_ranks
+from tests.support.rank_programs import read_batches
 
 LENGTH = 16
 MICRO = 2
@@ -230,9 +231,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
     """Megatron sends tokens, labels, position_ids of 8 bytes and loss_mask of 4: 28
     bytes a token.
     """
-    with IndexedDatasetWriter(str(tmp_path / "p"), dtype) as writer:
-        writer.add_item(np.arange(20_000, dtype=dtype))
-        writer.end_document()
+    write_dataset(tmp_path / "p", [np.arange(20_000, dtype=dtype)], dtype)
     config = DataConfig(
         blend=[str(tmp_path / "p")],
         sequence_length=1024,
@@ -263,9 +262,15 @@ def test_reading_ahead_changes_nothing_and_is_not_counted(
 
 @pytest.mark.guarantee("parallellayout-coordinates-ranks")
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp-cp-ep"])
-def test_device_meshes_and_layouts_say_the_same(gang: Gang, config: DataConfig, order: str) -> None:
+@on_ranks(8)
+def test_device_meshes_and_layouts_say_the_same(rank: int, config: DataConfig, order: str) -> None:
     layout = ParallelLayout(tp=2, dp=2, pp=2, order=order)
-    assert gang.run(8, mesh_both_ways, layout, config, SIZES) == [(True, True)] * 8
+    mesh = device_mesh(layout, "cpu")
+    again = ParallelLayout.from_mesh(mesh)
+    for name in ("tp", "cp", "dp-cp", "pp", "tp-pp", "embedding"):
+        assert again.groups(name) == layout.groups(name)
+    dataset = StreamLoader(config, **SIZES, mesh=mesh).dataset
+    assert (dataset.dp_rank, dataset.dp_size) == (layout.coordinates(rank)["dp"], layout.dp)
 
 
 @pytest.mark.guarantee("get-batch-fields")
@@ -280,11 +285,23 @@ def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> 
 
 
 @pytest.mark.guarantee("rankbatches-reads-ahead", "13-state-equal")
+@on_ranks(4)
 def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(
-    gang: Gang, config: DataConfig
+    rank: int, config: DataConfig
 ) -> None:
-    counts = gang.run(4, to_the_end, ParallelLayout(tp=2, pp=2), config, SIZES)
-    assert counts == [(len(StreamLoader(config, **SIZES)),) * 3] * 4
+    """Also two handles that drift apart."""
+    ranks = Ranks(ParallelLayout(tp=2, pp=2))
+    with open_loader(config, ranks, **SIZES) as loader:
+        alone = sum(1 for _ in RankBatches(loader, ranks))
+    with open_loader(config, ranks, **SIZES) as loader:
+        first, second = RankBatches(loader, ranks).handles(2)
+        a = [*itertools.islice(first, 3)]
+        b = [*itertools.islice(second, 5)]
+        a += list(first)
+        b += list(second)
+        for x, y in zip(a, b, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+    assert alone == len(a) == len(StreamLoader(config, **SIZES))
 
 
 @pytest.mark.guarantee("get-batch-fields")
@@ -460,14 +477,22 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
         assert not loader.ready
 
 
-def test_ranks_that_share_messages_prepare_the_next_together(
-    gang: Gang, config: DataConfig
-) -> None:
-    for before, after, same in gang.run(2, prepared, ParallelLayout(tp=2), config, SIZES):
-        assert (before, after) == (1, 2), (
-            "messages sent: with the first asked for, and with the second prepared"
-        )
-        assert same
+@on_ranks(2)
+def test_ranks_that_share_messages_prepare_the_next_together(rank: int, config: DataConfig) -> None:
+    ranks = Ranks(ParallelLayout(tp=2))
+    with (
+        open_loader(config, ranks, **SIZES) as loader,
+        open_loader(config, ranks, **SIZES) as other,
+    ):
+        batches = RankBatches(loader, ranks)
+        first = next(batches)
+        before = batches.broadcast_bytes
+        batches.prepare()
+        assert batches.broadcast_bytes == 2 * before, "the second is sent before it is asked for"
+        for batch in (first, next(batches)):
+            expected = get_batch(other, ranks)
+            assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        batches.close()
 
 
 @pytest.mark.guarantee("bounds-documents-made")

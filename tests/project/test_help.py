@@ -13,8 +13,8 @@ import typer.main
 from click import Command, Group
 from typer.testing import CliRunner
 
-from streammega import IndexedDatasetWriter
 from streammega.cli.main import app, main
+from tests.support.builders import write_dataset
 from tests.support.servers import S3
 
 
@@ -45,8 +45,7 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
-    with IndexedDatasetWriter(str(tmp_path / "web"), np.uint16) as writer:
-        writer.add_document(np.arange(100), [100])
+    write_dataset(tmp_path / "web", [np.arange(100)])
     return str(tmp_path / "web")
 
 
@@ -155,7 +154,7 @@ def test_a_plot_of_a_run_in_a_bucket_takes_options_of_its_storage(
 ) -> None:
     bucket = moto.new_bucket()
     record = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
-    moto.client().put_object(Bucket=bucket, Key="run/metrics.jsonl", Body=record)
+    moto.objects(bucket)["run/metrics.jsonl"] = record
     options = [word for item in moto.options.items() for word in ("--storage", "=".join(item))]
     out = tmp_path / "run.png"
     assert main(["plot", f"s3://{bucket}/run", "--out", str(out), *options]) == 0

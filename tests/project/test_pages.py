@@ -20,14 +20,14 @@ from streammega.config.validate import field_docs
 from streammega.dataset import checksums
 from streammega.integrations import frameworks
 from streammega.loading import lookahead, planner, staging
-from streammega.loading import reading_plan as reader
-from streammega.order import lanes as stream_order
+from streammega.loading import read_plan as reader
+from streammega.order import stream_order
 from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
-from streammega.train import stopping, watch
+from streammega.train import signals, watch
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
 from tests.train import test_watch
@@ -205,16 +205,22 @@ def distributions(requirements: list[str]) -> set[str]:
 
 
 def imported() -> dict[str, list[str]]:
-    """Every module of others that the package imports anywhere, and the files that do."""
+    """Every module of others that the package imports anywhere, and the files that do.
+
+    Also by a function that is told its name: `_import_library("tiktoken", ...)`.
+    """
+    own = {"streammega", *sys.stdlib_module_names}
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in {name.split(".")[0] for name in names} - {
-                "streammega",
-                *sys.stdlib_module_names,
-            }:
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            elif isinstance(node, ast.Call) and "import_" in ast.unparse(node.func):
+                names = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            for name in {name.split(".")[0] for name in names} - own:
                 found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     return found
 
@@ -327,7 +333,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         5,
     ),
     ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
-    ("training", "A second Ctrl-C, more than a second after the first", stopping.ONE_REQUEST, 1),
+    ("training", "A second Ctrl-C, more than a second after the first", signals.ONE_REQUEST, 1),
     ("orders", "the smallest of at least 1024", stream_order.MIN_LANES, 1024),
     (
         "orders",
@@ -338,10 +344,10 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     (
         "storage",
         "is read again every five minutes",
-        oss_credentials.READ_AGAIN.total_seconds(),
+        oss_credentials.READ_AGAIN_S,
         300,
     ),
-    ("storage", "two minutes before it expires", oss_credentials.MARGIN.total_seconds(), 120),
+    ("storage", "two minutes before it expires", oss_credentials.MARGIN_S, 120),
 ]
 
 

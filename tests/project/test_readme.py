@@ -13,8 +13,8 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import streammega as sm
 from streammega.cli.main import main
+from tests.support.builders import write_dataset
 from tests.support.servers import S3
 
 README = Path(__file__).parents[2] / "README.md"
@@ -52,10 +52,10 @@ def blocks(text: str, language: str) -> list[str]:
 
 def put_dataset(name: str, tokens: int = 600_000) -> None:
     rng = np.random.default_rng(len(name))
-    with sm.IndexedDatasetWriter(f"s3://bucket/{name}", np.uint16) as writer:
-        for _ in range(tokens // 2000):
-            writer.add_item(rng.integers(0, 200, 2000).astype(np.uint16))
-            writer.end_document()
+    write_dataset(
+        f"s3://bucket/{name}",
+        [rng.integers(0, 200, 2000).astype(np.uint16) for _ in range(tokens // 2000)],
+    )
 
 
 class Stop(Exception):

@@ -13,15 +13,15 @@ import pytest
 from streammega import (
     BlendedDataset,
     DataConfig,
-    IndexedDatasetWriter,
     StreamLoader,
     build_datasets,
 )
 from streammega.config import parse_blend
 from streammega.errors import ConfigError
 from streammega.kernels.blending import blend_exhaustive, blend_weighted
-from streammega.order.blend import normalized
+from streammega.order.megatron import normalized
 from tests.support import oracle
+from tests.support.builders import write_dataset
 
 PAIRS = 24
 KINDS = ("random", "equal", "integers", "wide", "near", "tiny")
@@ -114,12 +114,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pairs")
     rng = np.random.default_rng(3)
     for number in range(PAIRS):
-        with IndexedDatasetWriter(
-            str(folder / f"p{number:02}"), np.uint16 if number % 3 else np.int32
-        ) as writer:
-            for _ in range(int(rng.integers(12, 60))):
-                writer.add_item(rng.integers(0, 1000, rng.integers(0, 50)))
-                writer.end_document()
+        write_dataset(
+            folder / f"p{number:02}",
+            [rng.integers(0, 1000, rng.integers(0, 50)) for _ in range(int(rng.integers(12, 60)))],
+            np.uint16 if number % 3 else np.int32,
+        )
     return [str(folder / f"p{number:02}") for number in range(PAIRS)]
 
 

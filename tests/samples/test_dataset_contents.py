@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from streammega import (
     DataConfig,
     IndexedDataset,
-    IndexedDatasetWriter,
     PhaseConfig,
     StorageConfig,
     StreamLoader,
 )
 from streammega.dataset.headers import content_of, read_dataset
-from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
-from streammega.dataset.shard import SUFFIXES
+from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.names import MANIFEST, SUFFIXES
 from streammega.errors import StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
 from tests.dataset.test_opening import KINDS
+from tests.support.builders import write_dataset
 from tools.bench.object_server import running
 
 DOCUMENTS = 40
@@ -36,10 +36,7 @@ ORDERS = ["stream", "megatron"]
 
 def put(name: str, tokens: np.ndarray[Any, Any], length: int = LENGTH) -> str:
     """A shard of documents of `length` tokens."""
-    with IndexedDatasetWriter(name, np.uint16) as writer:
-        for first in range(0, len(tokens), length):
-            writer.add_item(tokens[first : first + length])
-            writer.end_document()
+    write_dataset(name, [tokens[first : first + length] for first in range(0, len(tokens), length)])
     return name
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import streammega as sm
 from streammega.errors import ConfigError, FormatError
 from streammega.samples.fields_torch import device_fields
+from tests.support.builders import write_dataset
 
 EOD = 7
 DOCUMENTS: dict[str, Any] = {
@@ -33,12 +34,10 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
     rng = np.random.default_rng(5)
     (tmp_path / "tars").mkdir()
     for shard in range(3):
-        with sm.IndexedDatasetWriter(
-            str(tmp_path / "tars" / f"a-0000{shard}-of-00003.tar"), np.uint16
-        ) as writer:
-            for _ in range(30):
-                writer.add_item(rng.integers(0, 50, rng.integers(1, 80)).astype(np.uint16))
-                writer.end_document()
+        write_dataset(
+            tmp_path / "tars" / f"a-0000{shard}-of-00003.tar",
+            [rng.integers(0, 50, rng.integers(1, 80)).astype(np.uint16) for _ in range(30)],
+        )
     length = 32
 
     def pack(samples: Iterable[tuple[np.ndarray]]) -> Iterator[np.ndarray]:

@@ -24,10 +24,10 @@ from streammega.samples.build import build_datasets
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.parallel_model import ParallelModel
+from tests.support.builders import write_jsonl, write_small_run
 from tests.support.gang import Gang
 from tests.support.rank_programs import read_batches
 from tests.support.typed import first_prefix, map_style
-from tests.train.test_train import TOML
 
 LENGTH = 32
 MICRO = 2
@@ -50,8 +50,7 @@ def chats(path: Path, count: int) -> str:
                 ]
             }
         )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return write_jsonl(path, records)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +69,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("plain")
-    (folder / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"plain {n} " * 9}) + "\n" for n in range(200))
-    )
-    convert([str(folder / "text.jsonl")], str(folder / "plain"), tokenizer="bytes", workers=1)
+    texts = write_jsonl(folder / "text.jsonl", [f"plain {n} " * 9 for n in range(200)])
+    convert([texts], str(folder / "plain"), tokenizer="bytes", workers=1)
     return str(folder / "plain")
 
 
@@ -263,7 +260,7 @@ def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
         source = chats(tmp_path / "chat.jsonl", 200)
         chat = str(tmp_path / "chat")
         convert([source], chat, tokenizer="bytes", chat=True, chat_template=template, workers=1)
-    (tmp_path / "run.toml").write_text(TOML.format(prefix=chat, folder=tmp_path))
+    write_small_run(tmp_path, chat)
     settings = [
         "train.iters=3",
         "train.log_interval=1",

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, GPTDataset, IndexedDataset, IndexedDatasetWriter, build_datasets
+from streammega import DataConfig, GPTDataset, IndexedDataset, build_datasets
 from streammega.errors import ConfigError
 from streammega.order.split import split_bounds
 from tests.support import oracle
+from tests.support.builders import write_dataset
 from tests.support.typed import map_style
 
 CONFIGURATIONS = 400
@@ -54,10 +55,9 @@ def build_both(case: dict[str, Any], folder: Path) -> tuple[Any, GPTDataset | No
     """Megatron's dataset and ours; None where one of them refuses."""
     prefix = str(folder / "pair")
     rng = np.random.default_rng(1)
-    with IndexedDatasetWriter(prefix, case["dtype"]) as writer:
-        for length in case["lengths"]:
-            writer.add_item(rng.integers(0, 100, length))
-            writer.end_document()
+    write_dataset(
+        prefix, [rng.integers(0, 100, length) for length in case["lengths"]], case["dtype"]
+    )
     theirs_config = oracle.gpt_config(
         folder / "theirs",
         case["sequence_length"],
@@ -228,7 +228,7 @@ def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
 
 
 def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Path) -> None:
-    from tests.conftest import write_random_pair
+    from tests.support.builders import write_random_pair
 
     write_random_pair(str(tmp_path / "elsewhere" / "copy"))
     for prefix in (pair, str(tmp_path / "elsewhere" / "copy")):
@@ -244,10 +244,7 @@ def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
     CHANGELOG.
     """
     prefix = str(tmp_path / "golden")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for n in range(12):
-            writer.add_item(np.arange(100 * n, 100 * n + (n * 5) % 17))
-            writer.end_document()
+    write_dataset(prefix, [np.arange(100 * n, 100 * n + (n * 5) % 17) for n in range(12)])
     config = DataConfig(
         blend=[prefix], sequence_length=16, seed=1234, index_cache_dir=tmp_path / "cache"
     )

@@ -13,12 +13,12 @@ import pytest
 
 from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
-from streammega.cli.order_report import order_report, report_values
+from streammega.cli.order_report import measure_order, report_values
 from streammega.errors import ConfigError
 from streammega.order.quality import FetchPlan, shuffle_quality
 from streammega.samples import blended, gpt
-from streammega.samples.prepare import prepare
-from tests.conftest import write_random_pair
+from streammega.samples.open import prepare
+from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
 
@@ -161,7 +161,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     out = capsys.readouterr().out
     assert "nan" not in out
     assert "too few for a figure" in out
-    made = order_report(
+    made = measure_order(
         DataConfig(blend="mock://tokens=100000,length=1000", sequence_length=64, order="stream"),
         "train",
         4,
@@ -171,7 +171,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     assert made.plan is None
     assert "requests and bytes cannot be told" in str(report_values(made, 2)["notes"])
     assert report_values(made, 2)["each_of_2_ranks"] is None
-    large = order_report(
+    large = measure_order(
         DataConfig(
             blend="mock://tokens=1000000,length=1000", sequence_length=64, order="stream", lanes=4
         ),

@@ -12,13 +12,13 @@ import pytest
 
 from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
 from streammega.dataset.document_lookup import open_documents
-from streammega.dataset.shard import shard_name
+from streammega.dataset.names import shard_name
 from streammega.errors import ConfigError
-from streammega.order.batch_size import batch_schedule
-from streammega.order.rank_samples import rank_samples
-from streammega.order.step_numbers import StepNumbers, rank_of
+from streammega.order.schedule import StepNumbers, batch_schedule, rank_of
+from streammega.order.sharding import rank_samples
+from streammega.samples.document_names import DocumentName
+from streammega.samples.document_uses import TracedSample
 from streammega.samples.provenance import Provenance
-from streammega.samples.traced import DocumentName, TracedSample
 
 Documents = dict[str, list[np.ndarray]]
 """The tokens of the documents of each shard, by its prefix."""

@@ -4,7 +4,6 @@ once.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,13 @@ from hypothesis import strategies as st
 from streammega import DataConfig, SFTDataset
 from streammega.errors import ConfigError, FormatError
 from streammega.samples.sft import pack
+from tests.support.builders import write_jsonl
 
 EOD = 0
 
 
 def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
-
-
-def write(path: Path, records: list[Any]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 def config(size: int = 64, **options: Any) -> DataConfig:
@@ -45,7 +40,9 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 @pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_one_conversation_by_hand(tmp_path: Path) -> None:
-    dataset = SFTDataset([write(tmp_path / "a.jsonl", [chat("hi", "yo")])], encode, config(40))
+    dataset = SFTDataset(
+        [write_jsonl(tmp_path / "a.jsonl", [chat("hi", "yo")])], encode, config(40)
+    )
     sample = dataset[0]
     text = [*encode("<|user|>\nhi"), EOD, *encode("<|assistant|>\nyo"), EOD]
     size = len(text)
@@ -60,7 +57,7 @@ def test_one_conversation_by_hand(tmp_path: Path) -> None:
 @pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_every_conversation_is_there_once_and_the_order_is_the_seeds(tmp_path: Path) -> None:
     records = [chat(f"q{n}", f"answer {n}") for n in range(50)]
-    path = write(tmp_path / "a.jsonl", records)
+    path = write_jsonl(tmp_path / "a.jsonl", records)
     datasets = [SFTDataset([path], encode, config(128, seed=seed)) for seed in (1, 1, 2)]
     texts = []
     for dataset in datasets:
@@ -94,7 +91,7 @@ def test_both_spellings_and_several_turns(tmp_path: Path) -> None:
         ]
     }
     samples = [
-        SFTDataset([write(tmp_path / f"{n}.jsonl", [r])], encode, config())[0]
+        SFTDataset([write_jsonl(tmp_path / f"{n}.jsonl", [r])], encode, config())[0]
         for n, r in enumerate((sharegpt, openai))
     ]
     assert all(samples[0][name].equal(samples[1][name]) for name in samples[0])
@@ -104,7 +101,9 @@ def test_both_spellings_and_several_turns(tmp_path: Path) -> None:
 @pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     dataset = SFTDataset(
-        [write(tmp_path / "a.jsonl", [chat("q", "x" * 500), chat("q", "y")])], encode, config(64)
+        [write_jsonl(tmp_path / "a.jsonl", [chat("q", "x" * 500), chat("q", "y")])],
+        encode,
+        config(64),
     )
     assert dataset.num_cut == 1
     assert {len(dataset[k]["tokens"]) for k in range(len(dataset))} == {64}
@@ -123,7 +122,7 @@ def test_packing_keeps_order_and_never_overflows(lengths: list[int]) -> None:
 @pytest.mark.guarantee("sftdataset-whole-conversations")
 def test_samples_of_several_lengths_make_one_batch(tmp_path: Path) -> None:
     dataset = SFTDataset(
-        [write(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])],
+        [write_jsonl(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])],
         encode,
         config(64),
     )
@@ -150,7 +149,7 @@ def test_samples_of_several_lengths_make_one_batch(tmp_path: Path) -> None:
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    path = write(tmp_path / "a.jsonl", [chat("a", "b")])
+    path = write_jsonl(tmp_path / "a.jsonl", [chat("a", "b")])
     with open(path, "a") as file:
         file.write(line + "\n")
     with pytest.raises(FormatError, match=message):
@@ -158,7 +157,7 @@ def test_broken_lines_are_named(tmp_path: Path, line: str, message: str) -> None
 
 
 def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [chat("a", "\u65e5")])
+    path = write_jsonl(tmp_path / "a.jsonl", [chat("a", "\u65e5")])
     SFTDataset([path], encode, config(vocab_size=2**16))
     with pytest.raises(
         FormatError, match=f"token id {ord(chr(0x65E5))} is outside of the vocabulary of 300"
@@ -168,4 +167,6 @@ def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 def test_fine_tuning_needs_an_end_of_document(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eod_id"):
-        SFTDataset([write(tmp_path / "a.jsonl", [chat("a", "b")])], encode, config(eod_id=None))
+        SFTDataset(
+            [write_jsonl(tmp_path / "a.jsonl", [chat("a", "b")])], encode, config(eod_id=None)
+        )

@@ -25,6 +25,7 @@ from streammega import (
     build_datasets,
 )
 from streammega.convert import convert
+from streammega.dataset.names import shard_name
 from streammega.dataset.provenance import (
     ENDING,
     LINE,
@@ -32,15 +33,19 @@ from streammega.dataset.provenance import (
     ProvenanceWriter,
     collect_origins,
 )
-from streammega.dataset.shard import shard_name
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.kernels.skipping import FILE_STRIDE
+from streammega.kernels.batch import FILE_STRIDE
 from streammega.parallel.derive import rank_fields
-from streammega.samples import skipped_checks
+from streammega.samples import excluded
+from streammega.samples.excluded import (
+    MOST_FILES,
+    SkippedStretches,
+    SkippedTokens,
+    check_room,
+    disjoint_stretches,
+)
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
-from streammega.samples.skipped import SkippedStretches, SkippedTokens, disjoint_stretches
-from streammega.samples.skipped_checks import MOST_FILES, check_room
 from streammega.samples.source import SampleSource
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage import open_store
@@ -301,7 +306,7 @@ def test_skipping_documents_asks_whether_there_is_room(
     corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _ = corpus
-    monkeypatch.setattr(skipped_checks, "MOST_FILES", 2)
+    monkeypatch.setattr(excluded, "MOST_FILES", 2)
     config = config_of(root, skip_documents=[f"{root}/code#0"])
     with pytest.raises(ConfigError, match="has 3 files"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
@@ -622,7 +627,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ([(0, "names.txt"), "id-1"], r"skip_documents holds 'id-1'; it takes names"),
     ([(-1, ["id-1"])], r"skip_documents holds \(-1, \['id-1'\]\)"),
     ([3], r"skip_documents holds 3"),
-    (7, r"skip_documents is 7; it takes the path of a file"),
+    (7, r"skip_documents is 7; it must be text or a list or a mapping"),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.manifest import Manifest, ShardEntry
-from streammega.dataset.shard import shard_name
+from streammega.dataset.names import shard_name
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.store import ObjectInfo

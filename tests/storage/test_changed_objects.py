@@ -23,7 +23,7 @@ from streammega import (
     StreamingDataset,
     build_datasets,
 )
-from streammega.dataset.headers import read_bounds
+from streammega.dataset.headers import read_dataset
 from streammega.dataset.local_cache import SharedFolder, cached_arrays, local_view
 from streammega.errors import ObjectChangedError
 from streammega.storage import ObjectInfo, Store, open_store
@@ -154,7 +154,7 @@ def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
 
 
 def test_pointers_are_read_from_the_index_that_was_opened(place: Place) -> None:
-    bounds = read_bounds("s3://data/web", place.storage)
+    (bounds,) = read_dataset("s3://data/web", place.storage)
     assert bounds.token_at(2) == 2 * TOKENS
     place.replace(".idx")
     with pytest.raises(ObjectChangedError, match=r"web\.idx"):

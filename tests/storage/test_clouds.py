@@ -16,6 +16,7 @@ import json
 import os
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.storage import Store
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.s3_options import cloud_arguments
-from tests.conftest import write_random_pair
 from tests.storage.test_storage import StoreContract
+from tests.support.builders import write_random_pair
 from tests.support.servers import S3
 from tests.support.typed import all_tokens
 
@@ -37,34 +38,42 @@ ACCOUNT_KEY = (
 
 
 @pytest.mark.guarantee("options-gcsfs-adlfs")
-def test_options_of_gcsfs_and_adlfs_reach_obstore() -> None:
-    def made(scheme: str, **options: object) -> dict[str, object]:
-        config: dict[str, object] = cloud_arguments(scheme, StorageConfig(storage_options=options))[
-            "config"
-        ]
-        return config
-
-    emulator = {
-        "anon": True,
-        "endpoint_url": "http://127.0.0.1:4443",
-        "project": "p",
-        "use_listings_cache": False,
-    }
-    assert made("gs", **emulator) == {"skip_signature": True, "base_url": "http://127.0.0.1:4443"}
-    assert made("gs", token="anon") == {"skip_signature": True}
-    assert made("gs", token="/keys/service.json") == {
-        "application_credentials": "/keys/service.json"
-    }
-    assert made("gs", token="google_default") == {}
-    assert json.loads(str(made("gs", token={"client_email": "a"})["service_account_key"])) == {
-        "client_email": "a"
-    }
-    named = {"account_name": "a", "account_key": "k", "endpoint_url": "https://host/a"}
-    assert made("az", **named) == {
-        "account_name": "a",
-        "account_key": "k",
-        "endpoint": "https://host/a",
-    }
+@pytest.mark.parametrize(
+    ("scheme", "options", "made"),
+    [
+        (
+            "gs",
+            {
+                "anon": True,
+                "endpoint_url": "http://127.0.0.1:4443",
+                "project": "p",
+                "use_listings_cache": False,
+            },
+            {"skip_signature": True, "base_url": "http://127.0.0.1:4443"},
+        ),
+        ("gs", {"token": "anon"}, {"skip_signature": True}),
+        (
+            "gs",
+            {"token": "/keys/service.json"},
+            {"application_credentials": "/keys/service.json"},
+        ),
+        ("gs", {"token": "google_default"}, {}),
+        (
+            "gs",
+            {"token": {"client_email": "a"}},
+            {"service_account_key": json.dumps({"client_email": "a"})},
+        ),
+        (
+            "az",
+            {"account_name": "a", "account_key": "k", "endpoint_url": "https://host/a"},
+            {"account_name": "a", "account_key": "k", "endpoint": "https://host/a"},
+        ),
+    ],
+)
+def test_options_of_gcsfs_and_adlfs_reach_obstore(
+    scheme: str, options: dict[str, Any], made: dict[str, Any]
+) -> None:
+    assert cloud_arguments(scheme, StorageConfig(storage_options=options))["config"] == made
 
 
 @pytest.mark.guarantee("options-gcsfs-adlfs")

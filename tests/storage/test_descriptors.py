@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from streammega.storage.fd_limit import blame_limit
+from tests.support.processes import run_python
 from tools.bench.object_server import running
 
 RAISED = """
@@ -61,17 +59,8 @@ print(chr(10).join(found))
 """
 
 
-def _python(code: str, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    found = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
-
-
 def test_the_soft_limit_is_raised_once_and_never_lowered() -> None:
-    _python(RAISED)
+    run_python(RAISED)
 
 
 @pytest.mark.guarantee("holds-descriptor-object")
@@ -84,7 +73,7 @@ def test_too_many_open_files_are_blamed_on_the_limit_and_not_on_the_network(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "k").write_bytes(bytes(1000))
     with running(tmp_path) as server:
-        remote, local = _python(
+        remote, local = run_python(
             EXHAUSTED, server.endpoint, transport, str(built), str(tmp_path / "data" / "k")
         ).splitlines()
     for message in (remote, local):

@@ -41,11 +41,19 @@ from tools.bench.object_server import Running, running, start
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
     root = tmp_path_factory.mktemp("objects")
     write_data(root)
     with running(root) as server:
         yield server, root
+
+
+@pytest.fixture
+def server(started: tuple[Running, Path]) -> tuple[Running, Path]:
+    """A server that behaves well at first, and the folder of its objects."""
+    endpoint, _ = started
+    endpoint.behave()
+    return started
 
 
 @pytest.mark.guarantee("faults-change-token")
@@ -66,11 +74,9 @@ def test_faults_change_no_token(
     server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
     endpoint, root = server
-    endpoint.behave()
     storage = storage_of(endpoint, transport)
     remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
     check_that_faults_change_no_token(endpoint, remote, root, fault)
-    endpoint.behave()
 
 
 @pytest.mark.guarantee("server-counts-requests")
@@ -87,18 +93,14 @@ def test_servers_that_serve_little_change_no_token(
     server: tuple[Running, Path], tmp_path: Path, behaviour: dict[str, Any]
 ) -> None:
     endpoint, root = server
-    endpoint.behave()
     remote = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=400)
     expected = stream(replace(remote, blend=blend_of(root)))
     loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
     endpoint.behave(**behaviour)
-    try:
-        with loader:
-            assert torch.equal(rows_of(loader), expected)
-        refused = endpoint.counts()["faults"]
-        assert loader.stats()["throttled"] > 0 or "rate" not in behaviour, f"{refused} refused"
-    finally:
-        endpoint.behave()
+    with loader:
+        assert torch.equal(rows_of(loader), expected)
+    refused = endpoint.counts()["faults"]
+    assert loader.stats()["throttled"] > 0 or "rate" not in behaviour, f"{refused} refused"
 
 
 @pytest.mark.guarantee("faults-change-token")
@@ -146,7 +148,6 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     # so that a few seconds hold a dozen pauses
     monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
     endpoint, root = server
-    endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
     expected = stream(replace(config, blend=blend_of(root)))
@@ -182,7 +183,6 @@ def test_what_waiting_cannot_mend_fails_at_once(
     words: str,
 ) -> None:
     endpoint, _ = server
-    endpoint.behave()
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, transport))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     endpoint.behave(status=status)
@@ -192,7 +192,6 @@ def test_what_waiting_cannot_mend_fails_at_once(
         next(iter(loader))
     assert time.monotonic() - began < 20, "the pauses between its tries would last 30 seconds"
     assert endpoint.counts()["requests"] - before <= 64, "not tried again and again"
-    endpoint.behave()
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -200,7 +199,6 @@ def test_storage_is_given_up_after_so_many_retries(
     server: tuple[Running, Path], tmp_path: Path, transport: str
 ) -> None:
     endpoint, _ = server
-    endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=2)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
@@ -209,7 +207,6 @@ def test_storage_is_given_up_after_so_many_retries(
     with pytest.raises(EndpointError, match="lower max_requests if this goes on"):
         next(iter(loader))
     assert loader.stats()["throttled"] > 0
-    endpoint.behave()
 
 
 @pytest.mark.guarantee("object-replaced-under", "403-404-changed")
@@ -237,7 +234,6 @@ def test_an_object_that_is_replaced_stops_the_run(
 def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: Path) -> None:
     """One answer in fifty takes a second; nobody waits for it."""
     endpoint, _ = server
-    endpoint.behave()
     storage = replace(storage_of(endpoint, "obstore"), stall_timeout=20, timeout=30)
     loader = StreamLoader(
         config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
@@ -249,14 +245,12 @@ def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: 
     assert stats["hedges"] > 0
     assert stats["hedges_won"] > 0
     assert time.monotonic() - began < 20, "without hedges every wave would wait a second"
-    endpoint.behave()
 
 
 def test_closing_does_not_wait_for_a_stalled_endpoint(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     endpoint, _ = server
-    endpoint.behave()
     storage = replace(storage_of(endpoint, "obstore"), stall_timeout=3, timeout=30)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
@@ -268,7 +262,6 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 20, "twelve tries, each of which stalls, take 36 seconds"
-    endpoint.behave()
 
 
 @pytest.mark.guarantee("server-answers-ranges")
@@ -290,14 +283,12 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
         record for record in caplog.records if "answers range requests with 200" in record.message
     ]
     assert len(warnings) == 1
-    endpoint.behave()
 
 
 @pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize("moment", ["waiting for bytes", "in the step"])
 def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, moment: str) -> None:
     endpoint, _ = server
-    endpoint.behave()
     code = f"""
 import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
@@ -335,4 +326,3 @@ for batch in loader:
     assert time.monotonic() - began < 30
     assert errors.strip().endswith("KeyboardInterrupt"), errors
     assert "Exception ignored" not in errors
-    endpoint.behave()

@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from streammega.storage.fetch.requests import (
     Counters,
     FetchGroup,
     RangeRequest,
-    Response,
     send,
 )
 from streammega.storage.seekable_zstd import FrameWriter, read_frames
@@ -77,21 +77,30 @@ class Recorded:
                 self._bytes -= size
 
 
+def one_read(
+    store: Any, key: object, size: int = SIZE, start: int = 0, alignment: int = 1
+) -> FetchGroup:
+    """A group of one request."""
+    request = RangeRequest(store, str(key), "", start, start + size, 0)
+    return FetchGroup(size, [request], alignment=alignment)
+
+
 def fetch(
     store: Any, config: StorageConfig, count: int, key: Callable[[int], str] = lambda n: "key"
 ) -> Counters:
-    """Fetch so many reads, each of a holding of its own."""
-    made = Fetcher(config)
-    holdings = [
-        FetchGroup(SIZE, [RangeRequest(store, key(n), "", n * SIZE, (n + 1) * SIZE, 0)])
-        for n in range(count)
-    ]
-    try:
-        made.submit(holdings)
-        made.wait(holdings)
+    """Fetch so many reads, each of a group of its own."""
+    groups = [one_read(store, key(n), start=n * SIZE) for n in range(count)]
+    with closing(Fetcher(config)) as made:
+        made.submit(groups)
+        made.wait(groups)
         return made.counters
-    finally:
-        made.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
 
 
 @pytest.mark.guarantee("flight-most-max")
@@ -143,30 +152,28 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         stores.append(DerivedStore(local, info, read_frames(local, info)))
     sizes = []
 
-    def noting(job: list[RangeRequest], *, past_cache: bool) -> Response:
+    def noting(job: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
         sizes.append(len(job))
         return send(job, past_cache=past_cache)
 
     monkeypatch.setattr(fetcher, "send", noting)
 
-    def holding_of(number: int) -> FetchGroup:
+    def group_of(number: int) -> FetchGroup:
         store = stores[number % 3]
         start = number // 3 * SIZE + 7
         key = store.info("").key
-        return FetchGroup(SIZE, [RangeRequest(store, key, "", start, start + SIZE, 0)])
+        return one_read(store, key, start=start)
 
-    holdings = [holding_of(number) for number in range(60)]
+    groups = [group_of(number) for number in range(60)]
     made = Fetcher(replace(CONFIG, max_requests=BATCH_REQUESTS), max_threads=1)
-    try:
-        made.submit(holdings)
-        made.wait(holdings)
-    finally:
-        made.close()
+    with closing(made):
+        made.submit(groups)
+        made.wait(groups)
     assert max(sizes) == BATCH_REQUESTS
-    for number, holding in enumerate(holdings):
+    for number, group in enumerate(groups):
         start = number // 3 * SIZE + 7
-        assert holding.buffer is not None
-        assert holding.buffer[:SIZE].tobytes() == contents[number % 3][start : start + SIZE]
+        assert group.buffer is not None
+        assert group.buffer[:SIZE].tobytes() == contents[number % 3][start : start + SIZE]
 
 
 @pytest.mark.guarantee("bytes-flight-fixed")
@@ -184,12 +191,8 @@ def test_a_thread_waits_until_a_whole_job_fits() -> None:
 def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:
     store: Any = Recorded()
     made = Fetcher(replace(CONFIG, memory_bytes=8192))
-    first, second, third = (
-        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
-        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
-        FetchGroup(8192, [RangeRequest(store, "key", "", 0, 8192, 0)]),
-    )
-    try:
+    first, second, third = (one_read(store, "key", 8192) for _ in range(3))
+    with closing(made):
         made.submit([first, second, third])
         made.wait([first])
         made.release([second])
@@ -198,8 +201,6 @@ def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:
         made.release([third])
         assert made.pool.in_use == 0
         assert len(store.calls) == 2
-    finally:
-        made.close()
 
 
 def alive(*kinds: type) -> int:
@@ -208,7 +209,7 @@ def alive(*kinds: type) -> int:
 
 
 def two_reads(store: Any, number: int) -> FetchGroup:
-    """A holding of two reads."""
+    """A group of two reads."""
     halves = [(0, SIZE), (SIZE, 2 * SIZE)]
     reads = [RangeRequest(store, str(number), "", start, stop, start) for start, stop in halves]
     return FetchGroup(2 * SIZE, reads)
@@ -227,13 +228,13 @@ def test_what_was_released_is_freed_without_the_collector(filled: int) -> None:
     gc.disable()
     try:
         before = alive(RangeRequest, FetchGroup)
-        holdings = [two_reads(store, number) for number in range(100)]
-        made.submit(holdings)
+        groups = [two_reads(store, number) for number in range(100)]
+        made.submit(groups)
         for number in range(filled):
-            made.wait(holdings[number : number + 1])
-            made.release(holdings[number : number + 1])
+            made.wait(groups[number : number + 1])
+            made.release(groups[number : number + 1])
         made.close()
-        holdings.clear()
+        groups.clear()
         assert alive(RangeRequest, FetchGroup) == before
     finally:
         if collects:
@@ -257,24 +258,22 @@ class Bodies(Recorded):
 
 
 @pytest.mark.guarantee("bodies-64-kib")
-def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget() -> None:
+def test_bodies_of_whole_groups_are_kept_as_they_came_and_count_of_the_budget() -> None:
     size = MIN_KEPT_BODY
     store: Any = Bodies()
     made = Fetcher(replace(CONFIG, memory_bytes=4 * size))
-    holdings = [FetchGroup(size, [RangeRequest(store, str(n), "", 0, size, 0)]) for n in range(8)]
-    try:
-        made.submit(holdings)
+    groups = [one_read(store, n, size) for n in range(8)]
+    with closing(made):
+        made.submit(groups)
         assert made.pool.in_use == 4 * size, "as many as the budget holds, from admission on"
-        for number, holding in enumerate(holdings):
-            made.wait([holding])
-            assert holding.buffer is not None
-            assert address_of(holding.buffer) in [address_of(body) for body in store.given]
-            assert (holding.buffer == 1).all()
-            made.release([holding])
+        for number, group in enumerate(groups):
+            made.wait([group])
+            assert group.buffer is not None
+            assert address_of(group.buffer) in [address_of(body) for body in store.given]
+            assert (group.buffer == 1).all()
+            made.release([group])
             assert made.pool.in_use == min(4, 7 - number) * size
-        assert made.pool.most == 4 * size
-    finally:
-        made.close()
+        assert made.pool.peak == 4 * size
 
 
 @pytest.mark.guarantee("bodies-64-kib")
@@ -289,25 +288,23 @@ def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) ->
             return [body.data for body in self.given]
 
     store: Any = Behind()
-    holding = FetchGroup(size, [RangeRequest(store, "key", "", 0, size, 0)], alignment=itemsize)
+    group = one_read(store, "key", size, alignment=itemsize)
     made = Fetcher(CONFIG)
-    try:
-        made.submit([holding])
-        made.wait([holding])
-        assert holding.buffer is not None
-        assert address_of(holding.buffer) % itemsize == 0
-        is_kept = address_of(holding.buffer) == address_of(store.given[0])
+    with closing(made):
+        made.submit([group])
+        made.wait([group])
+        assert group.buffer is not None
+        assert address_of(group.buffer) % itemsize == 0
+        is_kept = address_of(group.buffer) == address_of(store.given[0])
         assert is_kept == (itemsize <= 2)
-        assert (holding.buffer == 1).all()
-    finally:
-        made.close()
+        assert (group.buffer == 1).all()
 
 
-def test_bodies_that_are_small_or_a_part_of_a_holding_are_copied() -> None:
+def test_bodies_that_are_small_or_a_part_of_a_group_are_copied() -> None:
     store: Any = Bodies()
     half = MIN_KEPT_BODY
-    holdings = [
-        FetchGroup(half - 1, [RangeRequest(store, "key", "", 0, half - 1, 0)]),
+    groups = [
+        one_read(store, "key", half - 1),
         FetchGroup(
             2 * half,
             [
@@ -317,15 +314,13 @@ def test_bodies_that_are_small_or_a_part_of_a_holding_are_copied() -> None:
         ),
     ]
     made = Fetcher(CONFIG)
-    try:
-        made.submit(holdings)
-        made.wait(holdings)
+    with closing(made):
+        made.submit(groups)
+        made.wait(groups)
         assert not store.given
-        for holding in holdings:
-            assert holding.buffer is not None
-            assert (holding.buffer[: holding.size] == 1).all()
-    finally:
-        made.close()
+        for group in groups:
+            assert group.buffer is not None
+            assert (group.buffer[: group.size] == 1).all()
 
 
 def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
@@ -336,31 +331,28 @@ def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
         gate.wait(10)
 
     store: Any = Bodies(wait_for_gate)
-    holdings = []
-    for number in range(60):
-        size = SIZE if number % 2 else MIN_KEPT_BODY
-        holdings.append(FetchGroup(size, [RangeRequest(store, "key", "", 0, size, 0)]))
+    sizes = [MIN_KEPT_BODY, SIZE] * 30
+    groups = [one_read(store, "key", size) for size in sizes]
     made = Fetcher(CONFIG)
-    try:
-        made.submit(holdings)
+    with closing(made):
+        made.submit(groups)
         gate.set()
-        made.wait(holdings)
+        made.wait(groups)
         assert max(number for _, number in store.calls) >= BATCH_REQUESTS
-        for holding in holdings:
-            assert holding.buffer is not None
-            assert (holding.buffer[: holding.size] == 1).all()
-            at = address_of(holding.buffer)
-            assert holding.keeps_body == (at in [address_of(body) for body in store.given])
-    finally:
-        made.close()
+        for group in groups:
+            assert group.buffer is not None
+            assert (group.buffer[: group.size] == 1).all()
+            at = address_of(group.buffer)
+            assert group.keeps_body == (at in [address_of(body) for body in store.given])
 
 
 @pytest.mark.guarantee("bodies-64-kib")
+@pytest.mark.parametrize("kept", [True, False], ids=["kept body", "copied body"])
 @pytest.mark.parametrize("first_ends_first", [True, False])
-def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_until_both_ended(
-    first_ends_first: bool,
+def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_requests_ended(
+    first_ends_first: bool, kept: bool
 ) -> None:
-    size = MIN_KEPT_BODY
+    """Both requests of one read are held until the test says."""
     gates = [threading.Event(), threading.Event()]
     asked: list[threading.Event] = []
 
@@ -370,33 +362,31 @@ def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_u
             asked.append(gate)
             assert gate.wait(20)
 
-    store: Any = Bodies(act)
-    made = Fetcher(replace(CONFIG, hedge=True))
-    quick = [FetchGroup(size, [RangeRequest(store, str(n), "", 0, size, 0)]) for n in range(100)]
-    slow = FetchGroup(size, [RangeRequest(store, "slow", "", size, 2 * size, 0)])
+    store: Any = Bodies(act) if kept else Recorded(act)
+    size = MIN_KEPT_BODY if kept else SIZE
+    made = Fetcher(replace(CONFIG, max_requests=24, hedge=True))
+    quick = [one_read(store, n, size) for n in range(100)]
+    slow = one_read(store, "slow", size, start=size)
     try:
         made.submit(quick)
         made.wait(quick)
         made.release(quick)
-        made.counters.hedges = 0  # of quick ones, where the machine is busy
+        # Where the machine is busy, quick ones may have looked like stragglers, as many as may be.
+        made.counters.hedges = made.counters.hedges_won = 0
         made.submit([slow])
         waiter = threading.Thread(target=made.wait, args=([slow],), daemon=True)
         waiter.start()
-        deadline = time.monotonic() + 20
-        while len(asked) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(asked) == 2, "a second request was sent"
+        wait_until(lambda: len(asked) == 2)
         winner, loser = (0, 1) if first_ends_first else (1, 0)
         gates[winner].set()
         waiter.join(20)
+        assert (made.counters.hedges, made.counters.hedges_won) == (1, winner)
         assert slow.buffer is not None
-        assert (slow.buffer == 1).all()
+        assert (slow.buffer[:size] == 1).all()
         made.release([slow])
-        assert made.pool.in_use == size, "the other request still brings its body"
+        assert made.pool.in_use == rounded(size), "the other request still writes to its memory"
         gates[loser].set()
-        while made.pool.in_use and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert made.pool.in_use == 0
+        wait_until(lambda: made.pool.in_use == 0)
         assert slow.buffer is None
     finally:
         for gate in gates:
@@ -415,49 +405,6 @@ def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, (
         "a few, however few requests there were"
     )
-
-
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_a_hedge_is_won_by_the_second_request_alone(first_ends_first: bool) -> None:
-    """Both requests of one read are held until a test says; the first to take off is held longer
-    than any before it.
-    """
-    quick = 100
-    gates = [threading.Event(), threading.Event()]
-    asked: list[threading.Event] = []
-
-    def act(start: int) -> None:
-        if start == quick * SIZE:
-            gate = gates[len(asked)]
-            asked.append(gate)
-            assert gate.wait(20)
-
-    store: Any = Recorded(act)
-    made = Fetcher(replace(CONFIG, max_requests=24, hedge=True))
-    holdings = [
-        FetchGroup(SIZE, [RangeRequest(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
-        for n in range(quick + 1)
-    ]
-    try:
-        made.submit(holdings[:quick])
-        made.wait(holdings[:quick])
-        # Where the machine is busy, quick ones may have looked like stragglers, as many as may be.
-        made.counters.hedges = made.counters.hedges_won = 0
-        made.submit(holdings[quick:])
-        waiter = threading.Thread(target=made.wait, args=(holdings[quick:],), daemon=True)
-        waiter.start()
-        deadline = time.monotonic() + 20
-        while len(asked) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(asked) == 2, "a second request was sent"
-        gates[0 if first_ends_first else 1].set()
-        waiter.join(20)
-        assert made.counters.hedges == 1
-        assert made.counters.hedges_won == (0 if first_ends_first else 1)
-    finally:
-        for gate in gates:
-            gate.set()
-        made.close()
 
 
 @pytest.mark.guarantee("server-counts-requests")
@@ -486,21 +433,16 @@ def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_o
 
     store: Any = Recorded(act)
     made = Fetcher(replace(CONFIG, max_requests=64))
-    holdings = [
-        FetchGroup(SIZE, [RangeRequest(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
-        for n in range(400)
-    ]
-    try:
-        made.submit(holdings)
-        made.wait(holdings[:200])
+    groups = [one_read(store, n, start=n * SIZE) for n in range(400)]
+    with closing(made):
+        made.submit(groups)
+        made.wait(groups[:200])
         assert refused < 400, (
             "as many as were answered at most, those in flight at first among them"
         )
         late = [place for place, number in enumerate(served) if number < 100]
         assert len(late) == 100
         assert max(late) < 300, "what is needed first comes first, but for what was in flight"
-    finally:
-        made.close()
 
 
 def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may_go() -> None:
@@ -508,13 +450,11 @@ def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may
     store: Any = Recorded()
     made = Fetcher(replace(CONFIG, max_requests=4))
     made.flow.pace.interval = 0.4
-    try:
+    with closing(made):
         for number in range(3):
-            holding = FetchGroup(SIZE, [RangeRequest(store, str(number), "", 0, SIZE, 0)])
-            made.submit([holding])
-            waiter = threading.Thread(target=made.wait, args=([holding],), daemon=True)
+            group = one_read(store, number)
+            made.submit([group])
+            waiter = threading.Thread(target=made.wait, args=([group],), daemon=True)
             waiter.start()
             waiter.join(5)
-            assert holding.ready, f"read {number} was never sent"
-    finally:
-        made.close()
+            assert group.ready, f"read {number} was never sent"

@@ -28,7 +28,7 @@ import zstandard
 
 from streammega import StorageConfig
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.open import open_stream
+from streammega.convert.read.source import open_stream
 from streammega.errors import (
     AccessDeniedError,
     EndpointError,

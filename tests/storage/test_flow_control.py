@@ -138,13 +138,9 @@ def test_refusals_halve_the_window_once_for_all_refused_together() -> None:
     assert flow.window == 32
     flow.refused(10.0, 10.1 + REFUSED_TOGETHER)
     assert flow.window == 16
-
-
-def test_refusals_never_end_all_requests() -> None:
-    flow = flow_with(64.0)
-    for second in range(20):
+    for second in range(20, 40):
         flow.refused(second, second)
-    assert flow.window == 1
+    assert flow.window == 1, "refusals never end all requests"
 
 
 # The pace.
@@ -250,25 +246,22 @@ def straggler_seconds(seconds: list[float]) -> float:
     return latencies.straggler_seconds().get(10, math.inf)
 
 
-def test_nothing_straggles_before_there_are_answers_to_compare_with() -> None:
-    assert straggler_seconds([]) == math.inf
-    assert straggler_seconds([0.1] * (HEDGE_AFTER - 1)) == math.inf
-    assert straggler_seconds([0.1] * HEDGE_AFTER) == pytest.approx(0.15)
-
-
-def test_stragglers_that_make_up_the_99th_percentile_are_stragglers() -> None:
-    few = [0.1] * 254 + [2.0] * 2
-    many = [0.1] * 200 + [2.0] * 56
-    assert straggler_seconds(few) == pytest.approx(0.15), "by the percentile"
-    assert straggler_seconds(many) == pytest.approx(0.6), "by the median"
-
-
-def test_quick_answers_are_not_asked_for_twice() -> None:
-    assert straggler_seconds([1e-4] * LATENCIES) == HEDGE_FLOOR
-
-
-def test_what_storage_was_long_ago_is_forgotten() -> None:
-    assert straggler_seconds([5.0] * LATENCIES + [0.1] * LATENCIES) == pytest.approx(0.15)
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        pytest.param([], math.inf, id="no answers"),
+        pytest.param([0.1] * (HEDGE_AFTER - 1), math.inf, id="too few to compare with"),
+        pytest.param([0.1] * HEDGE_AFTER, 0.15, id="enough"),
+        pytest.param([0.1] * 254 + [2.0] * 2, 0.15, id="by the 99th percentile"),
+        pytest.param([0.1] * 200 + [2.0] * 56, 0.6, id="by the median"),
+        pytest.param([1e-4] * LATENCIES, HEDGE_FLOOR, id="quick ones are not sent twice"),
+        pytest.param([5.0] * LATENCIES + [0.1] * LATENCIES, 0.15, id="long ago is forgotten"),
+    ],
+)
+def test_a_straggler_is_slower_than_nearly_all_of_the_latest_answers(
+    seconds: list[float], limit: float
+) -> None:
+    assert straggler_seconds(seconds) == pytest.approx(limit)
 
 
 @given(requests=st.integers(0, 10**6))

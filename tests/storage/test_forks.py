@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from streammega.storage import open_store
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
+from streammega.train.checkpoints.hold import hold_file
+from tests.support.processes import run_python, running_python
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running
 
@@ -27,17 +30,19 @@ PATIENCE = 60
 """Seconds that a child is waited for: what it does takes less than one."""
 
 
-def in_fork(program: Callable[..., Any], *arguments: Any) -> Any:
+def in_fork(program: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> Any:
     """What a program returns, or the repr of its error, in a forked child of this process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_tell, args=(theirs, program, arguments))
     child.start()
     try:
-        assert ours.poll(PATIENCE), "the child hangs"
+        assert ours.poll(patience), "the child hangs"
         return ours.recv()
     finally:
-        child.join(PATIENCE)
+        child.join(patience)
+        child.kill()
+        child.join()
         assert child.exitcode == 0
 
 
@@ -46,12 +51,6 @@ def _tell(pipe: Any, program: Callable[..., Any], arguments: tuple[Any, ...]) ->
         pipe.send(program(*arguments))
     except BaseException as error:
         pipe.send(repr(error))
-
-
-def put(store: Store, key: str, data: bytes) -> None:
-    writer = store.open_writer(key)
-    writer.write(data)
-    writer.commit()
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def _use_all(store: Store, key: str) -> list[Any]:
     """What every method of a store tells in this process."""
     size = store.info(key).size
     part = bytes(store.read(key, [(2, 5), (0, 1)])[0])
-    put(store, "folder/made", b"abc")
+    store.put("folder/made", b"abc")
     listed = [item.key for item in store.list("folder/")]
     created = create_object(store, "folder/made", b"other")
     store.delete("folder/made")
@@ -87,7 +86,7 @@ def test_a_child_does_all_by_obstore_and_so_does_its_child_and_the_parent_goes_o
 ) -> None:
     url = f"s3://{moto.new_bucket()}/folder/key"
     store, key = open_store(url, StorageConfig(storage_options=moto.options))
-    put(store, key, b"0123456789")
+    store.put(key, b"0123456789")
     assert in_fork(_use_all, store, key) == ALL_USED
 
     def use_and_fork() -> list[Any]:
@@ -160,6 +159,44 @@ def test_locks_that_a_thread_of_the_parent_holds_are_free_in_the_child() -> None
     thread.join()
 
 
+HOLDS_A_FILE = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.guarantee("forked-processes-read")
+def test_a_child_holds_an_out_dir_while_a_thread_of_its_parent_waits_for_another(
+    tmp_path: Path,
+) -> None:
+    with running_python(HOLDS_A_FILE, str(tmp_path / "occupied")) as holder:
+        waiting = threading.Thread(target=hold_file, args=(tmp_path / "occupied",))
+        waiting.start()
+        try:
+            time.sleep(0.5)
+            assert in_fork(lambda: hold_file(tmp_path / "free").release(), patience=5) is None
+        finally:
+            holder.kill()
+            waiting.join()
+            hold_file(tmp_path / "occupied").release()
+
+
+@pytest.mark.guarantee("forked-processes-read")
+def test_no_module_has_a_lock_that_a_fork_leaves_locked() -> None:
+    """A child can never release a plain lock that another thread of its parent held."""
+    plain = []
+    for path in Path("streammega").rglob("*.py"):
+        for line in ast.parse(path.read_text()).body:
+            if isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value is not None:
+                called = ast.unparse(line.value)
+                if called.startswith(("threading.", "multiprocessing.")) and "local" not in called:
+                    plain.append(f"{path}: {ast.unparse(line)}")
+    assert plain == []
+
+
 IN_FLIGHT = """
 import os, sys, threading
 from streammega import StorageConfig
@@ -213,12 +250,8 @@ def test_forks_while_requests_are_in_flight_from_any_thread_harm_nobody(objects:
     freeing what they inherited.
     """
     objects.behave(latency=0.005)
-    command = [sys.executable, "-W", "ignore", "-c", IN_FLIGHT, objects.endpoint]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
-    )
-    assert run.stdout == f"{[0] * 8} []\n", run.stderr
+    quiet = "import warnings\nwarnings.filterwarnings('ignore')\n"
+    assert run_python(quiet + IN_FLIGHT, objects.endpoint) == f"{[0] * 8} []\n"
 
 
 NEVER_USED = """
@@ -242,9 +275,4 @@ for _ in range(2):
 def test_without_copies_children_of_a_parent_that_never_read_still_read_by_obstore(
     objects: Running,
 ) -> None:
-    command = [sys.executable, "-c", NEVER_USED, objects.endpoint]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
-    )
-    assert run.stdout == "9\n9\n", run.stderr
+    assert run_python(NEVER_USED, objects.endpoint) == "9\n9\n"

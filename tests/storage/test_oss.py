@@ -20,7 +20,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.open import open_stream
+from streammega.convert.read.source import open_stream
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -30,9 +30,9 @@ from streammega.errors import (
 )
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
-from streammega.storage.backends.obstore_writer import PART_BYTES, part_bytes
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
+from streammega.storage.backends.remote import PART_BYTES, part_bytes
 from tests.storage.test_storage import StoreContract, put
 from tests.support.oss_server import DOMAIN, KEY, SECRET, Oss
 from tests.support.servers import S3

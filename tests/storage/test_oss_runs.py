@@ -32,9 +32,9 @@ from streammega.storage import open_store
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
-from tests.conftest import write_random_pair
 from tests.convert.test_convert import tokenizer as tokenizer
 from tests.storage.test_storage import put
+from tests.support.builders import write_random_pair, write_small_run
 from tests.support.oss_server import KEY, SECRET, Oss
 from tests.support.streams import (
     blend_of,
@@ -45,7 +45,7 @@ from tests.support.streams import (
     write_data,
 )
 from tests.support.typed import tokens
-from tests.train.test_train import TOML, loader_hashes
+from tests.train.test_train import loader_hashes
 
 TRANSPORTS = ("obstore", "fsspec")
 
@@ -278,9 +278,7 @@ def test_a_run_on_oss_resumes_on_exactly_the_next_token(
     prefix = f"oss://{oss.new_bucket()}/pair"
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_index(str(tmp_path / "pair"))
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(prefix=prefix, folder=tmp_path))
-    config = load_run(str(path), ["train.iters=8", "train.eval_interval=100"])
+    config = load_run(write_small_run(tmp_path, prefix, iters=8, eval_interval=100))
     first = Trainer(config, torch.device("cpu"))
     for _ in range(4):
         first.train_step()

@@ -28,9 +28,9 @@ from streammega.cli.main import main
 from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.chunk_file import try_lock
-from streammega.storage.cache.store import CachedStore
+from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.store import Bytes
-from tests.support.processes import Family
+from tests.support.processes import Family, run_python
 from tests.support.streams import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
@@ -285,9 +285,7 @@ for at in range(0, {SIZE}, 100_000):
     cached.read(at, at + len(out), out, fetch)
     assert (out == data[at:at + len(out)]).all()
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("going on without a cache") == 1
+    assert run_python(code).count("going on without a cache") == 1
 
 
 def test_a_cache_dir_that_cannot_be_made_is_one_warning(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from streammega import StorageConfig
 from streammega.errors import EndpointError, ShortReadError, StorageError
 from streammega.storage import open_store
 from streammega.storage.http_errors import check_range
-from tests.support.servers import KEY, SECRET, HttpObjects, http_server
+from tests.support.servers import HttpObjects, http_server
 
 DATA = bytes(range(256)) * 8
 START, STOP = 16, 32
@@ -38,11 +39,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpObjects]:
 
 
 def store_of(server: HttpObjects, scheme: str, transport: Any, **settings: Any) -> tuple[Any, str]:
-    s3 = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-    options = s3 if scheme == "s3" else {}
-    url = "s3://bucket/key" if scheme == "s3" else f"{server.url}/bucket/key"
-    config = StorageConfig(transport=transport, storage_options=options, **settings)
-    return open_store(url, config)
+    if scheme == "s3":
+        return server.open(transport=transport, **settings)
+    url = f"{server.url}/bucket/key"
+    return server.open(url, transport=transport, storage_options={}, **settings)
 
 
 def named(shift: int, longer: int) -> Answer:
@@ -102,8 +102,7 @@ def test_an_answer_that_names_the_right_bytes_is_taken(
     store, key = store_of(server, scheme, transport)
     server.answer_range = LEGAL[legal]
     for spans in ([(START, STOP)], [(START, STOP), (0, 8), (2000, 2048)]):
-        starts, stops = zip(*spans, strict=True)
-        bodies = store.read(key, list(zip(starts, stops, strict=True)), '"1"')
+        bodies = store.read(key, spans, '"1"')
         assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
 
 
@@ -194,6 +193,26 @@ def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
     }
     with pytest.raises(EndpointError, match="given up after"):
         ask[what]()
+
+
+@both_schemes
+def test_a_refusal_of_the_last_range_does_not_lose_the_answers_of_the_others(
+    server: HttpObjects, scheme: str
+) -> None:
+    store, key = store_of(server, scheme, "obstore")
+    refusals = [503, 429, 503]
+
+    def refuse_last(data: bytes, first: int, last: int) -> tuple[int, str, bytes]:
+        if first == 1000 and refusals:
+            return refusals.pop(), "", b"slow down"
+        return named(0, 0)(data, first, last)
+
+    server.answer_range = refuse_last
+    spans = [(0, 8), (START, STOP), (1000, 1008)]
+    bodies = store.fetch(key, spans, '"1"')
+    assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
+    asked = Counter(span for _, _, span in server.requests)
+    assert asked == {"bytes=0-7": 1, "bytes=16-31": 1, "bytes=1000-1007": 4}
 
 
 @pytest.mark.guarantee("answers-other-bytes")

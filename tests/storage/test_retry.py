@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from streammega.errors import (
 from streammega.storage import http_errors, open_store, retry, thread_pool
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
-from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, Endpoint, RetryPolicy
+from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
@@ -102,6 +103,13 @@ def test_a_first_try_that_takes_longer_than_the_deadline_says_that_it_was_given_
         policy.call(failing(EndpointError("down"), clock, takes=2.0))
 
 
+def test_an_error_says_once_that_it_was_given_up(clock: Clock) -> None:
+    inner = RetryPolicy(deadline=3)
+    with pytest.raises(EndpointError) as caught:
+        RetryPolicy(deadline=100).call(lambda: inner.call(failing(EndpointError("down"), clock)))
+    assert str(caught.value).count("given up after") == 1
+
+
 @pytest.mark.guarantee("passing-faults-waited")
 @pytest.mark.parametrize("deadline", [0.13, 0.3, 0.72, 1.0])
 def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
@@ -134,11 +142,10 @@ def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> 
 def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
     for retries in (0, 1, 4):
         policy = RetryPolicy.of(StorageConfig(retries=retries))
-        pauses = [
-            policy.pause(EndpointError("x"), attempt, 0.0) for attempt in range(1, retries + 2)
-        ]
-        assert pauses[-1] is None
-        assert None not in pauses[:-1]
+        for failures in range(1, retries + 1):
+            policy.next_pause(EndpointError("x"), failures, 0.0)
+        with pytest.raises(EndpointError, match="given up after"):
+            policy.next_pause(EndpointError("x"), retries + 1, 0.0)
     with pytest.raises(ConfigError, match="retries is -1"):
         StorageConfig(retries=-1)
     with pytest.raises(ConfigError, match="give_up_after is 0"):
@@ -149,7 +156,7 @@ def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
 def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
     policy = RetryPolicy(deadline=1e9)
     seen = {
-        attempt: [policy.pause(EndpointError("x"), attempt, 0.0) or 0.0 for _ in range(50)]
+        attempt: [policy.next_pause(EndpointError("x"), attempt, 0.0) for _ in range(50)]
         for attempt in (1, 3, 8, 10_000)
     }
     assert 0.05 <= min(seen[1]) < max(seen[1]) <= 0.1
@@ -176,6 +183,10 @@ def test_waiting_is_said_now_and_then_with_the_object_and_the_end(
     assert not caplog.records, "what a second mends is not said"
 
 
+def new_endpoint() -> bytes:
+    return uuid.uuid4().bytes
+
+
 def silent(clock: Clock, until: float = float("inf")) -> Callable[[], str]:
     def attempt() -> str:
         if clock.now >= until:
@@ -188,18 +199,18 @@ def silent(clock: Clock, until: float = float("inf")) -> Callable[[], str]:
 def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    policy = RetryPolicy.of(StorageConfig(), new_endpoint())
     with pytest.raises(EndpointError, match="this endpoint never answered"):
         policy.call(silent(clock))
     assert clock.now == pytest.approx(30)
     assert "retrying for up to 30 s (first_answer_within)" in caplog.text
 
-    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    policy = RetryPolicy.of(StorageConfig(), new_endpoint())
     with pytest.raises(ObjectNotFoundError):
         policy.call(failing(ObjectNotFoundError("none"), clock))  # an answer, too
     assert policy.call(silent(clock, until=clock.now + 500)) == "answer"
 
-    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    policy = RetryPolicy.of(StorageConfig(), new_endpoint())
     assert policy.call(failing(EndpointError("503"), clock, until=clock.now + 500)) == "answer"
     assert RetryPolicy.of(StorageConfig()).call(silent(clock, until=clock.now + 500)) == "answer", (
         "of what was opened before"
@@ -213,7 +224,7 @@ def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
     ):
         began = clock.now
         with pytest.raises(EndpointError) as caught:
-            RetryPolicy.of(config, Endpoint()).call(silent(clock))
+            RetryPolicy.of(config, new_endpoint()).call(silent(clock))
         assert clock.now - began == pytest.approx(seconds), "the last try is at the deadline"
         assert ("never answered" in str(caught.value)) == (seconds == 60)
     with pytest.raises(ConfigError, match="first_answer_within is 0"):
@@ -263,7 +274,8 @@ def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
     store, key = open_store("s3://bucket/key", config)
     for what, ask in ASK.items():
         began = time.monotonic()
-        with pytest.raises(EndpointError, match=r"bucket/key.*this endpoint never answered"):
+        words = r"bucket/key.*check endpoint_url.*this endpoint never answered"
+        with pytest.raises(EndpointError, match=words):
             ask(store, key)
         assert time.monotonic() - began < 60, what  # else it is tried for ten minutes
 
@@ -279,14 +291,14 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
             transport=transport,
             first_answer_within=0.2,
             give_up_after=1.5,
-            storage_options=options(server),
+            storage_options=server.options,
         )
         store, key = open_store("s3://bucket/key", config)
         store.info(key)
     # has no connection that is still open
     other, other_key = open_store("s3://other/key", replace(config, max_requests=7))
     there = pickle.dumps(store)
-    monkeypatch.setattr(retry, "_endpoints", {})  # as a process has it that was spawned
+    monkeypatch.setattr(retry, "_answered", set())  # as a process has it that was spawned
     spawned = pickle.loads(there)  # noqa: S301 - of our own making
     with ThreadPoolExecutor() as threads_of_readers:
         reads = [
@@ -302,8 +314,7 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
 @pytest.mark.guarantee("endpoint-never-answered")
 def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
     with http_server({"/bucket/key": b"abcdef"}) as server:
-        config = StorageConfig(give_up_after=5, storage_options=options(server))
-        store, key = open_store("s3://bucket/key", config)
+        store, key = server.open(give_up_after=5)
         store.info(key)
         server.status = 503
         began = time.monotonic()
@@ -325,40 +336,21 @@ def answering_after(
         timer.join()
 
 
-def options(server: HttpObjects) -> dict[str, Any]:
-    return {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-
-
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_reads_outlive_an_outage_longer_than_six_pauses(
+def test_reads_uploads_and_removals_outlive_an_outage(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # so that six pauses, the former end, are over soon
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
-    with answering_after(3.0, {"/bucket/key": b"abcdef"}) as server:
-        store, key = open_store(
-            "s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server))
-        )
-        assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"cde"
-
-
-@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_uploads_and_removals_outlive_an_outage(
-    transport: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # The outage is longer than six pauses.
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr("streammega.storage.backends.obstore.LONGEST_PAUSE", 0.2)
-    with answering_after(3.0, {"/bucket/old": b"x"}) as server:
-        config = StorageConfig(transport=transport, storage_options=options(server))
-        store, key = open_store("s3://bucket/key", config)
-        writer = store.open_writer(key)
-        writer.write(b"abcdef")
-        writer.commit()
-        assert server.objects["/bucket/key"] == b"abcdef"
-        server.status = 503
-        threading.Timer(1.0, lambda: setattr(server, "status", None)).start()
-        store.delete(key.replace("key", "old"))
-        assert "/bucket/old" not in server.objects
+    with answering_after(3.0, {"/bucket/old": b"abcdef"}) as server:
+        store, key = server.open("s3://bucket/old", transport=transport)
+        assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"cde"
+        for change in (lambda: upload(store, key.replace("old", "key")), lambda: store.delete(key)):
+            server.status = 503
+            threading.Timer(2.0, lambda: setattr(server, "status", None)).start()
+            change()
+        assert server.objects == {"/bucket/key": b"abc"}
 
 
 class Scripted:
@@ -415,9 +407,10 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
     from streammega.loading.staging import Stager
     from streammega.samples.token_file import TokenFile
     from streammega.storage.cache import PageCache
-    from streammega.storage.cache.store import CachedStore
+    from streammega.storage.cache.page_cache import CachedStore
 
-    monkeypatch.setattr(retry, "longest_pause", lambda attempt: 100.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 100.0)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 100.0)
     tried = threading.Event()
 
     def refuse(start: int) -> None:
@@ -482,7 +475,7 @@ class TestPool:
 
     def test_threads_without_work_leave(self) -> None:
         before = threading.active_count()
-        pool = thread_pool.Pool(8, leave_after=0.1)
+        pool = thread_pool.Pool(8, idle_timeout=0.1)
         pool.map(lambda _: time.sleep(0.01), range(16))
         deadline = time.monotonic() + 60
         while threading.active_count() > before and time.monotonic() < deadline:
@@ -579,9 +572,7 @@ def test_a_status_means_one_error_whatever_met_it(
 def test_answers_that_no_second_try_changes_are_raised_at_once(transport: Any, status: int) -> None:
     with http_server({"/bucket/key": b"abc"}) as server:
         server.status = status
-        store, key = open_store(
-            "s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server))
-        )
+        store, key = server.open(transport=transport)
         for call in (
             lambda: store.info(key),
             lambda: store.read(key, [(0, 3)]),

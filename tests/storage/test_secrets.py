@@ -27,12 +27,12 @@ from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
-from streammega.samples.prepare import prepare
-from streammega.samples.source_names import source_names
+from streammega.samples.open import prepare
+from streammega.samples.phases import source_names
 from streammega.storage import open_store
 from streammega.train.config import load_run
 from streammega.train.splits import validation_sets
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import S3, HttpObjects, http_server
 
 USER_INFO = string.ascii_letters + string.digits + "-._~!$&'()*+,;="

@@ -15,7 +15,7 @@ from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLo
 from streammega.cli.main import main
 from streammega.errors import ConfigError, StorageError
 from streammega.train.config import load_run
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair
 from tests.support.servers import KEY, S3, moto_server
 
 OTHER_SECRET = "secret-of-the-other-account"

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from streammega.storage.backends import obstore, obstore_writer
+from streammega.storage.backends import obstore
 from streammega.train.checkpoints import hold as checkpoint_hold
 from streammega.train.checkpoints import shared_place
-from streammega.train.checkpoints.publish import CheckpointPublisher
+from streammega.train.checkpoints.in_bucket import CheckpointBucket
+from streammega.train.checkpoints.on_disk import CheckpointFolder
 from streammega.train.checkpoints.writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -67,25 +68,22 @@ def train_and_die(
     for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
         setattr(owner, name, counted(getattr(owner, name)))
     for kind, name in (
-        (obstore_writer.ObstoreWriter, "commit"),
+        (obstore.ObstoreWriter, "commit"),
         (obstore.ObstoreStore, "delete"),
     ):
         setattr(kind, name, counted(getattr(kind, name)))
     _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
-    publish = CheckpointPublisher._publish
 
-    def noted(self: Any, step: int, *rest: Any) -> None:
-        place = self.place.publish
-
-        def and_noted(*args: Any) -> None:
-            place(*args)
+    def noted(publish: Callable[..., None]) -> Callable[..., None]:
+        def publish_and_note(self: Any, step: int, *rest: Any) -> None:
+            publish(self, step, *rest)
             with open(done, "a") as file:
                 file.write(f"{step}\n")
 
-        self.place.publish = and_noted
-        publish(self, step, *rest)
+        return publish_and_note
 
-    CheckpointPublisher._publish = noted  # type: ignore[method-assign, assignment]
+    for place in (CheckpointFolder, CheckpointBucket):
+        place.publish = noted(place.publish)  # type: ignore[method-assign]
     train_steps(rank, run_file, overrides)
     return changes
 

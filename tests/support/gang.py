@@ -6,6 +6,9 @@ Importing torch takes seconds, forking a process that has done it takes millisec
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -144,6 +147,31 @@ class Gang:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders.clear()
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on so many ranks: its first argument is the rank.
+
+    The others are fixtures and parameters, which are sent to the ranks.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(gang: Gang, **arguments: Any) -> None:
+            gang.run(size, _run_body, body.__module__, body.__name__, arguments)
+
+        _, *others = inspect.signature(body).parameters.values()
+        fixture = inspect.Parameter("gang", inspect.Parameter.KEYWORD_ONLY)
+        parameters = [fixture, *(item.replace(kind=fixture.kind) for item in others)]
+        vars(test)["__signature__"] = inspect.Signature(parameters)
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    test = getattr(importlib.import_module(module), name)
+    test.__wrapped__(rank, **arguments)
 
 
 def _serve(pipe: Connection) -> None:

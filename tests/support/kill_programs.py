@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import streammega.convert.job as job
-import streammega.convert.job as plan
-import streammega.convert.workers as workers
 from streammega import StorageConfig
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
@@ -47,7 +45,7 @@ def convert_and_tell(
 ) -> None:
     """One conversion; phases go to `pipe`, then "done" or the error."""
     os.environ["XDG_CACHE_HOME"] = cache
-    plan.UNIT_BYTES = plan.LEAST_UNIT_BYTES = 20_000
+    job.UNIT_BYTES = job.LEAST_UNIT_BYTES = 20_000
     job.SEGMENT_BYTES = 8_000
     telling(Conversion, "do_units", "read", pipe.send)
     telling(Publisher, "choose_names", "lay", pipe.send)
@@ -111,17 +109,5 @@ def slow_task(shared: Path, number: int, progress: Any) -> int:
     return number * number
 
 
-def task_killed_while_it_counts(shared: Path, number: int, progress: Any) -> int:
-    """Once, is killed with the lock of what all workers count."""
-    if number == 3 and not (shared / "killed").exists():
-        (shared / "killed").touch()
-        count = workers._count
-        assert count is not None
-        count._lock.acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-    progress(10, 1)
-    return number
-
-
-def failing_task(shared: Path, number: int, progress: Any) -> int:
+def failing_task(number: int, progress: Any) -> int:
     raise ConvertError("this one cannot be done")

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from streammega import ParallelLayout, Ranks
-from streammega.order.rank_samples import zigzag_bounds
+from streammega.order.sharding import zigzag_bounds
 from streammega.train import attention
 from streammega.train.config import RunConfig, load_run
 from streammega.train.parallel_model import ParallelModel

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from pathlib import Path
 
 import filelock
 import hypothesis  # noqa: F401 - imported for the forks, as what follows without a use here
@@ -18,23 +19,15 @@ import pytest  # noqa: F401
 import streammega.train.loop  # noqa: F401
 import tests.support.gang
 import tests.support.kill_programs  # noqa: F401
-from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega import StreamLoader
 from streammega.config import Order
+from tests.support.builders import data_config, write_dataset
 
 
 def read_a_batch_of(order: Order, folder: str) -> None:
     """Bring the kernels of an order and of the loader into memory."""
-    prefix = os.path.join(folder, order)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_item(np.arange(100))
-        writer.end_document()
-    config = DataConfig(
-        blend=[prefix],
-        sequence_length=8,
-        order=order,
-        num_samples=(8, 0, 0),
-        index_cache_dir=folder,
-    )
+    prefix = write_dataset(os.path.join(folder, order), [np.arange(100)])
+    config = data_config([prefix], Path(folder), order=order, num_samples=(8, 0, 0))
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
         next(iter(loader))
 

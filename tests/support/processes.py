@@ -7,10 +7,11 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,36 @@ def _run_program(
     else:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """What a Python process of its own printed; it must end without an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def running_python(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process from its first line of output on; it is killed at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -11,13 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import botocore.session
+
+from streammega import StorageConfig
+from streammega.storage import open_store
 
 KEY = "AKIATESTKEY00000"
 SECRET = "test-secret-value-never-shown"
@@ -60,6 +63,40 @@ class S3:
         name = f"bucket-{self.buckets}"
         self.client().create_bucket(Bucket=name)
         return name
+
+    def objects(self, bucket: str) -> Objects:
+        """The objects of a bucket."""
+        return Objects(self.client(), bucket)
+
+
+class Objects(MutableMapping[str, bytes]):
+    """Objects of a bucket by their keys, past the library."""
+
+    def __init__(self, client: Any, bucket: str) -> None:
+        self._client = client
+        self._bucket = bucket
+
+    def __getitem__(self, key: str) -> bytes:
+        try:
+            body = self._client.get_object(Bucket=self._bucket, Key=key)["Body"]
+        except self._client.exceptions.NoSuchKey:
+            raise KeyError(key) from None
+        data: bytes = body.read()
+        return data
+
+    def __setitem__(self, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=key, Body=data)
+
+    def __delitem__(self, key: str) -> None:
+        self._client.delete_object(Bucket=self._bucket, Key=key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys in order, 1,000 at most."""
+        listed = self._client.list_objects_v2(Bucket=self._bucket).get("Contents", [])
+        return iter([item["Key"] for item in listed])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 @contextlib.contextmanager
@@ -158,6 +195,14 @@ class HttpObjects:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
+
+    def open(self, url: str = "s3://bucket/key", **settings: Any) -> tuple[Any, str]:
+        """The store of a URL whose bucket is here, and the key."""
+        return open_store(url, StorageConfig(**{"storage_options": self.options, **settings}))
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from tests.support.trainer_programs import (
     GLOBAL_BATCH,
     SIZES,
     VOCABULARY,
+    accelerate_rank,
     accelerator_of,
     accumulation,
     huggingface_arguments,
-    huggingface_rank,
     plain_tokenizer,
     rank_environment,
     tiny_model,
@@ -246,7 +246,7 @@ def transformers_losses(
 
     from streammega.integrations.transformers import StreamTrainer
 
-    with huggingface_rank(rank, size):
+    with accelerate_rank(rank, size):
         arguments = _arguments(TrainingArguments, folder, size, steps)
         trainer = StreamTrainer(model=tiny_model(), args=arguments, stream=config)
         return _trained(trainer, resume)
@@ -266,7 +266,7 @@ def sft_losses(
         pass
 
     unprepared: Any = {"bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    with huggingface_rank(rank, size):
+    with accelerate_rank(rank, size):
         arguments = _arguments(SFTConfig, folder, size, steps, **unprepared)
         trainer = Tuning(
             model=tiny_model(),

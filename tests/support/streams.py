@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
+from tests.support.builders import write_dataset
 from tests.support.oss_server import Oss
 from tools.bench.object_server import Running
 
@@ -32,10 +33,10 @@ FAULTS: dict[str, dict[str, Any]] = {
 def write_data(root: Path) -> None:
     rng = np.random.default_rng(5)
     for name in ("web", "code"):
-        with IndexedDatasetWriter(str(root / "data" / name), np.uint16) as writer:
-            for _ in range(400):
-                writer.add_item(rng.integers(0, 60_000, rng.integers(1, 600)).astype(np.uint16))
-                writer.end_document()
+        write_dataset(
+            root / "data" / name,
+            [rng.integers(0, 60_000, rng.integers(1, 600)).astype(np.uint16) for _ in range(400)],
+        )
 
 
 def config_of(

@@ -9,7 +9,7 @@ from typing import Any
 import streammega.convert.job as plan
 from streammega import StorageConfig
 from streammega.convert import Runner, Task, convert_task
-from streammega.convert.write.units import run_unit
+from streammega.convert.write.segments import run_unit
 
 AT_MOST = 100.0
 """Seconds that a process waits to be killed."""

@@ -219,19 +219,27 @@ def fabric_train(
 
 
 @contextlib.contextmanager
-def accelerator_of(rank: int, size: int, **options: Any) -> Iterator[Any]:
-    """An Accelerator of so many processes, in one that has been a rank before and will be again."""
-    from accelerate import Accelerator
+def accelerate_rank(rank: int, size: int) -> Iterator[None]:
+    """A rank for an Accelerator, in a process that has been a rank before and will be again."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with rank_environment(rank, size):
         try:
-            accelerator = Accelerator(cpu=True, **options)
-            assert accelerator.num_processes == size
-            yield accelerator
+            yield
         finally:
             for state in (AcceleratorState, PartialState, GradientState):
                 state._reset_state()
+
+
+@contextlib.contextmanager
+def accelerator_of(rank: int, size: int, **options: Any) -> Iterator[Any]:
+    """An Accelerator of so many processes."""
+    from accelerate import Accelerator
+
+    with accelerate_rank(rank, size):
+        accelerator = Accelerator(cpu=True, **options)
+        assert accelerator.num_processes == size
+        yield accelerator
 
 
 def accelerate_train(
@@ -309,7 +317,7 @@ def transformers_train(
 
     from streammega.integrations.transformers import StreamTrainer
 
-    with huggingface_rank(rank, size):
+    with accelerate_rank(rank, size):
         arguments = huggingface_arguments(TrainingArguments, folder, size, steps)
         trainer_class = noted(StreamTrainer, RowLog(folder, rank))
         trainer = trainer_class(model=tiny_model(), args=arguments, stream=config)
@@ -329,7 +337,7 @@ def sft_train(
     class Tuning(StreamTrainerMixin, SFTTrainer):  # type: ignore[misc]
         pass
 
-    with huggingface_rank(rank, size):
+    with accelerate_rank(rank, size):
         arguments = huggingface_arguments(SFTConfig, folder, size, steps, bf16=False)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer(), eos_token="</s>")
         trainer = noted(Tuning, RowLog(folder, rank))(
@@ -360,7 +368,7 @@ def transformers_evaluate(
             return super().prediction_step(model, inputs, *rest, **named)
 
     often: Any = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
-    with huggingface_rank(rank, size):
+    with accelerate_rank(rank, size):
         arguments = huggingface_arguments(TrainingArguments, folder, size, steps, **often)
         arguments.learning_rate = 0.0  # the model stays the one that the losses are known of
         trainer = Evaluating(model=tiny_model(), args=arguments, stream=config)
@@ -377,19 +385,6 @@ def noted(trainer_class: Any, log: RowLog) -> Any:
             return super().training_step(model, inputs, *rest, **named)
 
     return Noted
-
-
-@contextlib.contextmanager
-def huggingface_rank(rank: int, size: int) -> Iterator[None]:
-    """A rank for trainers that make their Accelerator themselves."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    with rank_environment(rank, size):
-        try:
-            yield
-        finally:
-            for state in (AcceleratorState, PartialState, GradientState):
-                state._reset_state()
 
 
 def huggingface_arguments(

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from streammega.errors import ConfigError
 from streammega.train.agreement import differences
-from tests.conftest import write_random_pair
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+from tests.support.builders import write_layout_run, write_random_pair
 from tests.support.gang import Gang
-from tests.support.rank_programs import started_with
-from tests.train.test_training_layouts import TOML
+
+
+def started_with(rank: int, run_file: str, overrides: list[list[str]]) -> str:
+    """What a rank is told when it starts a run with overrides of its own."""
+    try:
+        Trainer(load_run(run_file, overrides[rank]), torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return "started"
 
 
 @pytest.mark.guarantee("ranks-train-same")
 def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
     gang: Gang, tmp_path: Path
 ) -> None:
-    for name, seed in (("web", 0), ("code", 1)):
-        write_random_pair(str(tmp_path / name), count=400, vocab=100, seed=seed)
-        write_random_pair(str(tmp_path / "copy" / name), count=400, vocab=100, seed=seed)
-        write_random_pair(str(tmp_path / "stale" / name), count=400, vocab=100, seed=seed + 7)
-    (tmp_path / "run.toml").write_text(TOML.format(folder=tmp_path))
+    run_file = write_layout_run(tmp_path)
+    for name in ("web", "code"):
+        for suffix in (".bin", ".idx"):
+            target = tmp_path / "copy" / f"{name}{suffix}"
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(tmp_path / f"{name}{suffix}", target)
+        write_random_pair(str(tmp_path / "stale" / name), count=400, vocab=100, seed=7)
 
     def told(*second: str) -> list[str]:
         return gang.run(
             3,
             started_with,
-            str(tmp_path / "run.toml"),
+            run_file,
             [
                 ["train.global_batch_size=24"],
                 ["train.global_batch_size=24", *second],
@@ -55,7 +69,7 @@ def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
             own_seed = number * (1 + seed)
             write_random_pair(str(tmp_path / folder / name), count=400, vocab=100, seed=own_seed)
         (tmp_path / folder / "names.txt").write_text(f"code#{3 + seed}")
-    (tmp_path / "run.toml").write_text(TOML.format(folder=tmp_path))
+    run_file = write_layout_run(tmp_path)
 
     def ahead(folder: str, names: str) -> list[str]:
         return [
@@ -67,7 +81,7 @@ def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
     def told(folder: str, names: str = "there") -> list[str]:
         first = ahead("here", f"{tmp_path}/here/names.txt")
         second = ahead(folder, f"{tmp_path}/{names}/names.txt")
-        return gang.run(2, started_with, str(tmp_path / "run.toml"), [first, second])
+        return gang.run(2, started_with, run_file, [first, second])
 
     assert told("there") == ["started"] * 2
     for message in told("there", "stale"):

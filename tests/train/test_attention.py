@@ -15,24 +15,10 @@ import torch
 from streammega.train import attention
 from streammega.train.attention import _attend_to_all
 from streammega.train.visibility import Visibility
+from tests.support.builders import write_run_file
 from tests.support.gang import Gang
 from tests.support.model_programs import gathered_again, steps_of
 
-TOML = """
-[data]
-blend = ["mock://random"]
-sequence_length = 512
-[model]
-vocab_size = 50
-dim = 16
-layers = {layers}
-heads = 2
-[train]
-iters = 1
-micro_batch_size = 1
-global_batch_size = 4
-out_dir = "{folder}/run"
-"""
 DOCUMENTS = [[0, 5, 100, 130, 260, 261, 400, 512, 512]]
 """Of one sample: within a part, over several parts, of one token; and a bound that only fills the
 row.
@@ -42,9 +28,16 @@ row.
 @pytest.fixture
 def run_files(tmp_path: Path) -> dict[int, str]:
     """Run files by their number of layers."""
+    found = {}
     for layers in (1, 3):
-        (tmp_path / f"{layers}.toml").write_text(TOML.format(layers=layers, folder=tmp_path))
-    return {layers: str(tmp_path / f"{layers}.toml") for layers in (1, 3)}
+        (tmp_path / str(layers)).mkdir()
+        found[layers] = write_run_file(
+            tmp_path / str(layers),
+            data={"blend": ["mock://random"], "sequence_length": 512, "split": "1,0,0"},
+            model={"vocab_size": 50, "layers": layers},
+            train={"iters": 1, "micro_batch_size": 1, "global_batch_size": 4, "hash_batches": None},
+        )
+    return found
 
 
 def largest(saved: list[int], limit: int) -> list[int]:

@@ -13,7 +13,6 @@ import pickle
 import resource
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,12 +24,15 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
+from streammega import StorageConfig
 from streammega.cli.main import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
+from streammega.storage import open_store
 from streammega.storage.backends.local import PreadStore
-from streammega.storage.store import atomic_writer
+from streammega.storage.backends.obstore import ObstoreStore
+from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.checkpoints import checkpoints, open_place
 from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.files import (
     CHECKSUM,
@@ -42,13 +44,12 @@ from streammega.train.checkpoints.files import (
 )
 from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.checkpoints.in_bucket import CheckpointBucket
-from streammega.train.checkpoints.open import open_place
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
+from streammega.train.signals import Terminated
 from streammega.train.small_objects import read_small
-from streammega.train.stopping import Terminated
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair, write_run_file
 from tests.support.checkpoint_programs import (
     failing_save,
     hold,
@@ -58,31 +59,8 @@ from tests.support.checkpoint_programs import (
     train_steps,
 )
 from tests.support.gang import Gang
-from tests.support.servers import S3
+from tests.support.servers import S3, Objects
 
-TOML = """
-[data]
-blend = ["{folder}/pair"]
-sequence_length = 16
-split = "90,10,0"
-order = "stream"
-index_cache_dir = "{folder}/cache"
-[model]
-vocab_size = 1000
-dim = 16
-layers = 1
-heads = 2
-[train]
-iters = 6
-micro_batch_size = 2
-global_batch_size = 8
-save_interval = 2
-log_interval = 4
-decay = "constant"
-hash_batches = true
-timeout = 20.0
-out_dir = "{folder}/run"
-"""
 CPU = torch.device("cpu")
 
 
@@ -94,9 +72,18 @@ def _no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_run(folder: Path) -> str:
     write_random_pair(str(folder / "pair"))
-    path = folder / "run.toml"
-    path.write_text(TOML.format(folder=folder))
-    return str(path)
+    return write_run_file(
+        folder,
+        data={"blend": [f"{folder}/pair"], "order": "stream"},
+        train={
+            "iters": 6,
+            "save_interval": 2,
+            "log_interval": 4,
+            "decay": "constant",
+            "timeout": 20.0,
+            "device": None,
+        },
+    )
 
 
 @pytest.fixture
@@ -531,7 +518,8 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     back.close()
     place = back.checkpoints.place
     if isinstance(place, CheckpointBucket):
-        stored = [item.key for item in place._store.list("deep/run/")]
+        store = place.draft("any").store
+        stored = [item.key for item in store.list("deep/run/")]
         assert "deep/run/metrics.jsonl" in stored
         assert {key for key in stored if key.endswith(".json")} == {
             "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.rewound.json"
@@ -539,11 +527,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         assert len([key for key in stored if key.endswith(".metadata")]) == 2, (
             "what is dropped is dropped with its files"
         )
-        data = bytes(
-            place._store.read(
-                "deep/run/metrics.jsonl", [(0, place._store.info("deep/run/metrics.jsonl").size)]
-            )[0]
-        )
+        data = read_small(store, "deep/run/metrics.jsonl")
         assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
         assert not Path("s3:").exists()
         if "s3:" in out[0]:
@@ -565,17 +549,18 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto: S3) -> None:
-    overrides = on_s3(moto, moto.new_bucket())
+    bucket = moto.new_bucket()
+    overrides = on_s3(moto, bucket)
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
     place = first.checkpoints.place
-    assert isinstance(place, CheckpointBucket)
-    place._store.delete(f"deep/run/checkpoints/{place.find(6).name}/__0_0.distcp")
+    objects = moto.objects(bucket)
+    del objects[f"deep/run/checkpoints/{place.find(6).name}/__0_0.distcp"]
     second = resumed(run_file, *overrides)
     assert second.step == 4
     second.close()
     assert place.steps() == [2, 4]
-    place._put("step-00000004.json", b"{")
+    objects["deep/run/checkpoints/step-00000004.json"] = b"{"
     third = resumed(run_file, *overrides)
     assert third.step == 2
     third.save()
@@ -802,19 +787,63 @@ def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     trainer.close()
 
 
-def place_in_bucket(moto: S3, run_file: str) -> Any:
-    """Where a run of a new bucket keeps its checkpoints and its lock."""
+def place_in_bucket(moto: S3, run_file: str) -> tuple[Any, Objects]:
+    """Where a run of a new bucket keeps its checkpoints and its lock, and the bucket."""
     bucket = moto.new_bucket()
-    return open_place(f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage)
+    storage = load_run(run_file, on_s3(moto, bucket)).data.storage
+    return open_place(f"s3://{bucket}/run", storage), moto.objects(bucket)
 
 
-def check_that_another_takes_over(held: Any) -> None:
+LOCK = "run/lock.json"
+OTHER = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
+"""What another job's hold says of it."""
+
+
+class OvertakenStore(WrapperStore):
+    """Another job writes its hold after this answer of some method, and before what follows it."""
+
+    def __init__(self, inner: Store, objects: Objects, method: str, answer: int) -> None:
+        super().__init__(inner)
+        self._objects = objects
+        self._answers_left = {method: answer}
+
+    def info(self, key: str) -> ObjectInfo:
+        try:
+            return super().info(key)
+        finally:
+            self._answered("info")
+
+    def read(self, key: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().read(key, *arguments, **options)
+        finally:
+            self._answered("read")
+
+    def _answered(self, method: str) -> None:
+        left = self._answers_left.get(method, 0)
+        self._answers_left[method] = left - 1
+        if left == 1:
+            self._objects[LOCK] = json.dumps(OTHER).encode()
+
+
+def overtaken_hold(moto: S3, method: str, answer: int) -> tuple[Callable[[], Any], Objects]:
+    """What holds an object of an OvertakenStore; and its bucket."""
+    bucket = moto.new_bucket()
+    storage = StorageConfig(storage_options=moto.options)
+    store, key = open_store(f"s3://{bucket}/{LOCK}", storage)
+    objects = moto.objects(bucket)
+    overtaken = OvertakenStore(store, objects, method, answer)
+    return lambda: checkpoint_hold.hold_object(overtaken, key), objects
+
+
+def check_that_another_takes_over(held: Any, objects: Objects) -> None:
     deadline = time.monotonic() + 60
     with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
         while time.monotonic() < deadline:
             held.check()
             time.sleep(0.05)
     held.release()
+    assert json.loads(objects[LOCK]) == OTHER
 
 
 @pytest.mark.guarantee("job-time-trains")
@@ -824,106 +853,59 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.2)
     monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    place = place_in_bucket(moto, run_file)
-    other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
-    writer = place._store.open_writer("run/lock.json")
-    writer.write(json.dumps(other).encode())
-    writer.commit()
+    place, objects = place_in_bucket(moto, run_file)
+    objects[LOCK] = json.dumps(OTHER).encode()
     held = place.hold()
     held.check()
-    writer = place._store.open_writer("run/lock.json")
-    writer.write(json.dumps(other).encode())
-    writer.commit()
-    check_that_another_takes_over(held)
-    assert (
-        json.loads(
-            bytes(
-                place._store.read("run/lock.json", [(0, place._store.info("run/lock.json").size)])[
-                    0
-                ]
-            )
-        )
-        == other
-    )
+    objects[LOCK] = json.dumps(OTHER).encode()
+    check_that_another_takes_over(held, objects)
 
 
 def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
-    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+    moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    place = place_in_bucket(moto, run_file)
-    other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
-    look = checkpoint_hold._ObjectHold._look
-    wrote = threading.Event()
-
-    def look_before_the_other_writes(self: Any) -> None:
-        look(self)
-        if threading.current_thread() is not threading.main_thread() and not wrote.is_set():
-            writer = place._store.open_writer("run/lock.json")
-            writer.write(json.dumps(other).encode())
-            writer.commit()
-            wrote.set()
-
-    monkeypatch.setattr(checkpoint_hold._ObjectHold, "_look", look_before_the_other_writes)
-    held = place.hold()
-    check_that_another_takes_over(held)
-    assert json.loads(read_small(place._store, "run/lock.json")) == other
+    hold_it, objects = overtaken_hold(moto, "read", 2)
+    check_that_another_takes_over(hold_it(), objects)
 
 
 def test_a_hold_whose_object_was_removed_writes_it_again(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
-    place = place_in_bucket(moto, run_file)
+    place, objects = place_in_bucket(moto, run_file)
     held = place.hold()
-    place._store.delete("run/lock.json")
+    del objects[LOCK]
     deadline = time.monotonic() + 30
-    while not place._store.list("run/lock.json"):
+    while LOCK not in objects:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     held.check()
     held.release()
-    assert place._store.list("run/lock.json") == []
+    assert LOCK not in objects
 
 
 @pytest.mark.guarantee("job-time-trains")
-def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
-    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
-) -> None:
-    place = place_in_bucket(moto, run_file)
-    first = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
-    writer = place._store.open_writer("run/lock.json")
-    writer.write(json.dumps(first).encode())
-    writer.commit()
-    read = checkpoint_hold._ObjectHold._read
-    reads: list[None] = []
-
-    def read_before_the_first_wrote(self: Any) -> Any:
-        reads.append(None)
-        return None if len(reads) == 1 else read(self)
-
-    monkeypatch.setattr(checkpoint_hold._ObjectHold, "_read", read_before_the_first_wrote)
-    with pytest.raises(ConfigError, match=r"run: another job trains there \(process 7"):
-        place.hold()
-    stored = place._store.read("run/lock.json", [(0, place._store.info("run/lock.json").size)])
-    assert json.loads(bytes(stored[0])) == first
+def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(moto: S3) -> None:
+    hold_it, objects = overtaken_hold(moto, "info", 1)
+    with pytest.raises(ConfigError, match=r"another job trains there \(process 7"):
+        hold_it()
+    assert json.loads(objects[LOCK]) == OTHER
 
 
 @pytest.mark.guarantee("out-dir-may")
 def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
-    place = place_in_bucket(moto, run_file)
+    place, _ = place_in_bucket(moto, run_file)
     for step in (4, 6):
         publish_values(place, step)
 
-    def killed(_: str) -> None:
+    def killed(*_: Any) -> None:
         raise InterruptedError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(place._store, "delete", killed)
+        patch.setattr(ObstoreStore, "delete", killed)
         with pytest.raises(InterruptedError):
             place.set_aside(4, "rewound")
     assert place.steps() == [4, 6]
@@ -936,7 +918,7 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
 def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
     moto: S3, run_file: str
 ) -> None:
-    place = place_in_bucket(moto, run_file)
+    place, _ = place_in_bucket(moto, run_file)
     place.leave_sign("step-00000004.json")  # which is no record
     place.set_aside(4, "damaged")
     for step in (4, 6):
@@ -949,9 +931,9 @@ def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
 def publish_values(place: Any, step: int) -> None:
     """A checkpoint of one small file."""
     name = place.begin(step)
-    writer = place._store.open_writer(place.draft(name).key("__0_0.distcp"))
-    writer.write(b"values")
-    writer.commit()
+    files = place.draft(name)
+    with atomic_writer(files.store, files.key("__0_0.distcp")) as writer:
+        writer.write(b"values")
     place.publish(step, name, Checksums().add_to({"step": step, "data": {}}))
 
 

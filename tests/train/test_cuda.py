@@ -16,7 +16,6 @@ import torch
 
 from streammega import (
     DataConfig,
-    IndexedDatasetWriter,
     ParallelLayout,
     RankBatches,
     Ranks,
@@ -26,6 +25,7 @@ from streammega import (
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
 from streammega.samples.fields import Batch, batch_fields
+from tests.support.builders import write_dataset
 
 pytestmark = [
     pytest.mark.cuda,
@@ -54,10 +54,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=FIELDS)
 def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     rng = np.random.default_rng(3)
-    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
-        for _ in range(100):
-            writer.add_item(rng.integers(0, 300, 20_000).astype(np.uint16))
-            writer.end_document()
+    write_dataset(
+        tmp_path / "d", [rng.integers(0, 300, 20_000).astype(np.uint16) for _ in range(100)]
+    )
     config = DataConfig(
         blend=[str(tmp_path / "d")],
         sequence_length=512,

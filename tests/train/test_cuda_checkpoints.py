@@ -14,10 +14,9 @@ from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
-from tests.conftest import write_random_pair
 from tests.support.checkpoint_programs import train_slowly
 from tests.support.gang import Gang
-from tests.train.test_checkpoints import TOML
+from tests.train.test_checkpoints import write_run
 
 pytestmark = [
     pytest.mark.cuda,
@@ -33,10 +32,7 @@ CYCLES = 500_000_000
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    write_random_pair(str(tmp_path / "pair"))
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(folder=tmp_path))
-    return str(path)
+    return write_run(tmp_path)
 
 
 def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:

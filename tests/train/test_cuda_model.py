@@ -19,7 +19,7 @@ from streammega.train.attention import _attend_to_all
 from streammega.train.visibility import Visibility
 from tests.support.model_programs import steps_of
 from tests.train.test_attention import reference
-from tests.train.test_model import TOML
+from tests.train.test_model import write_run
 from tests.train.test_numerics import _switches_as_before  # noqa: F401 - a fixture
 
 pytestmark = [
@@ -142,8 +142,7 @@ def test_documents_go_through_one_kernel_in_16_bits_and_one_by_one_in_32(
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    (tmp_path / "run.toml").write_text(TOML.format(folder=tmp_path))
-    return str(tmp_path / "run.toml")
+    return write_run(tmp_path)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from streammega import (
     DataConfig,
-    IndexedDatasetWriter,
     ParallelLayout,
     RankBatches,
     Ranks,
@@ -30,12 +29,11 @@ from streammega.train.config import ModelConfig, load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.model import GPT
-from tests.conftest import write_random_pair
+from tests.support.builders import write_dataset, write_layout_run
 from tests.support.cuda_support import DEVICES, NEEDS_CUDA, NEEDS_TWO, on_cuda
 from tests.support.gang import Gang
-from tests.support.rank_programs import train_on_device
+from tests.support.rank_programs import train
 from tests.train.test_elastic import check_history, ended, failed, torchrun
-from tests.train.test_training_layouts import TOML
 
 SHARDED = ["parallel.optimizer=sharded"]
 NARROW = [*SHARDED, "train.dtype=bfloat16"]
@@ -45,15 +43,7 @@ LOSS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    write_random_pair(str(tmp_path / "web"), count=400, vocab=100)
-    write_random_pair(str(tmp_path / "code"), count=200, vocab=100, seed=5)
-    text = (
-        TOML.format(folder=tmp_path)
-        .replace('device = "cpu"\n', "")
-        .replace("timeout = 60.0", "timeout = 20.0")
-    )
-    (tmp_path / "run.toml").write_text(text)
-    return tmp_path / "run.toml"
+    return Path(write_layout_run(tmp_path, device=None, timeout=20.0))
 
 
 def trained(
@@ -136,7 +126,7 @@ def test_two_gloo_ranks_on_one_device_have_the_loss_of_one_rank(
     wanted = trained(run_file, "alone", "cpu", [], 6)
     out = f"train.out_dir={run_file.parent / 'two'}"
     assert_alike(
-        gang.run(2, train_on_device, str(run_file), [out, *overrides], 6, device)[0],
+        gang.run(2, train, str(run_file), [out, *overrides], 6, device)[0],
         wanted,
         LOSS["float32"],
     )
@@ -276,10 +266,11 @@ FLAGS: list[dict[str, Any]] = [
 def test_rank_batches_of_a_device_are_those_of_the_cpu(
     tmp_path: Path, device: str, dtype: Any
 ) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "d"), dtype) as writer:
-        for _ in range(40):
-            writer.add_item(np.random.default_rng(3).integers(0, 100, 700).astype(dtype))
-            writer.end_document()
+    write_dataset(
+        tmp_path / "d",
+        [np.random.default_rng(3).integers(0, 100, 700).astype(dtype) for _ in range(40)],
+        dtype,
+    )
     for number, flags in enumerate(FLAGS):
         config = DataConfig(
             blend=[str(tmp_path / "d")],

@@ -26,7 +26,7 @@ from streammega.train.devices import (
     seat_of,
     take,
 )
-from tests.train.test_train import TOML
+from tests.support.builders import write_small_run
 
 NCCL = "cpu:gloo,cuda:nccl"
 BLIND = [Seat(0, "a"), Seat(1, "a")]
@@ -203,8 +203,7 @@ def test_ranks_that_cannot_meet_say_what_is_missing(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "run.toml").write_text(TOML.format(prefix="unused", folder=tmp_path))
-    assert train_main([str(tmp_path / "run.toml")]) == 1
+    assert train_main([write_small_run(tmp_path, "unused")]) == 1
     assert message in capsys.readouterr().err
 
 

@@ -24,12 +24,11 @@ from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.config import load_run
 from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain
-from tests.conftest import write_random_pair
 from tests.support import elastic, faulty_train
+from tests.support.builders import write_layout_run
 from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.rank_programs import train
-from tests.train.test_training_layouts import TOML
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 LONGEST_JOB = 240.0
@@ -44,13 +43,7 @@ apart now and then.
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    write_random_pair(str(tmp_path / "web"), count=400, vocab=100)
-    write_random_pair(str(tmp_path / "code"), count=200, vocab=100, seed=5)
-    text = TOML.format(folder=tmp_path).replace(
-        "timeout = 60.0", "timeout = 4.0\nsave_interval = 2"
-    )
-    (tmp_path / "run.toml").write_text(text)
-    return tmp_path / "run.toml"
+    return Path(write_layout_run(tmp_path, timeout=4.0, save_interval=2))
 
 
 def torchrun(

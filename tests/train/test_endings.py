@@ -21,9 +21,9 @@ from streammega.train.__main__ import main as train_main
 from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
-from streammega.train.stopping import ONE_REQUEST
+from streammega.train.signals import ONE_REQUEST
+from tests.support.builders import write_small_run
 from tests.support.processes import Family, launch
-from tests.train.test_train import TOML
 
 PACKAGE = Path(streammega.__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -33,14 +33,8 @@ PROGRAM = {"command": ["-m", "streammega", "train"], "module": ["-m", "streammeg
 
 @pytest.fixture
 def run_file(tmp_path: Path, pair: str) -> Path:
-    path = tmp_path / "run.toml"
-    text = TOML.format(prefix=pair, folder=tmp_path).replace("iters = 16", "iters = 100000")
-    path.write_text(
-        text.replace("save_interval = 2", "save_interval = 100000").replace(
-            "eval_interval = 8", "eval_interval = 0"
-        )
-    )
-    return path
+    endless = {"iters": 100_000, "save_interval": 100_000, "eval_interval": 0}
+    return Path(write_small_run(tmp_path, pair, **endless))
 
 
 def start_torchrun(run_file: Path, *program: str, fault: str = "") -> Family:

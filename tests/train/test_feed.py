@@ -14,14 +14,13 @@ from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
-from tests.train.test_train import TOML
+from tests.support.builders import write_small_run
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, pair: str) -> Trainer:
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
-    return Trainer(load_run(str(path), ["data.order=stream"]), torch.device("cpu"))
+    run_file = write_small_run(tmp_path, pair)
+    return Trainer(load_run(run_file, ["data.order=stream"]), torch.device("cpu"))
 
 
 @pytest.mark.guarantee("micro-batch-given")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,39 +13,12 @@ from typer.testing import CliRunner
 
 from streammega.cli.main import app
 from streammega.dataset.append import append
-from streammega.samples.following import recorded
+from streammega.samples.auto_append import recorded
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
-from tests.support.growing import put_dataset
+from tests.support.builders import put_dataset, write_run_file
 from tests.train.test_train import loader_hashes, train_on
-
-TOML = """
-[data]
-blend = ["{web}@1", "{code}"]
-sequence_length = 16
-split = "1,0,0"
-order = "stream"
-lanes = 8
-block_bytes = 256
-index_cache_dir = "{folder}/cache"
-[data.follow]
-every_samples = 20
-[model]
-vocab_size = 60000
-dim = 8
-layers = 1
-heads = 2
-[train]
-iters = 14
-micro_batch_size = 2
-global_batch_size = 8
-save_interval = 6
-log_interval = 4
-device = "cpu"
-hash_batches = true
-out_dir = "{folder}/run"
-"""
 
 
 @pytest.fixture
@@ -52,9 +26,20 @@ def run_file(tmp_path: Path) -> str:
     web = put_dataset(f"{tmp_path}/web", seed=0)
     append(web, [put_dataset(f"{tmp_path}/web-a", seed=1)])
     code = put_dataset(f"{tmp_path}/code", seed=2)
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(web=web, code=code, folder=tmp_path))
-    return str(path)
+    data: dict[str, Any] = {
+        "blend": [f"{web}@1", code],
+        "split": "1,0,0",
+        "order": "stream",
+        "lanes": 8,
+        "block_bytes": 256,
+    }
+    return write_run_file(
+        tmp_path,
+        data=data,
+        **{"data.follow": {"every_samples": 20}},
+        model={"vocab_size": 60_000, "dim": 8},
+        train={"iters": 14, "save_interval": 6, "log_interval": 4},
+    )
 
 
 @pytest.mark.guarantee("datasets-grow-under", "ranks-killed-between")

@@ -12,33 +12,26 @@ from streammega import ParallelLayout
 from streammega.errors import ConfigError
 from streammega.train.config import load_run
 from streammega.train.stages import check_tensor_parallel
+from tests.support.builders import write_run_file
 from tests.support.gang import Gang
 from tests.support.model_programs import divided_loss, first_weights, memory_of_a_stage, steps_of
 
-TOML = """
-[data]
-blend = ["mock://random"]
-sequence_length = 64
-[model]
-vocab_size = 101
-dim = 16
-layers = 4
-heads = 2
-[train]
-iters = 1
-micro_batch_size = 2
-global_batch_size = 8
-out_dir = "{folder}/run"
-[parallel]
-bucket_size = 3000
-"""
 DOCUMENTS = [[0, 5, 30, 64], [0, 13, 64, 64]]
+
+
+def write_run(folder: Path) -> str:
+    return write_run_file(
+        folder,
+        data={"blend": ["mock://random"], "sequence_length": 64, "split": "1,0,0"},
+        model={"vocab_size": 101, "layers": 4},
+        train={"iters": 1, "device": None, "hash_batches": None},
+        parallel={"bucket_size": 3000},
+    )
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    (tmp_path / "run.toml").write_text(TOML.format(folder=tmp_path))
-    return str(tmp_path / "run.toml")
+    return write_run(tmp_path)
 
 
 def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:

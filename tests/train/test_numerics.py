@@ -14,18 +14,16 @@ import torch
 
 from streammega.errors import ConfigError
 from streammega.train.config import load_run
+from streammega.train.devices import set_numerics
 from streammega.train.loop import Trainer
-from streammega.train.numerics import set_numerics
-from tests.train.test_train import TOML
+from tests.support.builders import write_small_run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def run_file(tmp_path: Path, pair: str) -> str:
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
-    return str(path)
+    return write_small_run(tmp_path, pair)
 
 
 @pytest.fixture

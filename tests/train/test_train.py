@@ -29,48 +29,21 @@ from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoints import checkpoints as checkpoint
 from streammega.train.config import RunConfig, load_run
+from streammega.train.devices import check_pipeline
 from streammega.train.loop import Trainer
 from streammega.train.metrics import MetricsLog, read_metrics
-from streammega.train.run_ranks import check_pipeline
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import has_valid, open_plain
-from tests.conftest import write_random_pair
+from tests.support.builders import write_random_pair, write_small_run
 from tests.support.gang import Gang
 from tests.support.processes import launch
-from tests.support.rank_programs import run_until_bad
 from tests.support.servers import S3
 from tests.support.typed import first_prefix
-
-TOML = """
-[data]
-blend = ["{prefix}"]
-sequence_length = 16
-split = "90,10,0"
-index_cache_dir = "{folder}/cache"
-[model]
-vocab_size = 1000
-dim = 16
-layers = 1
-heads = 2
-[train]
-iters = 16
-micro_batch_size = 2
-global_batch_size = 8
-save_interval = 2
-eval_interval = 8
-eval_iters = 2
-log_interval = 4
-device = "cpu"
-hash_batches = true
-out_dir = "{folder}/run"
-"""
 
 
 @pytest.fixture
 def run_file(tmp_path: Path, pair: str) -> str:
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
-    return str(path)
+    return write_small_run(tmp_path, pair)
 
 
 def loader_hashes(config: RunConfig) -> list[str]:
@@ -122,12 +95,11 @@ def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
     try:
         with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16) as writer:
             writer.add_index(str(tmp_path / "pair"))
-        path = tmp_path / "run.toml"
-        path.write_text(TOML.format(prefix=f"s3://{bucket}/pair", folder=tmp_path))
+        run_file = write_small_run(tmp_path, f"s3://{bucket}/pair")
         for ranks, kill_at in ((2, 5), (1, 11), (2, None)):
-            train_on(str(path), ranks, kill_at, s3.environment)
+            train_on(run_file, ranks, kill_at, s3.environment)
         records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-        expected = loader_hashes(load_run(str(path)))
+        expected = loader_hashes(load_run(run_file))
     finally:
         for name in s3.environment:
             os.environ.pop(name, None)
@@ -713,6 +685,19 @@ def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str)
     trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
     with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
         trainer.train_step()
+
+
+def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
+    """The error that ends a run, in one of its first steps."""
+    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    try:
+        for _ in range(4):
+            trainer.train_step()
+    except GradientError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
 
 
 @pytest.mark.guarantee("bad-gradient-ends")

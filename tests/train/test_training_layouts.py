@@ -14,35 +14,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
-from tests.conftest import write_random_pair
+from tests.support.builders import write_layout_run
 from tests.support.gang import Gang
 from tests.support.rank_programs import train
 
-TOML = """
-[data]
-blend = [["{folder}/web", 0.7], ["{folder}/code", 0.3]]
-sequence_length = 16
-split = "90,10,0"
-order = "stream"
-eod_id = 3
-index_cache_dir = "{folder}/cache"
-[model]
-vocab_size = 100
-dim = 16
-layers = 4
-heads = 2
-[train]
-iters = 20
-micro_batch_size = 2
-global_batch_size = 16
-lr = 0.003
-hash_batches = true
-device = "cpu"
-timeout = 60.0
-out_dir = "{folder}/run"
-[parallel]
-bucket_size = 2000
-"""
 SOON_STEPS = 4
 STEPS = 20
 """Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong
@@ -64,9 +39,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
-    write_random_pair(str(folder / "web"), count=400, vocab=100)
-    write_random_pair(str(folder / "code"), count=200, vocab=100, seed=5)
-    (folder / "run.toml").write_text(TOML.format(folder=folder))
+    write_layout_run(folder)
     return folder
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega import DataConfig, StreamingDataset
-from streammega.order.balance import longest_rank, pace
-from streammega.samples.attention_costs import attention_costs
+from streammega.loading.micro_steps import attention_costs
+from streammega.order.sharding import longest_rank, pace
 from tools.bench import corpus, harness
 
 BATCHES = 64

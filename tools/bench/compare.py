@@ -5,6 +5,10 @@ in one run.
     git worktree add ../before <commit>
     .venv/bin/python tools/bench/compare.py ../before               # all figures; --figures names some
 
+Loading, workers, the Megatron order, local files, blends, first batch and memory are here. What
+ranks do (`training.py`), conversion (`convert.py`), openings (`opening.py`) and all that has other
+loaders beside it (`table.py`) each checkout measures by itself, in turns: run both by hand.
+
 The two checkouts take turns, and begin alternately, so that neither has the warmer caches. A ratio
 is that of the medians, with a 95 % bootstrap interval: above 1.00 this checkout does more. Files
 and server are those of runner.py.
@@ -20,13 +24,24 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
-from tools.bench.runner import FOLDER, HERE, PACKAGES, SHAPES, Bench, serving
+from tools.bench.runner import (
+    FOLDER,
+    HERE,
+    LOCAL,
+    OUR_WORKERS,
+    PACKAGES,
+    SHAPES,
+    WHOLE_EPOCH,
+    Bench,
+    serving,
+)
 
 
 class Figure(NamedTuple):
     """One thing that is measured: the name of its result, the arguments of the side that does it.
 
-    is_rate: False for seconds, whose ratio is turned round. shape: how the server behaves.
+    is_rate: False for seconds and bytes, whose ratio is turned round. shape: how the server
+    behaves. side: a function of sides.py.
     """
 
     name: str
@@ -34,6 +49,7 @@ class Figure(NamedTuple):
     arguments: dict[str, Any]
     shape: str = "unshaped"
     is_rate: bool = True
+    side: str = "ours"
 
 
 CPU = "CPU seconds per 10^9 tokens"
@@ -45,19 +61,42 @@ FIGURES = (
     Figure(
         "stream order, int64, 20 ms of latency, tokens/s", "tokens", {"warmup": 500}, shape="shaped"
     ),
-    Figure(
-        "2 GiB shuffled, first batch included, tokens/s",
-        "whole_rate",
-        {"num_samples": 260_000, "seconds": 0},
+    Figure("1 GiB shuffled, first batch included, tokens/s", "whole_rate", WHOLE_EPOCH),
+    Figure("first batch, seconds from construction", "first", WHOLE_EPOCH, is_rate=False),
+    *(
+        Figure(
+            f"the same by a DataLoader with 2 {name} workers, tokens/s",
+            "tokens",
+            {**WHOLE_EPOCH, **method, "workers": 2},
+            side="ours_workers",
+        )
+        for name, method in OUR_WORKERS.items()
     ),
+    Figure("Megatron order, samples/s", "rate", {"order": "megatron", "warmup": 100}),
+    *(
+        Figure(
+            f"{order} order, local files, tokens/s",
+            "tokens",
+            {"order": order, "prefix": LOCAL, "warmup": 1000, "num_samples": 10**7},
+        )
+        for order in ("megatron", "stream")
+    ),
+    Figure("blend of 256 datasets, 2 M samples, seconds", "blend", {}, is_rate=False, side="blend"),
+    Figure("peak memory, bytes", "peak", {}, is_rate=False),
 )
 
 
 def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> float | None:
     """One run of a figure by one checkout; None if it failed."""
-    arguments = {"seconds": seconds, **figure.arguments}
-    index_cache = str(FOLDER / f"idx-{checkout.name}")
-    found = bench.ours(checkout=checkout, index_cache=index_cache, **arguments).get(figure.result)
+    arguments: dict[str, Any] = {
+        "seconds": seconds,
+        "endpoint": bench.server.endpoint,
+        "prefix": "s3://data/web",
+        "index_cache": str(FOLDER / f"idx-{checkout.name}"),
+    }
+    if figure.arguments.get("prefix") == LOCAL:
+        del arguments["endpoint"]
+    found = bench.side(figure.side, checkout, **(arguments | figure.arguments)).get(figure.result)
     return None if found is None else float(found)
 
 

@@ -5,8 +5,7 @@ order is read from a local object server, beside those of obstore alone.
     .venv/bin/python tools/bench/costs.py                # --modes, --runs and --seconds choose
 
 obstore alone reads random ranges as long as the loader's requests are on average, as many at once
-as the loader had in flight, several by one call as the loader does, and drops their bytes; with
-`--held` it keeps as many bytes of the latest as the loader held, and drops the oldest. Every
+as the loader had in flight, several by one call as the loader does, and drops their bytes. Every
 side runs in a process of its own, in turns; the server (tools/bench/object_server.py) and both run
 on the same cores. Files are those of runner.py.
 
@@ -312,9 +311,9 @@ def tell(mode: str, runs: list[Result], alone: list[Result]) -> None:
 
 
 def measure(
-    endpoint: str, mode: str, runs: int, seconds: float, *, held: bool = False
+    endpoint: str, mode: str, runs: int, seconds: float
 ) -> tuple[list[Result], list[Result]]:
-    """What the loader and obstore alone give, in turns. `held`: obstore keeps as many bytes.
+    """What the loader and obstore alone give, in turns.
 
     Raises SystemExit when a side fails, which has said why.
     """
@@ -329,7 +328,6 @@ def measure(
             size=size,
             at_once=int(of_loader["at_once"]),
             count=int(of_loader["bytes"] // size) // JOB * JOB,
-            held=int(of_loader["held"]) if held else 0,
         )
         ours.append(of_loader)
         alone.append(of_transport)
@@ -369,7 +367,6 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--modes", nargs="*", choices=["ids", "int64"], default=["ids", "int64"])
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--held", action="store_true", help="obstore alone keeps bytes, too")
     parser.add_argument("--floors", action="store_true", help="what no loader can do without")
     chosen = parser.parse_args()
     harness.print_head(PACKAGES[:3], chosen.runs)
@@ -377,16 +374,15 @@ def main() -> int:
     if chosen.floors:
         harness.table("what", cost, "MB/s", "share of obstore alone")
     else:
-        other = "obstore keeping as much" if chosen.held else "obstore alone"
-        columns = (cost, "us per MB", "us per request", "switches per request", f"{other}, {cost}")
-        harness.table("stream order, default blocks", *columns)
+        columns = ("us per MB", "us per request", "switches per request", f"obstore alone, {cost}")
+        harness.table("stream order, default blocks", cost, *columns)
     with serving() as bench:
         for mode in chosen.modes:
             options = (bench.server.endpoint, mode, chosen.runs, chosen.seconds)
             if chosen.floors:
                 floors(*options)
             else:
-                tell(mode, *measure(*options, held=chosen.held))
+                tell(mode, *measure(*options))
     return 0
 
 

@@ -52,8 +52,8 @@ SETTLE = 1.0
 
 def prepare(root: Path) -> None:
     """A corpus, and many small pairs under names of all three kinds; once."""
-    from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
-    from streammega.dataset.shard import shard_name
+    from streammega.dataset.manifest import Manifest, ShardEntry
+    from streammega.dataset.names import MANIFEST, shard_name
 
     if (root / "done").exists():
         return

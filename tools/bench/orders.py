@@ -22,10 +22,10 @@ import numpy as np
 from streammega.kernels.blending import blend_weighted
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
-from streammega.order.blend import normalized
-from streammega.order.cursor import make_state
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
+from streammega.order.epoch_layout import FilePart, StreamDataset
+from streammega.order.megatron import normalized
+from streammega.order.state import make_state
+from streammega.order.stream_order import StreamOrder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness

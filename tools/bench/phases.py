@@ -15,9 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
-from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
+from streammega.order.epoch_layout import FilePart, StreamDataset
+from streammega.order.stream_order import LaterPhase, PhasedOrder, StreamOrder, phased_order
 
 SHARD = 200_000_000
 """Tokens of a file."""
@@ -69,8 +68,8 @@ def report(lengths: Sequence[int]) -> str:
     began = time.process_time()
     order.locate(ids + LOCATED)
     each = (time.process_time() - began) / LOCATED
-    rests = [rest for rest in order.phases[-1].rests if rest is not None]
-    waiting = max(rest.tokens - rest.samples * rest.length for rest in rests)
+    remainders = [each for each in order.phases[-1].remainders if each is not None]
+    waiting = max(each.tokens - each.samples * each.length for each in remainders)
     return (
         f"{len(lengths):2} changes, the last to {lengths[-1]:6}: {opened:.2f} s to open, "
         f"{each * 1e6:.1f} us a sample, {(runs == 1).mean():.1%} of one run, at most {runs.max()}; "

@@ -26,6 +26,7 @@ from tools.bench.object_server import Running, running
 
 HERE = Path(__file__).resolve().parents[2]
 FOLDER = Path("/tmp/streammega-bench")
+LOCAL = str(FOLDER / "objects" / "data" / "web")
 S = 4096
 CORPUS = 4 << 30
 EQUAL_CORPUS = 1 << 30
@@ -86,7 +87,7 @@ class Bench:
 
 @contextlib.contextmanager
 def serving(*, peers: bool = False) -> Iterator[Bench]:
-    """The corpus on a server, with `peers` in the formats of other loaders too."""
+    """Both corpora on a server, with `peers` the smaller in the formats of other loaders too."""
     prepare(peers)
     with running(FOLDER / "objects") as server:
         yield Bench(server)
@@ -96,8 +97,8 @@ def serving(*, peers: bool = False) -> Iterator[Bench]:
 
 
 def prepare(peers: bool) -> None:
-    """A corpus of 4 GiB in documents of a lognormal length; with `peers` one of 1 GiB, in our format
-    and in those of the other loaders.
+    """Corpora of 4 GiB and of 1 GiB, in documents of a lognormal length; with `peers` the second in
+    the formats of the other loaders.
     """
     data = FOLDER / "objects" / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -105,12 +106,11 @@ def prepare(peers: bool) -> None:
     options = {"base_path": "data", "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}}
     (FOLDER / "msc.json").write_text(json.dumps({"profiles": {"data": profile}}))
-    if not (data / "web.idx").exists():
-        write_pair(data / "web", CORPUS // 2)
+    for name, tokens in (("web", CORPUS // 2), ("equal", EQUAL_TOKENS)):
+        if not (data / f"{name}.idx").exists():
+            write_pair(data / name, tokens)
     if not peers:
         return
-    if not (data / "equal.idx").exists():
-        write_pair(data / "equal", EQUAL_TOKENS)
     rows = np.memmap(data / "equal.bin", np.uint16, "r").reshape(-1, S + 1)
     for name, write in (("raw", write_raw), ("mds", write_mds), ("litdata", write_litdata)):
         if not (data / name).exists():

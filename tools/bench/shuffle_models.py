@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.order.lane_geometry import FilePart, StreamDataset
-from streammega.order.lanes import StreamOrder
+from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.quality import Places
+from streammega.order.stream_order import StreamOrder
 
 
 def stream(

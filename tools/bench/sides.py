@@ -123,6 +123,16 @@ def ours_workers(a: Result) -> Result:
     return consume(loader, a["seconds"], a.get("warmup", 0))
 
 
+def blend(a: Result) -> Result:
+    """Seconds to build a blend of 256 datasets with random weights, 2 M samples."""
+    from streammega.kernels.blending import blend_weighted
+
+    weights = np.random.default_rng(0).random(256)
+    weights /= weights.sum()
+    blend_weighted(weights, 1000)  # the kernel is compiled or loaded
+    return {"blend": harness.seconds_of(lambda: blend_weighted(weights, 2_000_000))}
+
+
 def imports_only(a: Result) -> Result:
     import streammega as sm
     import streammega.loading.engine

@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import convert, corpus, costs, harness, opening, orders, runner
 from tools.bench.object_server import running
-from tools.bench.runner import SHAPES, WHOLE_EPOCH, WIDE, Bench
+from tools.bench.runner import LOCAL, SHAPES, WHOLE_EPOCH, WIDE, Bench
 
 PEERS = {
     "litdata": "litdata",
@@ -56,7 +56,6 @@ STALL_RATE = 0.85 * 400e6
 """Bytes a second that are asked for: 85 % of a link of 400 MB/s, so that bandwidth, and not these
 cores, is what is asked for.
 """
-LOCAL = str(runner.FOLDER / "objects" / "data" / "web")
 Result = dict[str, Any]
 
 
@@ -289,18 +288,30 @@ def megatron(chosen: Chosen) -> None:
 
 
 @FIGURES.figure()
-def local(chosen: Chosen) -> None:
-    """What reading local files costs."""
+def local_files(chosen: Chosen) -> None:
+    """Local files against megatron-core's GPTDataset under a DataLoader at its best worker count,
+    and what they cost.
+    """
     with runner.serving() as bench:
-        sides = {
-            order: partial(our_local, bench, order, 1000, num_samples=SAMPLES)
-            for order in ("megatron", "stream")
-        }
+
+        def theirs(workers: int) -> Result | None:
+            options: Result = {"prefix": LOCAL, "num_samples": 500_000, "seconds": SECONDS}
+            return bench.side("megatron_loader", workers=workers, **options) or None
+
+        tried = {workers: (theirs(workers) or {}).get("tokens", 0.0) for workers in (0, 1, 2)}
+        best = max(tried, key=lambda workers: tried[workers])
+        sides: dict[str, Callable[[], Result | None]] = {"theirs": partial(theirs, best)}
+        for order in ("megatron", "stream"):
+            sides[order] = partial(our_local, bench, order, 1000, num_samples=SAMPLES)
         measured = harness.in_turns(chosen.runs, sides)
     rates = medians_of(measured, "tokens")
-    for order, seconds in medians_of(measured, "cpu").items():
+    seconds = medians_of(measured, "cpu")
+    for order in ("megatron", "stream"):
         title = f"host CPU seconds per 10^9 tokens, int64, {order} order, local files"
-        tell(f"{title} ({rates[order] / 1e6:,.0f} M tokens/s)", seconds, digits=1)
+        tell(title, seconds[order], digits=1)
+        title = f"local files, int64, M tokens/s, {order} order vs megatron-core + DataLoader"
+        ours, other = rates[order] / 1e6, rates.get("theirs", 0.0) / 1e6
+        tell(f"{title} ({best} workers)", ours, other or None, ratio=times)
 
 
 def our_local(bench: Bench, order: str, warmup: int, **options: Any) -> Result | None:
@@ -469,27 +480,6 @@ def cached(chosen: Chosen) -> None:
     shutil.rmtree(cache, ignore_errors=True)
     title = "Megatron order from a warm cache, samples/s vs local files"
     tell(title, rates["cached"], rates["local"], ratio=two_digits)
-
-
-@FIGURES.figure(by_default=False)
-def local_files(chosen: Chosen) -> None:
-    """Local files against megatron-core's GPTDataset under a DataLoader at its best worker count."""
-    with runner.serving() as bench:
-
-        def theirs(workers: int) -> Result | None:
-            options: Result = {"prefix": LOCAL, "num_samples": 500_000, "seconds": SECONDS}
-            return bench.side("megatron_loader", workers=workers, **options) or None
-
-        tried = {workers: (theirs(workers) or {}).get("tokens", 0.0) for workers in (0, 1, 2)}
-        best = max(tried, key=lambda workers: tried[workers])
-        sides: dict[str, Callable[[], Result | None]] = {"theirs": partial(theirs, best)}
-        for order in ("megatron", "stream"):
-            sides[order] = partial(our_local, bench, order, 1000, num_samples=SAMPLES)
-        rates = medians_of(harness.in_turns(chosen.runs, sides), "tokens")
-    for order in ("megatron", "stream"):
-        title = f"local files, int64, M tokens/s, {order} order vs megatron-core + DataLoader"
-        ours, other = rates[order] / 1e6, rates["theirs"] / 1e6
-        tell(f"{title} ({best} workers)", ours, other, ratio=times)
 
 
 @FIGURES.figure(by_default=False)

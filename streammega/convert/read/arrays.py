@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import StorageConfig
-from streammega.convert.documents import one_each
-from streammega.convert.options import ConvertOptions
+from streammega.convert.documents import Tokens, one_each
+from streammega.convert.read.formats import is_compressed
 from streammega.convert.read.inputs import Input
-from streammega.convert.read.open import Item, Skipped, Slice, open_stream
-from streammega.convert.read.suffixes import is_compressed
+from streammega.convert.read.source import Source
 from streammega.dataset.idx import MOST_TOKENS
 from streammega.errors import ConvertError
 
@@ -29,72 +27,53 @@ LLMC_DATES = range(20240101, 20300101)
 """Magics of llm.c are dates: one of these, with nothing in the rest of the header, is a header that
 is not known yet.
 """
-LEAST_WIDE = 32
+MIN_WIDE = 32
 """Ids looked at before an array is taken for one of wider ids."""
 UPPER_HALVES = 16
 """Below this are the upper halves of ids of 32 bits: no vocabulary has 2^20 of them."""
 
 
-@dataclass(frozen=True)
-class _LlmcHeader:
-    """What llm.c writes before its ids: int32 words, of which the first three say something."""
+def read_raw(source: Source) -> Iterator[Tokens]:
+    """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
+    with source.open() as file:
+        head = file.read(LLMC_HEADER_BYTES)
+        dtype = _llmc_dtype(head, source.piece.input)
+        if dtype is not None:
+            head = b""
+        else:
+            dtype = source.options.array_dtype
+            if source.options.input_dtype is None:
+                _check_width(head, source.path)
+        yield from _split_at_eod(_token_chunks(file, head, dtype, source.path), source)
 
-    magic: int
-    version: int
-    tokens: int
-    rest_is_zero: bool
 
-    @classmethod
-    def of(cls, head: bytes) -> _LlmcHeader:
-        """Of the first bytes of a file, which may be no header at all."""
-        if len(head) < LLMC_HEADER_BYTES:
-            return cls(0, 0, 0, True)
-        words = np.frombuffer(head, "<i4")
-        magic, version, tokens = words[:3].tolist()
-        return cls(magic, version, tokens, not words[3:].any())
+def _llmc_dtype(head: bytes, file: Input) -> np.dtype[Any] | None:
+    """The dtype that llm.c's header says; None: the file begins with tokens.
 
-    def dtype(self, path: str) -> np.dtype[Any] | None:
-        """Of the ids behind it; None: it is no header. Raises ConvertError for an unknown one."""
-        known = LLMC_DTYPES.get((self.magic, self.version))
-        if known is None and self.magic in LLMC_DATES and self.rest_is_zero:
+    The header is int32 words: a magic, a version, the number of tokens, and zeros. Raises
+    ConvertError for an unknown header, and for a file of another size than its header says.
+    """
+    if len(head) < LLMC_HEADER_BYTES:
+        return None
+    words = np.frombuffer(head, "<i4")
+    magic, version, num_tokens = words[:3].tolist()
+    dtype = LLMC_DTYPES.get((magic, version))
+    if dtype is None:
+        if magic in LLMC_DATES and not words[3:].any():
             kinds = ", ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
             raise ConvertError(
-                f"{path}: begins with a header of llm.c, of kind {self.magic} and version "
-                f"{self.version}; known are {kinds}"
+                f"{file.path}: begins with a header of llm.c, of kind {magic} and version "
+                f"{version}; known are {kinds}"
             )
-        return known
-
-
-def read_raw(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
-    """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
-    path = piece.input.path
-    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        head = file.read(LLMC_HEADER_BYTES)
-        header = _LlmcHeader.of(head)
-        dtype = header.dtype(path)
-        if dtype is not None:
-            _check_tokens(header, dtype, piece.input)
-            begun = b""
-        else:
-            dtype = options.array_dtype
-            begun = head
-            if options.input_dtype is None:
-                _check_width(head, path)
-        yield from _split_at_eod(_token_chunks(file, begun, dtype, path), options, path)
-
-
-def _check_tokens(header: _LlmcHeader, dtype: np.dtype[Any], file: Input) -> None:
-    """Raise ConvertError for a file of another size than its header says."""
-    if is_compressed(file.path):  # its size says nothing of its tokens
-        return
+        return None
     actual = (file.size - LLMC_HEADER_BYTES) // dtype.itemsize
-    if actual != header.tokens:
+    # the size of a compressed file says nothing of its tokens
+    if actual != num_tokens and not is_compressed(file.path):
         raise ConvertError(
-            f"{file.path}: its header says {header.tokens:,} tokens, it holds {actual:,}; copy it "
+            f"{file.path}: its header says {num_tokens:,} tokens, it holds {actual:,}; copy it "
             f"again"
         )
+    return dtype
 
 
 def _check_width(head: bytes, path: str) -> None:
@@ -105,7 +84,7 @@ def _check_width(head: bytes, path: str) -> None:
     halves = np.frombuffer(head, "<u2", 2 * whole_ids)
     lower = halves[::2]
     upper = halves[1::2]
-    if len(lower) < LEAST_WIDE:
+    if len(lower) < MIN_WIDE:
         return
     if (upper < UPPER_HALVES).all() and (lower >= UPPER_HALVES).any():
         raise ConvertError(
@@ -115,17 +94,15 @@ def _check_width(head: bytes, path: str) -> None:
         )
 
 
-def read_npy(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_npy(source: Source) -> Iterator[Tokens]:
     """A one-dimensional array is tokens end to end; the rows of a two-dimensional one are
     documents.
     """
-    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        path = piece.input.path
+    path = source.path
+    with source.open() as file:
         shape, dtype = _npy_header(file, path)
         if len(shape) == 1:
-            yield from _split_at_eod(_token_chunks(file, b"", dtype, path), options, path)
+            yield from _split_at_eod(_token_chunks(file, b"", dtype, path), source)
             return
         rows, row_tokens = shape
         rows_at_once = max(1, SCAN_TOKENS // max(1, row_tokens))
@@ -166,34 +143,31 @@ def _token_chunks(
     file: Any, head: bytes, dtype: np.dtype[Any], path: str
 ) -> Iterator[NDArray[Any]]:
     """The tokens of `head`, which was read already, and of the rest of the file."""
-    cut_token = head
-    while True:
-        data = file.read(SCAN_TOKENS * dtype.itemsize)
-        held = cut_token + data
-        tokens = len(held) // dtype.itemsize
+    cut_token = b""
+    rest = iter(lambda: file.read(SCAN_TOKENS * dtype.itemsize), b"")
+    for data in itertools.chain([head], rest):
+        data = cut_token + data
+        tokens = len(data) // dtype.itemsize
         if tokens:
-            yield np.frombuffer(held, dtype, tokens)
-        cut_token = held[tokens * dtype.itemsize :]
-        if data:
-            continue
-        if cut_token:
-            raise ConvertError(
-                f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"
-            )
-        return
+            yield np.frombuffer(data, dtype, tokens)
+        cut_token = data[tokens * dtype.itemsize :]
+    if cut_token:
+        raise ConvertError(
+            f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"
+        )
 
 
-def _split_at_eod(
-    chunks: Iterator[NDArray[Any]], options: ConvertOptions, path: str
-) -> Iterator[Item]:
+def _split_at_eod(chunks: Iterator[NDArray[Any]], source: Source) -> Iterator[Tokens]:
     """Documents end with eod_id; without one, all is one document."""
+    path = source.path
+    eod_id = source.options.eod_id
     begun: list[NDArray[Any]] = []
     """Of the document that has not ended yet."""
     begun_tokens = 0
     for chunk in chunks:
         rest = chunk
-        if options.eod_id is not None:
-            ends = np.flatnonzero(chunk == options.eod_id) + 1
+        if eod_id is not None:
+            ends = np.flatnonzero(chunk == eod_id) + 1
             if len(ends):
                 tokens = np.concatenate([*begun, chunk[: ends[-1]]])
                 lengths = np.diff(ends, prepend=0)
@@ -206,16 +180,10 @@ def _split_at_eod(
             begun.append(rest)
             begun_tokens += len(rest)
         if begun_tokens > MOST_TOKENS:
-            raise ConvertError(f"{path}: {_too_long(options.eod_id)}")
+            advice = "name the id that ends documents by --eod-id"
+            if eod_id is not None:
+                advice = f"is the id {eod_id}, which ends documents (--eod-id), the right one?"
+            raise ConvertError(f"{path}: a document of over {MOST_TOKENS:,} tokens; {advice}")
     if begun_tokens:
         tokens = np.concatenate(begun)
         yield one_each(tokens, np.array([begun_tokens]), tokens.nbytes, path)
-
-
-def _too_long(eod_id: int | None) -> str:
-    if eod_id is None:
-        return (
-            f"a document of over {MOST_TOKENS:,} tokens; name the id that ends documents by "
-            f"--eod-id"
-        )
-    return f"over {MOST_TOKENS:,} tokens without the id {eod_id}; is it the right one?"

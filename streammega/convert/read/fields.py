@@ -1,20 +1,25 @@
-"""What a record holds under a key: one of its own, or a path into records within it
-(`meta.text`).
-"""
+"""Fields of a record: texts under a key or a path into records within it (`meta.text`), and its id."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+from streammega.convert.documents import RawDocument
+from streammega.convert.options import ConvertOptions
 from streammega.dataset.conversations import encodable, not_utf8
+from streammega.dataset.provenance import BYTE, FILE, LINE, MAX_ID, DocumentOrigin
 from streammega.errors import ConvertError
+from streammega.errors.redaction import redact_urls
 
 MISSING: Any = object()
 """Where there is no such key."""
 MAX_NAMES = 40
 """Names of a record in a message."""
+ID_FIELDS = ("id", "url")
+"""Fields in which corpora keep ids, the first that is there, unless --id-field names one."""
 
 
 def value_at(record: Any, key: str) -> Any:
@@ -114,3 +119,33 @@ def _names(record: dict[Any, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in value)
         else:
             yield str(name)
+
+
+def origin_of(document: RawDocument, options: ConvertOptions) -> DocumentOrigin:
+    """Where a document comes from; its id, if its fields are known."""
+    path = _without_secrets(document.path)
+    record_id = _id_of(document.fields, options)
+    if document.offset >= 0:
+        return DocumentOrigin(path=path, kind=BYTE, place=document.offset, id=record_id)
+    kind = LINE if document.line else FILE
+    return DocumentOrigin(path=path, kind=kind, place=document.line, id=record_id)
+
+
+@lru_cache(maxsize=64)
+def _without_secrets(path: str) -> str:
+    """Cached for the documents of a file: redacting costs as much as the rest of `origin_of`."""
+    return redact_urls(path)
+
+
+def id_fields(options: ConvertOptions) -> tuple[str, ...]:
+    """Where ids are looked for, the first that is there."""
+    return ID_FIELDS if options.id_field is None else (options.id_field,)
+
+
+def _id_of(fields: Any, options: ConvertOptions) -> str:
+    """The id of a record; "" where it has none that is a text or a number."""
+    for name in id_fields(options):
+        value = value_at(fields, name)
+        if isinstance(value, str | int) and not isinstance(value, bool):
+            return str(value)[:MAX_ID]
+    return ""

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.folders import (
-    PassedOver,
+from streammega.convert.read.formats import FORMAT_READ_AS, Format, format_of
+from streammega.convert.read.walk import (
     Place,
     Row,
-    chosen,
+    SkippedFiles,
+    chosen_files,
     failure_of,
-    is_of_split,
     open_place,
     split_pattern,
-    splits_of,
     walk,
     within,
 )
-from streammega.convert.read.suffixes import (
-    FORMAT_READ_AS,
-    Format,
-    format_of,
-    split_query,
-)
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
-from streammega.dataset.manifest import MANIFEST
+from streammega.dataset.names import MANIFEST, SUFFIXES, may_belong, strip_suffix
 from streammega.dataset.provenance import ENDING as ORIGINS
-from streammega.dataset.shard import SUFFIXES, may_belong, strip_suffix
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -44,7 +38,7 @@ from streammega.errors import (
     ObjectNotFoundError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact_urls
+from streammega.errors.redaction import redact_urls, split_query
 from streammega.storage.open import is_remote, resolved
 
 PROBE = ".streammega-writable"
@@ -52,10 +46,16 @@ PROBE = ".streammega-writable"
 CLAIM = ".streammega-claim"
 """Of the object by which a conversion reserves names in a bucket; see `write/destination.py`."""
 DATASETS = "streammega datasets beside files of other formats"
-OWN = "of this conversion's own output"
-AGAIN = "other names of files that are read"
-UNNAMED = "beside shards whose index does not name them"
+OWN_OUTPUT = "of this conversion's own output"
+REPEATED = "other names of files that are read"
+NOT_IN_INDEX = "beside shards whose index does not name them"
 ALL_SPLITS = "all"
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""The words by which the datasets library knows splits in names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class _Found:
     is_dataset: bool = False
     is_read_as: bool = False
 
-    def leave(self, passed: PassedOver, reason: str) -> None:
+    def skip(self, skipped: SkippedFiles, reason: str) -> None:
         """Count it, and what belongs to it."""
-        passed.add(reason, self.input.path, *self.parts)
+        skipped.add(reason, self.input.path, *self.parts)
 
 
 class OwnOutput(NamedTuple):
@@ -110,14 +110,14 @@ def find_inputs(
     inputs: Sequence[str],
     storage: StorageConfig | None = None,
     options: ConvertOptions | None = None,
-    passed: PassedOver | None = None,
+    skipped: SkippedFiles | None = None,
     own: OwnOutput | None = None,
 ) -> list[Input]:
     """Input files in a fixed order: as given, globs and folders in the order of the names of their
     files, `@list` files line by line. A file with several names is read once, by its first.
 
     What is there by the very name is taken before that is read as a glob. What is left out is
-    counted in `passed`.
+    counted in `skipped`.
 
     Raises ObjectNotFoundError for an input that is not there; ConvertError for a folder without
     files, for what cannot be listed (unless `on_error` is "skip"), for a file whose suffix names no
@@ -126,14 +126,14 @@ def find_inputs(
     """
     storage = storage or StorageConfig()
     options = options or ConvertOptions()
-    if passed is None:
-        passed = PassedOver()
+    if skipped is None:
+        skipped = SkippedFiles()
     found: list[_Found] = []
     for item in _listed(inputs):
-        with _in_plain_words(item, storage):
-            found += _found_by(item, storage, options, passed, own)
-    found = _each_once(found, passed)
-    found = _of_one_split(found, options.hf_split, passed)
+        with _plain_errors(item, storage):
+            found += _found_by(item, storage, options, skipped, own)
+    found = _without_repeats(found, skipped)
+    found = _of_one_split(found, options.hf_split, skipped)
     if options.read_as is not None and not any(item.is_read_as for item in found):
         raise ConfigError(
             f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
@@ -165,7 +165,7 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _in_plain_words(item: str, storage: StorageConfig) -> Iterator[None]:
+def _plain_errors(item: str, storage: StorageConfig) -> Iterator[None]:
     """Errors of disks and clients become ours, without secrets."""
     shown, _query = split_query(item)
     try:
@@ -176,7 +176,7 @@ def _in_plain_words(item: str, storage: StorageConfig) -> Iterator[None]:
         if is_remote(item):
             failure = failure_of(shown, error, storage)
             is_missing = isinstance(failure, ObjectNotFoundError)
-            raise (_nothing_there(item) if is_missing else failure) from None
+            raise (_not_found(item) if is_missing else failure) from None
         if isinstance(error, PermissionError):
             message = f"{error.filename or item}: permission denied; make it readable"
             raise AccessDeniedError(message) from None
@@ -187,7 +187,7 @@ def _in_plain_words(item: str, storage: StorageConfig) -> Iterator[None]:
         raise failure_of(shown, error, storage) from None
 
 
-def _nothing_there(item: str) -> ObjectNotFoundError:
+def _not_found(item: str) -> ObjectNotFoundError:
     shown, query = split_query(item)
     if query:
         return ObjectNotFoundError(
@@ -203,7 +203,7 @@ def _found_by(
     item: str,
     storage: StorageConfig,
     options: ConvertOptions,
-    passed: PassedOver,
+    skipped: SkippedFiles,
     own: OwnOutput | None,
 ) -> list[_Found]:
     """The inputs that one name stands for."""
@@ -214,7 +214,7 @@ def _found_by(
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
             found = _Files([row], place).inputs()
-            return _of_known_format(found, options.read_as, PassedOver(), counts=False)
+            return _of_known_format(found, options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
@@ -223,18 +223,18 @@ def _found_by(
     folder, pattern = split_pattern(place)
     root = folder if pattern else place.root
     if not is_remote(item) and not place.is_folder(root):
-        raise _nothing_there(item)
+        raise _not_found(item)
     rows = sorted(walk(place, root, pattern), key=lambda row: row.path)
     if not rows and (pattern or is_remote(item)):
-        raise _nothing_there(item)
-    left_out = PassedOver()
+        raise _not_found(item)
+    left_out = SkippedFiles()
     known = None if pattern else {row.path for row in rows}
     rows = _without_own(rows, own, left_out)
-    rows = chosen(rows, root, pattern, options, left_out)
+    rows = chosen_files(rows, root, pattern, options, left_out)
     found = _Files(rows, place, left_out, known).inputs()
-    found = _of_known_format(found, options.read_as, left_out, counts=not pattern)
+    found = _of_known_format(found, options.read_as, None if pattern else left_out)
     found = _without_datasets(found, left_out)
-    passed.merge(left_out)
+    skipped.merge(left_out)
     if not found:
         shown, _query = split_query(item)
         others = left_out.as_text()
@@ -243,37 +243,37 @@ def _found_by(
     return found
 
 
-def _without_own(rows: list[Row], own: OwnOutput | None, passed: PassedOver) -> list[Row]:
+def _without_own(rows: list[Row], own: OwnOutput | None, skipped: SkippedFiles) -> list[Row]:
     """All but the files of the output, and of the work folder."""
     if own is None:
         return rows
     paths = {row.path for row in rows}
-    return [row for row in rows if not _is_own(row.path, paths, own, passed)]
+    own_paths = dict.fromkeys(row.path for row in rows if _is_own(row.path, paths, own))
+    skipped.add(OWN_OUTPUT, *own_paths)
+    return [row for row in rows if row.path not in own_paths]
 
 
-def _is_own(path: str, paths: Collection[str], own: OwnOutput, passed: PassedOver) -> bool:
-    folder, _, stem = own.prefix.rpartition("/")
+def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
     work = own.work.rstrip("/")
-    within_work = f"/{work.rpartition('/')[2]}/"
-    is_own = within_work in path and resolved(path).startswith(f"{resolved(work)}/")
+    may_be_work = f"/{work.rpartition('/')[2]}/" in path
+    if may_be_work and resolved(path).startswith(f"{resolved(work)}/"):
+        return True
+    folder, _, stem = own.prefix.rpartition("/")
     above, _, name = path.rpartition("/")
-    if name.startswith(stem) and resolved(above or ".") == resolved(folder or "."):
-        prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
-        # a .tar or .bin without its .idx, or with another ending, is somebody else's
-        has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
-        is_manifest = name == stem + MANIFEST
-        is_shard = prefix != name and has_index and may_belong(prefix, stem)
-        is_own = is_own or is_manifest or is_shard
-    if is_own:
-        passed.add(OWN, path)
-    return is_own
+    if not name.startswith(stem) or resolved(above or ".") != resolved(folder or "."):
+        return False
+    prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
+    # a .tar or .bin without its .idx, or with another ending, is somebody else's
+    has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
+    is_shard = prefix != name and has_index and may_belong(prefix, stem)
+    return is_shard or name == stem + MANIFEST
 
 
 class _Files:
     """Files that were found, of which inputs are made: each is one, or a part of one, or is left
     out.
 
-    passed: of what was found below a folder or by a pattern; None where a file is named itself.
+    skipped: of what was found below a folder or by a pattern; None where a file is named itself.
     known: all paths of the folder; None where others may be there.
     """
 
@@ -281,11 +281,11 @@ class _Files:
         self,
         rows: Sequence[Row],
         place: Place,
-        passed: PassedOver | None = None,
+        skipped: SkippedFiles | None = None,
         known: Collection[str] | None = None,
     ) -> None:
         self._place = place
-        self._passed = passed
+        self._skipped = skipped
         self._known = known
         self._rows = {row.path: row for row in rows}
         """Those that are not part of an input yet."""
@@ -308,8 +308,8 @@ class _Files:
                     manifests.remove(manifest)
                     item.parts.append(manifest)
             found.append(item)
-        if self._passed is not None:
-            self._passed.add("manifests without their shards", *sorted(manifests))
+        if self._skipped is not None:
+            self._skipped.add("manifests without their shards", *sorted(manifests))
         return sorted(found, key=lambda item: item.input.path)
 
     def _input(self, row: Row, file_format: Format) -> Input:
@@ -345,8 +345,8 @@ class _Files:
             item, shards = folders[folder]
             if name in shards or name == "index.json":
                 item.parts.append(path)
-            elif self._passed is not None:
-                self._passed.add(UNNAMED, path)
+            elif self._skipped is not None:
+                self._skipped.add(NOT_IN_INDEX, path)
         return [item for item, _ in folders.values()]
 
     def _manifests(self) -> tuple[dict[str, str], set[str]]:
@@ -358,7 +358,7 @@ class _Files:
             if MANIFEST_FORMAT.encode() not in data[:200]:
                 continue
             manifests.add(path)
-            if self._passed is not None:  # in a folder its shards are there too
+            if self._skipped is not None:  # in a folder its shards are there too
                 del self._rows[path]
             folder = path.rpartition("/")[0]
             for name in _shard_names(data):
@@ -430,10 +430,10 @@ def _shard_names(data: bytes) -> list[str]:
 
 
 def _of_known_format(
-    found: list[_Found], read_as: str | None, passed: PassedOver, *, counts: bool
+    found: list[_Found], read_as: str | None, skipped: SkippedFiles | None
 ) -> list[_Found]:
-    """The inputs in the formats that their suffixes or `read_as` say. Others are counted, if they
-    are beside some, and `counts` allows it; else they are an error.
+    """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
+    `skipped` if they are beside known ones, else they are an error.
     """
     if read_as is not None:
         for item in found:
@@ -445,40 +445,40 @@ def _of_known_format(
     for item in found:
         if item.input.format != "unknown":
             continue
-        if not (known and counts):
+        if not known or skipped is None:
             raise ConvertError(
                 f"{item.input.path!r}: its suffix names no format that is known; say how it is read: "
                 f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
                 f"line), or leave it out of a folder or glob by --exclude"
             )
-        item.leave(passed, "of unknown suffix")
+        item.skip(skipped, "of unknown suffix")
     return known
 
 
-def _without_datasets(found: list[_Found], passed: PassedOver) -> list[_Found]:
+def _without_datasets(found: list[_Found], skipped: SkippedFiles) -> list[_Found]:
     """Of files of other formats, those alone: a dataset beside them was made of them, perhaps."""
     if all(item.input.format == "megatron" for item in found):
         return found
     for item in found:
         if item.is_dataset:
-            item.leave(passed, DATASETS)
+            item.skip(skipped, DATASETS)
     return [item for item in found if not item.is_dataset]
 
 
-def _each_once(found: list[_Found], passed: PassedOver) -> list[_Found]:
+def _without_repeats(found: list[_Found], skipped: SkippedFiles) -> list[_Found]:
     """All but the later names of one file."""
     known = set()
     kept = []
     for item in found:
         if item.identity in known:
-            item.leave(passed, AGAIN)
+            item.skip(skipped, REPEATED)
         else:
             kept.append(item)
         known.add(item.identity)
     return kept
 
 
-def _of_one_split(found: list[_Found], wanted: str | None, passed: PassedOver) -> list[_Found]:
+def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles) -> list[_Found]:
     """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
     several splits if none is named.
     """
@@ -503,7 +503,7 @@ def _of_one_split(found: list[_Found], wanted: str | None, passed: PassedOver) -
         if is_of_split(within(item.input.path, above), wanted):
             kept.append(item)
         else:
-            item.leave(passed, f"not of split {wanted}")
+            item.skip(skipped, f"not of split {wanted}")
     if not kept:
         raise ConvertError(
             f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"
@@ -527,3 +527,35 @@ def _splits_below(root: str, found: list[_Found]) -> list[dict[str, _Found]]:
         if len(group) > 1 and ("train" in group or folder == "/"):
             groups.append(group)
     return groups
+
+
+def splits_of(path: str) -> Iterator[tuple[int, str]]:
+    """The splits that names on a path say, each with the place where its name begins."""
+    start = 0
+    for name in path.split("/"):
+        split = _split_of(name)
+        if split is not None:
+            yield start, split
+        start += len(name) + 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _split_of(name: str) -> str | None:
+    splits = [split for split, words in SPLITS.items() if _has_word(name, words)]
+    return splits[0] if len(splits) == 1 else None
+
+
+def is_of_split(path: str, wanted: str) -> bool:
+    """Whether the last name on a path that says a split says this one. A split of another name than
+    those in SPLITS may be said anywhere.
+    """
+    for split, words in SPLITS.items():
+        if wanted.lower() in words:
+            said = [name for _, name in splits_of(path)]
+            return said[-1:] == [split]
+    return _has_word(path, (wanted,))
+
+
+def _has_word(path: str, words: Iterable[str]) -> bool:
+    any_word = "|".join(map(re.escape, words))
+    return re.search(rf"(?<![a-z])(?:{any_word})(?![a-z])", path, re.I) is not None

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, one_each
+from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.fields import MISSING, first_value
-from streammega.convert.read.open import Item, Skipped, Slice, decompressed, escapes_folder
+from streammega.convert.read.source import Source, decompressed, escapes_folder
 from streammega.errors import ConvertError
 from streammega.storage.open import open_file
 
@@ -30,44 +30,41 @@ LITDATA_TORCH = (
 LITDATA_NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 SUFFIX_OF_MDS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
 """How MDS calls compressions, and the suffixes of such files."""
+MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "str": bytes.decode,
+    "bytes": bytes,
+    "json": json.loads,
+}
 WORD_BYTES = 4
 """Of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
 
-def read_mds(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
-    yield from _items(
-        mds_items(piece.input.path, storage, skipped.note_read), options, piece.input.path
-    )
+    for where, sample in _mds_samples(source):
+        yield _document(sample, where, source.options)
 
 
-def read_litdata(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     """Items of a folder of litdata chunks."""
-    yield from _items(
-        litdata_items(piece.input.path, storage, skipped.note_read), options, piece.input.path
-    )
+    for where, item in _litdata_items(source):
+        yield _document(item, where, source.options)
 
 
-def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str) -> Iterator[Item]:
-    """Records, texts, or token arrays of other loaders' shards; bytes are tokens of input_dtype."""
-    for where, item in items:
-        value = item
-        if isinstance(value, dict):
-            value = _tokens_of(value, options)
-        if isinstance(value, bytes):
-            value = np.frombuffer(value, options.array_dtype)
-        if isinstance(value, np.ndarray):
-            lengths = np.array([value.size], np.int32)
-            yield one_each(value.reshape(-1), lengths, value.nbytes, where)
-        elif isinstance(value, str):
-            yield RawDocument(data=value.encode(), path=where)
-        else:
-            size = _text_bytes(value)
-            yield RawDocument(data=b"", path=where, record=True, fields=value, size=size)
+def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | Tokens:
+    """A record, a text, or an array of tokens; bytes are tokens of input_dtype."""
+    if isinstance(item, dict):
+        item = _tokens_of(item, options)
+    if isinstance(item, bytes):
+        item = np.frombuffer(item, options.array_dtype)
+    if isinstance(item, np.ndarray):
+        return one_each(item.reshape(-1), np.array([item.size], np.int32), item.nbytes, where)
+    if isinstance(item, str):
+        return RawDocument(data=item.encode(), path=where)
+    size = 0
+    if isinstance(item, dict):  # about what it weighs: its own texts, not those of dicts within it
+        size = sum(len(value) for value in item.values() if isinstance(value, (str, bytes)))
+    return RawDocument(data=b"", path=where, record=True, fields=item, size=size)
 
 
 def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
@@ -85,17 +82,15 @@ def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
     return sample
 
 
-def _text_bytes(record: Any) -> int:
-    """About what a record weighs: its own texts, not those of dicts within it."""
-    if not isinstance(record, dict):
-        return 0
-    texts = [value for value in record.values() if isinstance(value, (str, bytes))]
-    return sum(len(text) for text in texts)
-
-
-def _read(path: str, storage: StorageConfig, note: Callable[[int], None] | None) -> bytes:
-    with open_file(path, storage, note=note) as file:
-        return bytes(file.read())
+def _read(source: Source, name: str) -> tuple[str, bytes]:
+    """(path, bytes) of a file of the folder, which an index names."""
+    if escapes_folder(name):
+        raise ConvertError(
+            f"{source.path}: its index names {name!r}, which lies outside of the folder; who made it?"
+        )
+    path = f"{source.path}/{name}"
+    with open_file(path, source.storage, note=source.skipped.note_read) as file:
+        return path, bytes(file.read())
 
 
 def _cut(data: bytes, path: str) -> Iterator[bytes]:
@@ -122,83 +117,62 @@ def _cut(data: bytes, path: str) -> Iterator[bytes]:
         start = stop
 
 
-def mds_items(
-    folder: str, storage: StorageConfig, note: Callable[[int], None] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _mds_samples(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, sample) of every sample of an MDS folder."""
-    index: Any = json.loads(_read(f"{folder}/index.json", storage, note))
+    index: Any = json.loads(_read(source, "index.json")[1])
     for shard in index["shards"]:
         if shard.get("format") != "mds":
             raise ConvertError(
-                f"{folder}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
+                f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
                 f"shards: name the files)"
             )
-        compression, _, _level = (shard.get("compression") or "").partition(":")
         stored = shard.get("zip_data") or shard["raw_data"]
-        path = f"{folder}/{_safe(stored['basename'], folder)}"
-        data = _decompress(_read(path, storage, note), compression, path)
-        columns = _mds_columns(shard, folder)
-        for number, sample in enumerate(_cut(data, path)):
-            yield f"{path}#{number}", _mds_sample(sample, columns)
+        path, data = _read(source, stored["basename"])
+        compression, _, _level = (shard.get("compression") or "none").partition(":")
+        if compression != "none":
+            data = _decompress_mds(data, compression, path)
+        names = shard["column_names"]
+        decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
+        for number, item in enumerate(_cut(data, path)):
+            columns = zip(names, decoders, _values(item, shard["column_sizes"]), strict=True)
+            sample = {name: decode(value) for name, decode, value in columns if decode is not None}
+            yield f"{path}#{number}", sample
 
 
-@dataclass(frozen=True)
-class _MdsColumn:
-    """A column of MDS samples. decode: None for what is passed over; size: in bytes, of those that
-    are all of one size.
-    """
-
-    name: str
-    decode: Callable[[bytes], Any] | None
-    size: int | None
-
-
-def _mds_columns(shard: dict[str, Any], folder: str) -> list[_MdsColumn]:
-    columns = []
-    for name, encoding, size in zip(
-        shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True
-    ):
-        columns.append(_MdsColumn(name, _mds_decoder(encoding, folder), size))
-    return columns
+def _decompress_mds(data: bytes, compression: str, path: str) -> bytes:
+    suffix = SUFFIX_OF_MDS.get(compression)
+    if suffix is None:
+        raise ConvertError(
+            f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
+            f"first"
+        )
+    return b"".join(decompressed(io.BytesIO(data), suffix))
 
 
-def _mds_sample(data: bytes, columns: list[_MdsColumn]) -> dict[str, Any]:
-    """Sizes of the columns that have none of their own come first, then all columns end to end."""
-    sizes = []
-    place = 0
-    for column in columns:
-        size = column.size
-        if not size:
-            size = int.from_bytes(data[place : place + WORD_BYTES], "little")
-            place += WORD_BYTES
-        sizes.append(size)
-    sample = {}
-    for column, size in zip(columns, sizes, strict=True):
-        if column.decode is not None:
-            sample[column.name] = column.decode(data[place : place + size])
-        place += size
-    return sample
+def _values(item: bytes, fixed_sizes: Sequence[int | None]) -> list[bytes]:
+    """The values of an item, end to end; the sizes of those without a fixed one come first."""
+    num_sizes = sum(not size for size in fixed_sizes)
+    stored = iter(struct.unpack_from(f"<{num_sizes}I", item))
+    start = WORD_BYTES * num_sizes
+    values = []
+    for fixed_size in fixed_sizes:
+        stop = start + (fixed_size or next(stored))
+        values.append(item[start:stop])
+        start = stop
+    return values
 
 
 def _mds_decoder(encoding: str, folder: str) -> Callable[[bytes], Any] | None:
-    """How a column is decoded; None: columns that cannot be text or tokens are passed over."""
+    """How a column is decoded; None: it cannot be text or tokens. Pickles are never decoded."""
     kind, _, rest = encoding.partition(":")
-    if kind == "str":
-        return lambda data: data.decode()
-    if kind == "bytes":
-        return bytes
-    if kind == "json":
-        return json.loads
-    if kind == "pkl":
-        return None  # never unpickled
-    if kind == "ndarray":
-        dtype, _, shape = rest.partition(":")
-        if not dtype:
-            raise ConvertError(
-                f"{folder}: a column of ndarrays without a dtype; write it as ndarray:uint16"
-            )
-        return lambda data: _mds_array(data, np.dtype(dtype).newbyteorder("<"), bool(shape))
-    return None
+    if kind != "ndarray":
+        return MDS_DECODERS.get(kind)
+    dtype, _, shape = rest.partition(":")
+    if not dtype:
+        raise ConvertError(
+            f"{folder}: a column of ndarrays without a dtype; write it as ndarray:uint16"
+        )
+    return partial(_mds_array, dtype=np.dtype(dtype).newbyteorder("<"), fixed=bool(shape))
 
 
 def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
@@ -212,23 +186,10 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
     return np.frombuffer(data, dtype, offset=1 + width * dimensions)
 
 
-def _decompress(data: bytes, compression: str, path: str) -> bytes:
-    if compression in ("", "none"):
-        return data
-    suffix = SUFFIX_OF_MDS.get(compression)
-    if suffix is None:
-        raise ConvertError(
-            f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
-            f"first"
-        )
-    return b"".join(decompressed(io.BytesIO(data), suffix))
-
-
-def litdata_items(
-    folder: str, storage: StorageConfig, note: Callable[[int], None] | None = None
-) -> Iterator[tuple[str, Any]]:
+def _litdata_items(source: Source) -> Iterator[tuple[str, Any]]:
     """(place, item) of every item of a litdata folder: an array, a text, or a dict of them."""
-    index: Any = json.loads(_read(f"{folder}/index.json", storage, note))
+    folder = source.path
+    index: Any = json.loads(_read(source, "index.json")[1])
     config = index["config"]
     if config.get("encryption"):
         raise ConvertError(f"{folder}: is encrypted; decrypt it with litdata first")
@@ -242,8 +203,7 @@ def litdata_items(
     flat = config.get("item_loader") == "TokensLoader"
     names = _litdata_names(config.get("data_spec"))
     for chunk in index["chunks"]:
-        path = f"{folder}/{_safe(chunk['filename'], folder)}"
-        data = _read(path, storage, note)
+        path, data = _read(source, chunk["filename"])
         if compression:
             data = b"".join(decompressed(io.BytesIO(data), ".zst"))
         for number, item in enumerate(_cut(data, path)):
@@ -251,19 +211,9 @@ def litdata_items(
             if flat:
                 yield where, _litdata_value(item, formats[0])
                 continue
-            values = _litdata_leaves(item, formats)
+            stored = _values(item, [None] * len(formats))
+            values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
             yield where, dict(zip(names, values, strict=True)) if names else values[0]
-
-
-def _litdata_leaves(item: bytes, formats: list[str]) -> list[Any]:
-    """Sizes of all values come first, then the values end to end."""
-    sizes = np.frombuffer(item, "<u4", len(formats)).tolist()
-    place = WORD_BYTES * len(formats)
-    values = []
-    for size, data_format in zip(sizes, formats, strict=True):
-        values.append(_litdata_value(item[place : place + size], data_format))
-        place += size
-    return values
 
 
 def _litdata_value(data: bytes, data_format: str) -> Any:
@@ -298,11 +248,3 @@ def _litdata_names(spec: str | None) -> list[str]:
     if not str(tree.get("type", "")).endswith("dict"):
         return []
     return [str(name) for name in json.loads(tree["context"])]
-
-
-def _safe(name: str, folder: str) -> str:
-    if escapes_folder(name):
-        raise ConvertError(
-            f"{folder}: its index names {name!r}, which lies outside of the folder; who made it?"
-        )
-    return name

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import StorageConfig
-from streammega.convert.documents import Tokens
-from streammega.convert.options import ConvertOptions
-from streammega.convert.read.open import Item, Skipped, Slice
-from streammega.convert.read.provenance import of_shards
-from streammega.dataset.document_lookup import open_documents
+from streammega.convert.documents import Tokens, origins_in
+from streammega.convert.read.source import Source
+from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.provenance import DOCUMENT, DocumentOrigins, concat_origins
 from streammega.storage.open import is_remote
 
 _Bytes: TypeAlias = "NDArray[np.int64]"
 RUN_BYTES = 8 << 20
-"""Of tokens that are read and held at once, by one request: enough that its latency is small beside
-the time that it takes.
-"""
+"""Of tokens that one request reads: enough that its latency is small beside its transfer."""
 WINDOW = 1024
-"""Documents looked at together, at first. While all of a window fits one run the next one is twice
-as large, so that short documents cost few looks, and long ones none in vain.
+"""Documents that are measured together at first. While all of a window fits one run, the next
+window is twice as large: short documents then cost few steps.
 """
 
 
-def read_pair(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_pair(source: Source) -> Iterator[Tokens]:
     """Documents [start, stop)."""
+    piece = source.piece
     name = dataset_name(piece.input.path)
-    indexed = IndexedDataset(name, storage)
-    shards = open_documents(name, storage) if options.origins else None
+    indexed = IndexedDataset(name, source.storage)
+    shards = open_documents(name, source.storage) if source.options.origins else None
     documents = indexed.document_indices
-    stop = piece.stop
-    if stop < 0:
-        stop = len(documents) - 1
+    stop = len(documents) - 1 if piece.stop < 0 else piece.stop
     for first_document, end_document in document_runs(indexed, piece.start, stop, RUN_BYTES):
         first = int(documents[first_document])
         end = int(documents[end_document])
@@ -48,15 +41,32 @@ def read_pair(
         if modes is not None:
             modes = np.asarray(modes[first:end])
         tokens = sequence_tokens(indexed, first, end)
-        skipped.note_read(tokens.nbytes)
+        source.skipped.note_read(tokens.nbytes)
         yield Tokens(
             tokens=tokens,
             lengths=lengths,
             documents=np.diff(documents[first_document : end_document + 1]),
             modes=modes,
             source_bytes=tokens.nbytes,
-            origins=None if shards is None else of_shards(shards, first_document, end_document),
+            origins=None if shards is None else _origins(shards, first_document, end_document),
         )
+
+
+def _origins(shards: Sequence[ShardDocuments], first: int, stop: int) -> DocumentOrigins:
+    """Those of documents [first, stop): as kept with the shards, else the shard and the document's
+    number there.
+    """
+    parts = [origins_in("", DOCUMENT, 0, 0)]
+    documents_before = 0
+    for shard in shards:
+        low = max(0, first - documents_before)
+        high = min(shard.num_documents, stop - documents_before)
+        documents_before += shard.num_documents
+        if low < high and shard.origins is not None:
+            parts.append(shard.origins.between(low, high))
+        elif low < high:
+            parts.append(origins_in(shard.name, DOCUMENT, low, high - low))
+    return concat_origins(parts)
 
 
 def dataset_name(path: str) -> str:

@@ -8,100 +8,64 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.fields import listed, names_of, splits
-from streammega.convert.read.json import BYTE_ORDER_MARK
-from streammega.convert.read.open import (
-    Item,
-    LongLine,
-    Skipped,
-    Slice,
-    fault,
-    open_plain,
-    open_stream,
-    read_lines,
-    too_large,
-    unreadable,
-)
-from streammega.convert.read.provenance import id_fields, of_rows
-from streammega.convert.read.suffixes import bare_name, suffix_of
+from streammega.convert.read.fields import id_fields, listed, names_of, splits
+from streammega.convert.read.formats import format_suffix
+from streammega.convert.read.source import LongLine, Source, read_lines, too_large, unreadable
+from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.dataset.provenance import LINE
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
-from streammega.storage.open import is_remote
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
 PYTHON_BYTES = 1 << 20
-"""Of rows that are objects of Python at once: as such they take several times their bytes."""
+"""Of rows that are Python objects at once: as such they take several times their bytes."""
 BATCH_BYTES = 16 << 20
-"""Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
-MOST_ROWS = 1024
+"""Of decoded columns in memory, so that rows of a MiB are not read by the thousand."""
+MAX_ROWS = 1024
 """Of them, however short."""
 
 
-def _rows_at_once(metadata: Any, groups: list[int]) -> int:
-    """Rows of about BATCH_BYTES, by what the row groups say of themselves; at most MOST_ROWS."""
-    size = 0
-    rows = 0
-    for group in groups:
-        described = metadata.row_group(group)
-        size += described.total_byte_size
-        rows += described.num_rows
-    fit = BATCH_BYTES * rows // max(1, size)
-    return int(max(1, min(MOST_ROWS, fit)))
-
-
-def read_parquet(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
     """Rows of row groups [start, stop)."""
     import pyarrow.parquet as pq
 
-    with open_plain(piece.input.url, storage, piece.input.etag) as file:
+    piece = source.piece
+    with source.open_stored() as file:
         table = pq.ParquetFile(file, page_checksum_verification=True)
-        metadata = table.metadata
-        stop = piece.stop
-        if stop < 0:
-            stop = table.num_row_groups
-        groups = list(range(piece.start, stop))
-        paths = _paths(table.schema_arrow, options, piece.input.path)
-        ids = _id_paths(table.schema_arrow, options, piece.input.path)
-        # once each: the text may be the id
-        wanted = dict.fromkeys([*paths, *ids])
-        columns = [
-            ".".join(path) for path in wanted
-        ]  # of structs, the fields that are wanted alone
-        rows_at_once = _rows_at_once(metadata, groups)
-        row = 0
-        for group in range(piece.start):
-            row += metadata.row_group(group).num_rows
-        rows = sum(metadata.row_group(group).num_rows for group in groups)
-        for group in groups:
-            first = row
-            row += metadata.row_group(group).num_rows
+        stop = table.num_row_groups if piece.stop < 0 else piece.stop
+        groups = [table.metadata.row_group(number) for number in range(stop)]
+        wanted = groups[piece.start :]
+        num_rows = max(1, sum(group.num_rows for group in wanted))
+        num_bytes = max(1, sum(group.total_byte_size for group in wanted))
+        rows_at_once = max(1, min(MAX_ROWS, BATCH_BYTES * num_rows // num_bytes))
+        paths, ids = _wanted_paths(table.schema_arrow, source)
+        # of structs, only the fields that are wanted; the text may be the id
+        columns = [".".join(path) for path in dict.fromkeys([*paths, *ids])]
+        stop_row = sum(group.num_rows for group in groups[: piece.start])
+        for number, group in enumerate(wanted, piece.start):
+            row, stop_row = stop_row, stop_row + group.num_rows
             try:
-                for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=columns):
-                    skipped.note_read((piece.stored_bytes or 0) * batch.num_rows // max(1, rows))
-                    yield from _rows(batch, paths, ids, options, piece.input.path, first)
-                    first += batch.num_rows
+                for batch in table.iter_batches(rows_at_once, row_groups=[number], columns=columns):
+                    read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
+                    source.skipped.note_read(read)
+                    yield from _rows(batch, paths, source, row)
+                    row += batch.num_rows
             except Exception as error:  # of pyarrow, of codecs
                 if isinstance(error, StreammegaError) and not isinstance(error, ConvertError):
                     raise
-                where = f" from row {first + 1:,} to {row:,}, in row group {group:,}"
-                secrets = dict(storage.storage_options) if is_remote(piece.input.path) else {}
-                message = unreadable(piece.input.path, error, secrets, where)
-                fault(options, skipped, "unreadable row", message, row - first)
+                where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
+                message = unreadable(source.path, error, source.storage, where)
+                source.fault("unreadable row", message, stop_row - row)
 
 
-def read_arrow(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
     """Rows of an IPC file (.feather) or stream."""
     import pyarrow as pa
 
-    with open_plain(piece.input.url, storage, piece.input.etag) as file:
+    with source.open_stored() as file:
         try:
             reader = pa.ipc.open_file(file)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -109,76 +73,60 @@ def read_arrow(
             file.seek(0)
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
-        paths = _paths(reader.schema, options, piece.input.path)
-        ids = _id_paths(reader.schema, options, piece.input.path)
-        row = 0
+        paths, ids = _wanted_paths(reader.schema, source)
         columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
+        row = 0
         for batch in batches:
-            skipped.note_read(batch.nbytes)
-            yield from _rows(batch.select(columns), paths, ids, options, piece.input.path, row)
+            source.skipped.note_read(batch.nbytes)
+            yield from _rows(batch.select(columns), paths, source, row)
             row += batch.num_rows
 
 
-def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
-    """Where what is wanted lies. Raises ConvertError for a column that is not there."""
-    there: list[Path] = []
-    for names in _wanted_columns(options):
-        places = [place for name in names if (place := _place(schema, name))]
-        if not places:
-            raise _no_column(path, names, (name for field in schema for name in _names(field)))
-        there += places
-    if options.chat_template is not None:
-        tools = _place(schema, "tools")
-        if tools:
-            there.append(tools)
-    return there
-
-
-def read_csv(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
-    """Rows of a .csv or .tsv file behind the first one, which names the columns.
+def read_csv(source: Source) -> Iterator[RawDocument]:
+    """Rows of a .csv or .tsv file after the first one, which names the columns.
 
     A row is named by the line in which it begins. An empty cell is null.
     """
-    path = piece.input.path
-    is_tsv = suffix_of(bare_name(path)) == ".tsv"
+    path = source.path
+    delimiter = "\t" if format_suffix(path) == ".tsv" else ","
     # the module's own limit is 128 KiB
-    csv.field_size_limit(options.max_record_bytes)
-    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
+    csv.field_size_limit(source.options.max_record_bytes)
+    with source.open() as file:
         rows = csv.reader(
-            _decoded_lines(file, path, options), delimiter="\t" if is_tsv else ",", strict=True
+            _decoded_lines(file, path, source.options), delimiter=delimiter, strict=True
         )
-        header = _next_row(rows, path)
-        if not header:
-            raise ConvertError(f"{path}: has no first row, which names the columns; add one")
-        _check_header(header, options, path)
-        while True:
+        line = 1
+        header: list[str] = []
+        try:
+            header = next(rows, [])
+            _check_header(header, source.options, path)
             line = rows.line_num + 1
-            row = _next_row(rows, path)
-            if row is None:
-                return
-            if len(row) == len(header):
-                cells = map(_cell, row)
-                size = sum(map(_stored_bytes, row))
-                yield RawDocument(
-                    data=b"",
-                    path=path,
-                    line=line,
-                    record=True,
-                    size=size,
-                    fields=dict(zip(header, cells, strict=True)),
-                )
-            elif row:  # a blank line is no row
-                message = (
-                    f"{path}:{line}: has {pluralize(len(row), 'cell')}, where the header names "
-                    f"{pluralize(len(header), 'column')}; mend the row, or leave it out"
-                )
-                fault(options, skipped, "broken record", message)
+            for row in rows:
+                if len(row) == len(header):
+                    yield RawDocument(
+                        data=b"",
+                        path=path,
+                        line=line,
+                        record=True,
+                        size=sum(map(_stored_bytes, row)),
+                        fields=dict(zip(header, map(_cell, row), strict=True)),
+                    )
+                elif row:  # a blank line is no row
+                    message = (
+                        f"{path}:{line}: has {pluralize(len(row), 'cell')}, where the header names "
+                        f"{pluralize(len(header), 'column')}; mend the row, or leave it out"
+                    )
+                    source.fault("broken record", message)
+                line = rows.line_num + 1
+        except csv.Error as error:
+            raise ConvertError(
+                f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what "
+                f"comes after it cannot be read"
+            ) from None
 
 
 def _decoded_lines(file: Any, path: str, options: ConvertOptions) -> Iterator[str]:
-    """The lines of a file; bytes that are no UTF-8 become what `_cell` knows again."""
+    """The lines of a file; bytes that are not UTF-8 become surrogates, which `_cell` undoes."""
     mark = BYTE_ORDER_MARK
     for number, line in enumerate(read_lines(b"", file, options.max_record_bytes), 1):
         if isinstance(line, LongLine):
@@ -187,21 +135,10 @@ def _decoded_lines(file: Any, path: str, options: ConvertOptions) -> Iterator[st
         mark = b""
 
 
-def _next_row(rows: Any, path: str) -> list[str] | None:
-    """None at the end. Raises ConvertError where quotes are broken."""
-    line = rows.line_num + 1
-    try:
-        row: list[str] | None = next(rows, None)
-    except csv.Error as error:
-        raise ConvertError(
-            f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what comes "
-            f"behind cannot be read"
-        ) from None
-    return row
-
-
 def _check_header(header: list[str], options: ConvertOptions, path: str) -> None:
     """Raise ConvertError unless the first row names all columns that are wanted, each once."""
+    if not header:
+        raise ConvertError(f"{path}: has no first row, which names the columns; add one")
     for name in header:
         if header.count(name) > 1:
             raise ConvertError(f"{path}: has two columns {name!r}; rename one of them")
@@ -242,19 +179,26 @@ def _no_column(path: str, wanted: Sequence[str], names: Iterable[str]) -> Conver
     )
 
 
-def _id_paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
-    """Where the id lies that is kept of each row; none if it has none, or none is kept. Raises
-    ConvertError where the one that was named is not there.
+def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
+    """The columns of the document, and the column of its id if that is kept and there.
+
+    Raises ConvertError for a column that was named and is missing.
     """
-    if not options.origins:
-        return []
-    for name in id_fields(options):
-        place = _place(schema, name)
-        if place:
-            return [place]
-    if options.id_field is not None:
-        raise _no_id_column(path, options)
-    return []
+    options = source.options
+    paths: list[Path] = []
+    for names in _wanted_columns(options):
+        found = [path for name in names if (path := _find(schema, name))]
+        if not found:
+            raise _no_column(source.path, names, _all_names(schema))
+        paths += found
+    if options.chat_template is not None and (tools := _find(schema, "tools")):
+        paths.append(tools)
+    ids = []
+    if options.origins:
+        ids = [path for name in id_fields(options) if (path := _find(schema, name))][:1]
+        if options.id_field is not None and not ids:
+            raise _no_id_column(source.path, options)
+    return paths, ids
 
 
 def _no_id_column(path: str, options: ConvertOptions) -> ConvertError:
@@ -264,9 +208,9 @@ def _no_id_column(path: str, options: ConvertOptions) -> ConvertError:
     )
 
 
-def _place(fields: Any, key: str) -> Path:
-    """Of a key among fields, by name or within structs, as `value_at` looks for it; empty where it
-    is not.
+def _find(fields: Iterable[Any], key: str) -> Path:
+    """Where a key is among fields, by name or within structs, as `value_at` looks for it; empty
+    where it is not.
     """
     import pyarrow as pa
 
@@ -275,62 +219,55 @@ def _place(fields: Any, key: str) -> Path:
         return (key,)
     for outer, inner in splits(key):
         outer_type = type_of_name.get(outer)
-        if outer_type is None or not pa.types.is_struct(outer_type):
-            continue
-        place = _place(_fields(outer_type), inner)
-        if place:
-            return (outer, *place)
+        if outer_type is not None and pa.types.is_struct(outer_type):
+            path = _find(outer_type, inner)
+            if path:
+                return (outer, *path)
     return ()
 
 
-def _fields(kind: Any) -> list[Any]:
-    """Of a struct."""
-    return [kind.field(number) for number in range(kind.num_fields)]
-
-
-def _names(field: Any) -> list[str]:
-    """Of a column, or of the fields within it."""
+def _all_names(schema: Any) -> Iterator[str]:
+    """Columns, and paths to the fields of structs."""
     import pyarrow as pa
 
-    if not pa.types.is_struct(field.type):
-        return [field.name]
-    return [f"{field.name}.{inner.name}" for inner in _fields(field.type)]
+    for field in schema:
+        if pa.types.is_struct(field.type):
+            yield from (f"{field.name}.{inner.name}" for inner in field.type)
+        else:
+            yield field.name
 
 
 def _rows(
-    batch: Any, paths: list[Path], ids: list[Path], options: ConvertOptions, path: str, first: int
-) -> Iterator[Item]:
-    """Records of a record batch, with their ids; one column of integer lists is taken as tokens."""
-    column = _column(batch, paths[0]) if len(paths) == 1 else None
-    if column is not None and _is_token_list(column.type):
-        tokens = _token_lists(column, batch.nbytes, path, first)
-        yield of_rows(tokens, path, first + 1) if options.origins else tokens
-        return
+    batch: Any, paths: list[Path], source: Source, first: int
+) -> Iterator[RawDocument | Tokens]:
+    """Records of a record batch; one column of integer lists is taken as tokens."""
+    import pyarrow.compute as pc
+
+    options = source.options
+    if len(paths) == 1:
+        name, *inner = paths[0]
+        column = batch.column(batch.schema.get_field_index(name))
+        if inner:
+            column = pc.struct_field(column, inner)
+        if _is_token_list(column.type):
+            tokens = token_lists(column, batch.nbytes, source.path, first)
+            yield tokens.with_origins(source.path, LINE, first + 1) if options.origins else tokens
+            return
     mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
-    rows_at_once = max(1, PYTHON_BYTES // mean_bytes)
     has_large_rows = batch.nbytes > options.max_record_bytes
-    if has_large_rows:
-        rows_at_once = 1
+    rows_at_once = 1 if has_large_rows else max(1, PYTHON_BYTES // mean_bytes)
     line = first
     for begin in range(0, batch.num_rows, rows_at_once):
         rows = batch.slice(begin, rows_at_once)
         size = rows.nbytes if has_large_rows else mean_bytes
         for fields in rows.to_pylist():
             line += 1
-            yield RawDocument(data=b"", path=path, line=line, record=True, fields=fields, size=size)
+            yield RawDocument(
+                data=b"", path=source.path, line=line, record=True, fields=fields, size=size
+            )
 
 
-def _column(batch: Any, place: Path) -> Any:
-    """The values of a column, or of a field within its structs."""
-    import pyarrow.compute as pc
-
-    column = batch.column(batch.schema.get_field_index(place[0]))
-    for name in place[1:]:
-        column = pc.struct_field(column, [name])
-    return column
-
-
-def _token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
+def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
     """The lists of ids of a column, each a document. Raises ConvertError for a null within one."""
     import pyarrow as pa
 

@@ -9,6 +9,7 @@ sample one member is the document: the only one that may be, or the one that is 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import tarfile
 from collections.abc import Iterator
@@ -17,34 +18,28 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, one_each
-from streammega.convert.options import ConvertOptions
+from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.read.arrays import load_npy
 from streammega.convert.read.fields import listed
-from streammega.convert.read.folders import SIGNS
-from streammega.convert.read.json import BYTE_ORDER_MARK
-from streammega.convert.read.open import (
-    DECOMPRESSORS,
-    Item,
-    LongLine,
-    PieceReader,
-    Skipped,
-    Slice,
-    decompressed,
-    escapes_folder,
-    fault,
-    open_stream,
-    read_lines,
-    too_large,
-)
-from streammega.convert.read.suffixes import (
+from streammega.convert.read.formats import (
     COMPRESSIONS,
     JSON_LINES_SUFFIXES,
     JSON_SUFFIXES,
     bare_name,
     suffix_of,
 )
+from streammega.convert.read.source import (
+    DECOMPRESSORS,
+    LongLine,
+    PieceReader,
+    Source,
+    decompressed,
+    escapes_folder,
+    read_lines,
+    too_large,
+)
+from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.convert.read.walk import GLOB_CHARS
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
@@ -54,40 +49,43 @@ _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S
 """How gzip, bzip2, xz and lzma begin."""
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Of members that are documents, where none was named."""
-WITHOUT = "samples without the member"
-WITHOUT_TEXT = "samples without text"
 MAX_NAMES = 20
 """Of members, in a message."""
 
 
-def read_tar(
-    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
-) -> Iterator[Item]:
+def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
     """Documents of all members, in their order; members that are none are counted.
 
     Raises ConvertError for an archive without an end.
     """
-    path = piece.input.path
-    choice = MemberChoice(options.member, path)
-    with open_stream(piece.input.url, storage, piece.input.etag, skipped.note_read) as file:
-        for archive, member in _members(file, redact_urls(path)):
+    skipped = source.skipped
+    choice = MemberChoice(source.options.member, source.path)
+    with source.open() as file:
+        for archive, member in _members(file, redact_urls(source.path)):
             name = member.name
-            where = f"{path}!{name}"
-            if not member.isreg():
+            where = f"{source.path}!{name}"
+            if member.issym() or member.islnk():
+                skipped.add_member("links")
+            elif not member.isreg():
                 if not member.isdir():
-                    is_link = member.issym() or member.islnk()
-                    skipped.add_member("links" if is_link else "devices and pipes")
+                    skipped.add_member("devices and pipes")
             elif escapes_folder(name):
                 message = (
                     f"{in_one_line(where)}: a member outside of its archive; who made this tar?"
                 )
-                fault(options, skipped, "hostile path", message)
+                source.fault("hostile path", message)
             elif not choice.takes(name):
                 skipped.add_member(document_suffix(name) or "without a suffix")
             else:
                 choice.check_sample()
-                yield from _documents_of(archive, member, where, options, skipped)
-        choice.check_end(skipped)
+                yield from _documents_of(archive, member, where, source)
+    choice.check_end()
+    if choice.samples_without:
+        # without a message: there may be as many as samples
+        reason = "samples without text"
+        if source.options.member is not None:
+            reason = "samples without the member"
+        skipped.leave_out(reason, choice.samples_without)
 
 
 def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
@@ -102,7 +100,8 @@ def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
             f"{path}: is compressed, and its name does not say so; rename it to .tar.gz, .tar.bz2 "
             f"or .tar.xz"
         )
-    stream = _AfterHead(head, file)
+    rest = iter(lambda: file.read(READ_BYTES), b"")
+    stream = PieceReader(itertools.chain([head], rest))
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         member = archive.firstmember
         while member is not None:
@@ -131,51 +130,34 @@ def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
                 )
 
 
-class _AfterHead:
-    """A file whose first bytes were read already."""
-
-    def __init__(self, head: bytes, file: Any) -> None:
-        self._head = head
-        self._file = file
-
-    def read(self, size: int) -> bytes:
-        """The first bytes, then the file's."""
-        data = self._head or bytes(self._file.read(size))
-        self._head = b""
-        return data
-
-
 def _documents_of(
-    archive: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    where: str,
-    options: ConvertOptions,
-    skipped: Skipped,
-) -> Iterator[Item]:
+    archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, source: Source
+) -> Iterator[RawDocument | Tokens]:
     """The documents of a regular member: of JSON lines each line, else one."""
+    max_bytes = source.options.max_record_bytes
     suffix = document_suffix(member.name)
     file: Any = archive.extractfile(member)
     if suffix_of(member.name) in DECOMPRESSORS:
         file = PieceReader(decompressed(file, suffix_of(member.name)))
     try:
         if suffix in JSON_LINES_SUFFIXES:
-            for number, line in enumerate(read_lines(b"", file, options.max_record_bytes), 1):
+            for number, line in enumerate(read_lines(b"", file, max_bytes), 1):
                 if isinstance(line, LongLine):
                     yield RawDocument(data=b"", path=where, line=number, size=line.size)
                 elif line.strip():
                     yield RawDocument(data=line, path=where, line=number, record=True)
             return
-        # one byte more tells that the member is too large
-        data = file.read(options.max_record_bytes + 1)
+        # a few bytes more tell that a member is too large, or that a line ends behind its record
+        data = file.read(max_bytes + 3)
     except tarfile.TarError as error:
         path = where.partition("!")[0]
         raise ConvertError(
             f"{path}: cannot be read within {in_one_line(where)} ({error}); is the archive whole?"
         ) from None
-    if len(data) > options.max_record_bytes:
-        fault(options, skipped, "too large", too_large(where, options))
-    elif suffix == ".json":  # one record, over several lines perhaps
+    if suffix == ".json":  # one record, over several lines perhaps
         yield RawDocument(data=data, path=where, record=True)
+    elif len(data) > max_bytes:
+        source.fault("too large", too_large(where, source.options))
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
         yield one_each(array, np.array([array.size]), len(data), where)
@@ -192,9 +174,9 @@ def document_suffix(name: str) -> str:
 
 
 class MemberChoice:
-    """Follows the names in an archive, and chooses.
+    """Follows the names in an archive, and chooses the members that are documents.
 
-    `wanted`: a member, a pattern of several, or None.
+    wanted: a member, a pattern of several, or None.
     """
 
     def __init__(self, wanted: str | None, path: str) -> None:
@@ -207,9 +189,9 @@ class MemberChoice:
         """Of all members of the sample so far."""
         self._taken: list[str] = []
         """Those of them that are documents."""
-        self._without = 0
-        """Samples without the member that is wanted."""
-        self._any = False
+        self.samples_without = 0
+        """Samples without a document."""
+        self._found_any = False
         self._known: dict[str, None] = {}
         """All members of the archive, in order of appearance, as far as a message tells of them."""
 
@@ -230,27 +212,25 @@ class MemberChoice:
 
     def check_sample(self) -> None:
         """Raise ConfigError if the sample has a second member that may be its document."""
-        if len(self._taken) > 1 and not self._takes_several():
+        # a pattern says that every member is a document by itself
+        takes_several = not set(GLOB_CHARS).isdisjoint(self._wanted or "")
+        if len(self._taken) > 1 and not takes_several:
             raise self._ambiguous()
 
-    def check_end(self, skipped: Skipped) -> None:
-        """Count samples without the member. Raises ConvertError if no sample has it."""
+    def check_end(self) -> None:
+        """End the last sample. Raises ConvertError if no sample has the member."""
         self._end_sample()
-        if self._wanted is not None and not self._any and self._known:
+        if self._wanted is not None and not self._found_any and self._known:
             known = listed(self._known)
             raise ConvertError(
                 f"{self._path}: no sample has a member {self._wanted!r} (they have: {known})"
             )
-        if self._without:
-            # without a message: there may be as many as samples
-            reason = WITHOUT_TEXT if self._wanted is None else WITHOUT
-            skipped.counts[reason] = skipped.counts.get(reason, 0) + self._without
 
     def _end_sample(self) -> None:
         if self._taken:
-            self._any = True
+            self._found_any = True
         elif self._names:
-            self._without += 1
+            self.samples_without += 1
         self._names = []
         self._taken = []
 
@@ -259,12 +239,6 @@ class MemberChoice:
         if self._wanted is None or self._wanted == "*":
             return document_suffix(name) in SUFFIXES
         return fnmatchcase(member, self._wanted)
-
-    def _takes_several(self) -> bool:
-        """Whether the pattern says that every member is a document by itself."""
-        if self._wanted is None:
-            return False
-        return not set(SIGNS).isdisjoint(self._wanted)
 
     def _ambiguous(self) -> ConfigError:
         members: dict[str, None] = {}  # in their order, each once

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +15,18 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.fields import texts_at
-from streammega.convert.read.open import Skipped
-from streammega.convert.read.provenance import origin_of
-from streammega.convert.read.readers import with_line
-from streammega.convert.read.suffixes import format_of, suffix_of
-from streammega.convert.tokenize.chat import ChatEncoder
+from streammega.convert.read.fields import origin_of, texts_at
+from streammega.convert.read.formats import format_of, suffix_of
+from streammega.convert.read.source import Skipped, with_line
+from streammega.convert.tokenize.chat import ChatEncoder, find_template
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_text import LONG, encode_long
-from streammega.convert.tokenize.template_loader import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer, resolve_eod_id
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
+from streammega.storage.fork_lock import process_lock
 
 Text: TypeAlias = "str | NDArray[Any]"
 """Of a sequence; if it is long, its ids."""
@@ -45,7 +41,7 @@ class BatchEncoder:
         self, tokenizer: Tokenizer, options: ConvertOptions, storage: StorageConfig
     ) -> None:
         self.tokenizer = tokenizer
-        self._options = options
+        self.options = options
         self._storage = storage
         self.eod = resolve_eod_id(tokenizer, options.eod) if options.append_eod else None
         self.bos = None if options.bos is None else tokenizer.find(options.bos)
@@ -79,30 +75,24 @@ class BatchEncoder:
         Empty documents are counted and left out. Raises ConvertError that names file and line.
         """
         source_bytes = sum(len(document.data) or document.size for document in documents)
-        if self._options.origins:
+        if self.options.origins:
             documents = [_with_fields(document) for document in documents]
-        if self._chat is not None:
+        if self._chat is None:
+            parts, numbers = self._read(documents, self.parts, skipped)
+        else:
             chats, numbers = self._read(documents, self._rendered, skipped)
-            tokens, kept = self._pack_chats(chats, source_bytes, skipped)
-            return self._with_origins(tokens, documents, [numbers[row] for row in kept])
-        parts, numbers = self._read(documents, self.parts, skipped)
+            parts = [self._parts_of_chat(*encoded) for encoded in self._chat.encode(chats)]
         # of all documents at once: the library encodes several texts in parallel
         texts = [text for document in parts for text, _, _ in document]
         ids = self._encode(texts) if texts else []
-        if not self._options.keep_empty and not all(map(len, ids)):
+        keeps_empty = self.options.keep_empty and self._chat is None
+        if not keeps_empty and not all(map(len, ids)):
             parts, ids, kept = self._without_empty(parts, ids, skipped)
             numbers = [numbers[row] for row in kept]
-        return self._with_origins(self._pack(parts, ids, source_bytes), documents, numbers)
-
-    def _with_origins(
-        self, tokens: Tokens, documents: Sequence[RawDocument], numbers: Sequence[int]
-    ) -> Tokens:
-        """Tokens with where they came from, if that is to be kept. numbers: of the documents that
-        they are of.
-        """
-        if not self._options.origins:
+        tokens = self._pack(parts, ids, source_bytes)
+        if not self.options.origins:
             return tokens
-        origins = collect_origins(origin_of(documents[number], self._options) for number in numbers)
+        origins = collect_origins(origin_of(documents[number], self.options) for number in numbers)
         return replace(tokens, origins=origins)
 
     def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:
@@ -132,7 +122,7 @@ class BatchEncoder:
                 contents.append(content)
                 numbers.append(number)
             else:
-                _count(skipped, "empty")
+                skipped.leave_out("empty")
         return contents, numbers
 
     def _refuse(
@@ -148,7 +138,7 @@ class BatchEncoder:
         Those that are passed over keep their byte (`path@byte`): to count the lines before would
         read the file again for each.
         """
-        if self._options.on_error == "skip":
+        if self.options.on_error == "skip":
             skipped.add("broken record", str(error))
             return
         try:
@@ -175,13 +165,13 @@ class BatchEncoder:
             for part in document:
                 ids_of_part = next(encoded)
                 _, _, is_end = part
-                if len(ids_of_part) or (is_end and self._options.makes_modes):
+                if len(ids_of_part) or (is_end and self.options.makes_modes):
                     kept_parts.append(part)
                     ids_of_parts.append(ids_of_part)
             if not any(map(len, ids_of_parts)):
-                _count(skipped, "empty")
+                skipped.leave_out("empty")
                 continue
-            if not self._options.makes_modes:
+            if not self.options.makes_modes:
                 text, mode, _ = kept_parts[-1]
                 kept_parts[-1] = (text, mode, True)
             kept.append(kept_parts)
@@ -223,7 +213,7 @@ class BatchEncoder:
             all_ids = itertools.chain.from_iterable(ids)
             tokens[is_text] = np.fromiter(all_ids, self.dtype, int(text_lengths.sum()))
         modes = None
-        if self._options.makes_modes:
+        if self.options.makes_modes:
             modes = np.fromiter((mode for _, mode, _ in sequences), np.int8, len(sequences))
         return Tokens(
             tokens=tokens,
@@ -240,48 +230,25 @@ class BatchEncoder:
             return None
         return self._chat.render(record, document.where)
 
-    def _pack_chats(
-        self, chats: list[Rendered], source_bytes: int, skipped: Skipped
-    ) -> tuple[Tokens, list[int]]:
-        """(tokens, the rows of conversations that have some). A sequence of each stretch of tokens
-        that is an answer (mode 1) or none (mode 0); the end is no answer's.
+    def _parts_of_chat(self, ids: NDArray[np.int32], answers: NDArray[np.bool_]) -> list[Part]:
+        """A sequence of each stretch of tokens that is an answer (mode 1) or none (mode 0); the end
+        is no answer's.
         """
-        assert self._chat is not None
-        # empty ones first, so that there is something to concatenate
-        tokens = [np.empty(0, self.dtype)]
-        lengths = [np.empty(0, np.int64)]
-        modes = [np.empty(0, np.int8)]
-        documents = []
-        rows = []
-        for row, (ids, answers) in enumerate(self._chat.encode(chats)):
-            if not len(ids):
-                _count(skipped, "empty")
-                continue
-            if self.eod is not None and ids[-1] != self.eod:
-                ids = np.append(ids, self.eod)
-                answers = np.append(answers, False)
-            # where tokens of an answer and others meet, and before the first and behind the last
-            changes = np.diff(answers, prepend=not answers[0], append=not answers[-1])
-            bounds = np.flatnonzero(changes)
-            tokens.append(ids.astype(self.dtype))
-            lengths.append(np.diff(bounds))
-            modes.append(answers[bounds[:-1]].astype(np.int8))
-            documents.append(len(bounds) - 1)
-            rows.append(row)
-        check_lengths(np.concatenate(lengths))
-        packed = Tokens(
-            tokens=np.concatenate(tokens),
-            lengths=np.concatenate(lengths).astype(np.int32),
-            documents=np.array(documents, np.int64),
-            modes=np.concatenate(modes),
-            source_bytes=source_bytes,
-        )
-        return packed, rows
+        starts = np.flatnonzero(np.diff(answers)) + 1
+        stretches = zip(np.split(ids, starts), np.split(answers, starts), strict=True)
+        parts: list[Part] = [(part, int(answer.any()), False) for part, answer in stretches]
+        if len(ids) and self.eod is not None and ids[-1] != self.eod:
+            last, mode, _ = parts[-1]
+            if mode:
+                parts.append((ids[:0], 0, True))
+            else:
+                parts[-1] = (last, mode, True)
+        return parts
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
         where = document.where
-        if self._options.chat and document.record:
+        if self.options.chat and document.record:
             return _conversation(_record(document), where)
         texts = self._texts(document)
         parts: list[Part] = []
@@ -297,24 +264,18 @@ class BatchEncoder:
             texts.append((_decode(document), 0))
         else:
             record = _record(document)
-            for key, mode in self._options.key_modes:
+            for key, mode in self.options.key_modes:
                 texts += [(text, mode) for text in texts_at(record, key, document.where)]
         if self._split is not None:
-            texts = self._in_sentences(texts)
+            texts = [(part, mode) for text, mode in texts for part in self._split(text) if part]
         if not any(text for text, _ in texts):
-            return [("", texts[-1][1] if texts else 0)] if self._options.keep_empty else []
+            return [("", texts[-1][1] if texts else 0)] if self.options.keep_empty else []
         kept = [(text, mode) for text, mode in texts if text]
         last_text, last_mode = texts[-1]
-        if self._options.makes_modes and not last_text:
+        if self.options.makes_modes and not last_text:
             # an empty answer is a sequence, with the end of its document
             kept.append((last_text, last_mode))
         return kept
-
-    def _in_sentences(self, texts: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        sentences: list[tuple[str, int]] = []
-        for text, mode in texts:
-            sentences += [(sentence, mode) for sentence in self._split(text) if sentence]
-        return sentences
 
     def _shortened(self, text: str, where: str) -> Text:
         """A text, or if it is long its ids: they take less than what a tokenizer needs for all of
@@ -324,10 +285,6 @@ class BatchEncoder:
             return text
         windows = encode_long(self.tokenizer, text, where)
         return np.concatenate([ids.astype(self.dtype) for ids in windows])
-
-
-def _count(skipped: Skipped, reason: str) -> None:
-    skipped.counts[reason] = skipped.counts.get(reason, 0) + 1
 
 
 def _with_fields(document: RawDocument) -> RawDocument:
@@ -395,22 +352,17 @@ def _sentence_splitter(language: str) -> Any:
 
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
+"""Those that were made last: a large vocabulary takes a second to load, and 100 MB."""
+MAX_ENCODERS = 2
 # Held while a tokenizer is loaded: threads that begin together wait for it, rather than load four.
-_encoders_lock = threading.Lock()
-_loaded: WeakValueDictionary[tuple[str, ...], Tokenizer] = WeakValueDictionary()
-"""Those that conversions of this process have loaded to begin with, as long as they hold them."""
+_encoders_lock = process_lock()
 
 
-def share_tokenizer(tokenizer: Tokenizer, options: ConvertOptions) -> None:
-    """Have the encoder of this process use a tokenizer that was loaded with these options: a large
-    vocabulary takes a second to load, and a hundred MB.
-    """
-    _loaded[_key_of_tokenizer(tokenizer.digest, options)] = tokenizer
-
-
-def _key_of_tokenizer(digest: str, options: ConvertOptions) -> tuple[str, ...]:
-    settings = [f"{name}={value}" for name, value in options.tokenizer_settings.items()]
-    return digest, str(options.tokenizer), *settings
+def keep_encoder(encoder: BatchEncoder) -> None:
+    """Use this encoder for its conversion, here and in forked workers."""
+    for key in list(_encoders)[: 1 - MAX_ENCODERS]:
+        _encoders.pop(key, None)
+    _encoders[encoder.tokenizer.digest, encoder.options.digest()] = encoder
 
 
 def encoder_of(job: Job) -> BatchEncoder:
@@ -418,17 +370,26 @@ def encoder_of(job: Job) -> BatchEncoder:
 
     Raises ConvertError when the inputs have text and no tokenizer was given.
     """
-    if job.options.tokenizer is None:
+    name = job.options.tokenizer
+    if name is None:
         raise ConvertError(
             "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
         )
     key = (job.tokenizer_digest, job.options.digest())
     with _encoders_lock:
-        if key not in _encoders:
-            # Of a former conversion in this process; it would only take memory.
-            _encoders.clear()
-            _encoders[key] = _load_encoder(job, job.options.tokenizer)
-        return _encoders[key]
+        encoder = _encoders.get(key)
+        if encoder is None:
+            tokenizer = load_tokenizer(name, **job.options.tokenizer_settings)
+            # Its tokens would be stored under the name of the other.
+            if tokenizer.digest != job.tokenizer_digest:
+                raise ConvertError(
+                    f"{name}: is another tokenizer on {socket.gethostname()} than where the "
+                    f"conversion was started, or was changed meanwhile; put the same one on all "
+                    f"machines, and run the same command again"
+                )
+            encoder = BatchEncoder(tokenizer, job.options, job.input_storage)
+            keep_encoder(encoder)
+        return encoder
 
 
 def eod_of(job: Job) -> int | None:
@@ -436,17 +397,3 @@ def eod_of(job: Job) -> int | None:
     if job.options.tokenizer is None:
         return job.options.eod_id
     return encoder_of(job).eod
-
-
-def _load_encoder(job: Job, name: str) -> BatchEncoder:
-    tokenizer = _loaded.get(_key_of_tokenizer(job.tokenizer_digest, job.options))
-    if tokenizer is None:
-        tokenizer = load_tokenizer(name, **job.options.tokenizer_settings)
-    # Its tokens would be stored under the name of the other.
-    if tokenizer.digest != job.tokenizer_digest:
-        raise ConvertError(
-            f"{name}: is another tokenizer on {socket.gethostname()} than where the conversion was "
-            f"started, or was changed meanwhile; put the same one on all machines, and run the same "
-            f"command again"
-        )
-    return BatchEncoder(tokenizer, job.options, job.input_storage)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streammega.errors import ConvertError, ObjectNotFoundError
@@ -109,16 +110,9 @@ def _llama3_tokens() -> tuple[str, ...]:
         7: "<|end_header_id|>",
         9: "<|eot_id|>",
     }
-    tokens: list[str] = []
-    reserved = 0
-    for number in range(256):
-        if number in named:
-            tokens.append(named[number])
-        else:
-            # numbered by themselves: those with names leave no gap
-            tokens.append(f"<|reserved_special_token_{reserved}|>")
-            reserved += 1
-    return tuple(tokens)
+    # numbered by themselves: those with names leave no gap
+    reserved = (f"<|reserved_special_token_{number}|>" for number in itertools.count())
+    return tuple(named.get(number) or next(reserved) for number in range(256))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,31 +143,33 @@ PATTERNS = (
 )
 
 
-def find_pattern(path: str, size: int, asked: str | None) -> Pattern:
-    """The pattern of a file of `size` byte pairs: the one asked for, by name or written out, else
-    by the size.
+def find_pattern(path: str, size: int, wanted: str | None) -> Pattern:
+    """The pattern of a file of `size` byte pairs: the one that is wanted, by name or written out,
+    else by the size.
 
     Raises ConvertError where nothing tells it.
     """
-    names = ", ".join(pattern.name for pattern in PATTERNS)
-    for pattern in PATTERNS:
-        if asked is None and pattern.size == size:
-            return pattern
-        if pattern.name == asked:
-            if pattern.size == size:
-                return pattern
-            # of another vocabulary: it has the expression, and special tokens of its own
-            return Pattern(name=pattern.name, expression=pattern.expression, size=size)
-    if asked is not None and "\\" in asked:
-        return Pattern(name="own", expression=asked, size=size)
+    by_name = {pattern.name: pattern for pattern in PATTERNS}
+    by_size = {pattern.size: pattern for pattern in PATTERNS}
+    if wanted is None and size in by_size:
+        return by_size[size]
+    if wanted in by_name:
+        pattern = by_name[wanted]
+        # another vocabulary has the expression, and special tokens of its own
+        is_its_own = pattern.size == size
+        return (
+            pattern if is_its_own else replace(pattern, size=size, first=None, special_tokens=_END)
+        )
+    if wanted is not None and "\\" in wanted:
+        return Pattern(name="own", expression=wanted, size=size)
     reason = (
-        f"no pattern is called {asked!r}"
-        if asked
+        f"no pattern is called {wanted!r}"
+        if wanted
         else f"its {size} tokens are those of no known vocabulary"
     )
     raise ConvertError(
         f"{os.path.basename(path)}: how it cuts text is not in the file, and {reason}; "
-        f"give --tiktoken-pattern, one of {names}, or a regular expression"
+        f"give --tiktoken-pattern, one of {', '.join(by_name)}, or a regular expression"
     )
 
 

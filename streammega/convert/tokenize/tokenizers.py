@@ -1,17 +1,20 @@
-"""Tokenizers of every kind behind one small interface: Hugging Face, SentencePiece, tiktoken,
-bytes.
+"""Tokenizers of every kind behind one interface: Hugging Face, SentencePiece, tiktoken, bytes.
+
+Another kind is a subclass of Tokenizer here, and its line in TOKENIZERS below.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -60,8 +63,19 @@ class TokenSpans(NamedTuple):
     stops: NDArray[np.int64]
 
 
+class TokenizerSettings(NamedTuple):
+    """How a tokenizer treats text: settings of ConvertOptions, by their names there."""
+
+    special_tokens: str | None = None
+    add_special_tokens: bool = False
+    pattern: str | None = None
+
+
 class Tokenizer(ABC):
     """Text to token ids. `digest` changes with what it makes of texts; ids run below vocab_size."""
+
+    has_post_processor = False
+    """Whether it may add tokens to every text."""
 
     name: str
     digest: str
@@ -74,6 +88,16 @@ class Tokenizer(ABC):
     """Whether `encode` takes little memory, so that a text of any length is encoded as a whole."""
     folds_letters = False
     """Whether other spellings of a special token may become that token too."""
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, name: str) -> bool:
+        """Whether a tokenizer of this name is of this kind."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
+        """The tokenizer of a name. Raises ObjectNotFoundError, ConvertError."""
 
     @abstractmethod
     def encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -91,13 +115,13 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
 
-    @abstractmethod
     def find(self, token: str) -> int | None:
         """The id of a special token, if there is one of that name."""
+        return self.special_tokens.get(token)
 
-    @abstractmethod
     def default_eod_id(self) -> int | None:
-        """The end-of-document token that the tokenizer itself knows of."""
+        """The end-of-document token that its own files name; None: they name none."""
+        return None
 
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What a post-processor adds before and after every text."""
@@ -122,26 +146,14 @@ def load_tokenizer(
     """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder,
     `vocab.json,merges.txt`, tiktoken:NAME, `bytes`, or a hub's name.
 
-    A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of
-    ConvertOptions. Raises ObjectNotFoundError, ConvertError.
+    Settings are those of ConvertOptions. Raises ObjectNotFoundError, ConvertError.
     """
-    is_encoding = name.startswith("tiktoken:")
-    is_huggingface = not is_encoding and not name.endswith((".tiktoken", ".model"))
-    if add_special_tokens and (name == "bytes" or not is_huggingface):
+    kind = next(kind for kind in TOKENIZERS if kind.reads(name))
+    if add_special_tokens and not kind.has_post_processor:
         raise ConvertError(
             f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
         )
-    if name == "bytes":
-        return BytesTokenizer()
-    # Where nothing is said, each library does with special tokens what it does by itself: tiktoken
-    # takes them for text, tokenizers parses them.
-    if is_huggingface:
-        return HuggingFaceTokenizer(
-            name, add_special_tokens=add_special_tokens, parse=special_tokens != "text"
-        )
-    if is_encoding or name.endswith(".tiktoken") or is_tiktoken_file(name):
-        return TiktokenTokenizer(name, pattern, parse=special_tokens == "parse")
-    return SentencePieceTokenizer(name)
+    return kind.load(name, TokenizerSettings(special_tokens, add_special_tokens, pattern))
 
 
 def resolve_eod_id(tokenizer: Tokenizer, name: str | None) -> int:
@@ -168,22 +180,17 @@ class HuggingFaceTokenizer(Tokenizer):
     Hugging Face hub by name.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        add_special_tokens: bool = False,
-        parse: bool = True,
-        model: Any = None,
-    ) -> None:
-        self._add = add_special_tokens
+    has_post_processor = True
+
+    def __init__(self, name: str, model: Any, *, add: bool = False, parse: bool = True) -> None:
+        self._add = add
         self._source = name
         self.name = name
-        if _is_local(name):
+        if os.path.exists(name) or find_gpt2_files(name) is not None:
             # without folders: it stands in manifests, which are read on other machines
             files = name.rstrip("/").split(",")
             self.name = ",".join(map(os.path.basename, files))
-        self.model: Any = _load_huggingface(name) if model is None else model
+        self.model = model
         # as a tokenizer.json may ask for: documents are of any length
         self.model.no_truncation()
         self.model.no_padding()
@@ -193,6 +200,17 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self.model.get_vocab(with_added_tokens=True).values()
         highest = max(ids, default=-1)
         self.vocab_size = max(tokens, int(highest) + 1)
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """Every name that is of no other kind: of a file, a folder, or on the hub."""
+        return True
+
+    @classmethod
+    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
+        """As the library does by itself, it parses special tokens where nothing is said."""
+        parse = settings.special_tokens != "text"
+        return cls(name, _load_huggingface(name), add=settings.add_special_tokens, parse=parse)
 
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
@@ -224,9 +242,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
             for encoding in self.model.encode_batch(some, add_special_tokens=False):
-                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-                ids = np.array(encoding.ids, np.int32)
-                found.append(TokenSpans(ids, offsets[:, 0], offsets[:, 1]))
+                found.append(_with_offsets(encoding.ids, encoding.offsets))
         return found
 
     def added_ids(self) -> tuple[list[int], list[int]]:
@@ -270,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if spellings:
             described = _with_spellings(described, spellings)
         model = Model.from_str(json.dumps(described))
-        return HuggingFaceTokenizer(self._source, model=model)
+        return HuggingFaceTokenizer(self._source, model)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
@@ -293,26 +309,30 @@ class HuggingFaceTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model file."""
 
-    def __init__(self, path: str) -> None:
-        try:
-            import sentencepiece
-        except ImportError:
-            raise ConvertError(
-                f"{path}: needs the sentencepiece package: pip install 'streammega[tokenizers]'"
-            ) from None
-        if not os.path.isfile(path):
-            raise ObjectNotFoundError(f"{path}: no such tokenizer file")
-        try:
-            self.model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
-        except Exception as error:  # RuntimeError, OSError
-            raise ConvertError(f"{path}: is not a SentencePiece model ({error})") from None
+    def __init__(self, name: str, model: Any) -> None:
+        self.model = model
         # Since 0.2.2 or so the package gives ids without a list, an eighth of the size.
         self._options: dict[str, Any] = {}
         if hasattr(self.model, "encode_as_numpy"):
             self._options["return_type"] = "numpy"
-        self.name = os.path.basename(path)
+        self.name = os.path.basename(name)
         self.vocab_size = int(self.model.vocab_size())
         self.digest = _digest(self.model.serialized_model_proto())
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """A .model file, but for one that is a list of byte pairs (Llama-3's)."""
+        return name.endswith(".model") and not is_tiktoken_file(name)
+
+    @classmethod
+    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
+        """By the library. No setting is of this kind."""
+        sentencepiece = _import_library("sentencepiece", name)
+        _check_is_file(name)
+        try:
+            return cls(name, sentencepiece.SentencePieceProcessor(model_file=name))
+        except Exception as error:  # RuntimeError, OSError
+            raise ConvertError(f"{name}: is not a SentencePiece model ({error})") from None
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
@@ -330,8 +350,7 @@ class SentencePieceTokenizer(Tokenizer):
                 pieces = self.model.encode(text, out_type="immutable_proto").pieces
                 ids = [piece.id for piece in pieces]
                 spans = [(piece.begin, piece.end) for piece in pieces]
-            offsets = np.array(spans, np.int64).reshape(-1, 2)
-            found.append(TokenSpans(np.array(ids, np.int32), offsets[:, 0], offsets[:, 1]))
+            found.append(_with_offsets(ids, spans))
         return found
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
@@ -364,32 +383,10 @@ class TiktokenTokenizer(Tokenizer):
     spans_in_bytes = True
 
     def __init__(
-        self, name: str, pattern: str | None = None, *, parse: bool = False, model: Any = None
+        self, name: str, model: Any, *, parse: bool, pattern: Pattern | None = None
     ) -> None:
-        try:
-            import tiktoken
-        except ImportError:
-            raise ConvertError(
-                f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'"
-            ) from None
         self._parse = parse
-        is_file = model is None and not name.startswith("tiktoken:")
-        if is_file and not os.path.isfile(name):
-            raise ObjectNotFoundError(f"{name}: no such tokenizer file")
-        cuts: Pattern | None = None
-        try:
-            if model is not None:
-                self.model = model
-            elif is_file:
-                self.model, cuts = _load_tiktoken_file(name, pattern)
-            else:
-                self.model = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
-        except ConvertError:
-            raise
-        except Exception as error:  # downloads, files and names fail in their own ways
-            raise ConvertError(
-                f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
-            ) from None
+        self.model = model
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.n_vocab)
         self.special_tokens = dict(self.model._special_tokens)
@@ -397,9 +394,34 @@ class TiktokenTokenizer(Tokenizer):
         for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
         # by which all files were cut once: their digests stay
-        if cuts is not None and cuts.name != "cl100k_base":
-            hasher.update(cuts.expression.encode())
+        if pattern is not None and pattern.name != "cl100k_base":
+            hasher.update(pattern.expression.encode())
         self.digest = hasher.hexdigest()
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """A list of byte pairs, or tiktoken:NAME."""
+        is_list = name.endswith(".model") and is_tiktoken_file(name)
+        return name.startswith("tiktoken:") or name.endswith(".tiktoken") or is_list
+
+    @classmethod
+    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
+        """As the library does by itself, it takes special tokens for text where nothing is said."""
+        tiktoken = _import_library("tiktoken", name)
+        parse = settings.special_tokens == "parse"
+        encoding = name.removeprefix("tiktoken:")
+        try:
+            if encoding != name:
+                return cls(name, tiktoken.get_encoding(encoding), parse=parse)
+            _check_is_file(name)
+            model, pattern = _load_tiktoken_file(name, settings.pattern)
+            return cls(name, model, parse=parse, pattern=pattern)
+        except (ConvertError, ObjectNotFoundError):
+            raise
+        except Exception as error:  # downloads, files and names fail in their own ways
+            raise ConvertError(
+                f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
+            ) from None
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
@@ -439,21 +461,11 @@ class TiktokenTokenizer(Tokenizer):
                     spellings[token]: number for token, number in self.special_tokens.items()
                 },
             )
-        return TiktokenTokenizer(self.name, parse=True, model=model)
+        return TiktokenTokenizer(self.name, model, parse=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
         return str(self.model.decode(list(map(int, ids))))
-
-    def find(self, token: str) -> int | None:
-        """By its special tokens."""
-        number = self.special_tokens.get(token)
-        return None if number is None else int(number)
-
-    def default_eod_id(self) -> int | None:
-        """<|endoftext|> or Llama-3's <|end_of_text|>, where the encoding has it."""
-        number = self.find("<|endoftext|>")
-        return self.find("<|end_of_text|>") if number is None else number
 
 
 class BytesTokenizer(Tokenizer):
@@ -470,6 +482,16 @@ class BytesTokenizer(Tokenizer):
         self._parsed = parsed
         """The spelling of the end that is parsed, if it is."""
         self.special_tokens = {"<|endoftext|>" if parsed is None else parsed: self.end}
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """`bytes`."""
+        return name == "bytes"
+
+    @classmethod
+    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
+        """There is one only."""
+        return cls()
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """The bytes."""
@@ -509,13 +531,34 @@ class BytesTokenizer(Tokenizer):
                 document.clear()
         return text + document.decode(errors="replace")
 
-    def find(self, token: str) -> int | None:
-        """Only <|endoftext|>."""
-        return self.end if token == "<|endoftext|>" else None
 
-    def default_eod_id(self) -> int | None:
-        """256."""
-        return self.end
+TOKENIZERS: tuple[type[Tokenizer], ...] = (
+    BytesTokenizer,
+    TiktokenTokenizer,
+    SentencePieceTokenizer,
+    HuggingFaceTokenizer,
+)
+"""All kinds. The first that reads a name loads it."""
+
+
+def _import_library(library: str, name: str) -> Any:
+    """A package that not every installation has. Raises ConvertError that names the tokenizer."""
+    try:
+        return importlib.import_module(library)
+    except ImportError:
+        raise ConvertError(
+            f"{name}: needs the {library} package: pip install 'streammega[tokenizers]'"
+        ) from None
+
+
+def _check_is_file(name: str) -> None:
+    if not os.path.isfile(name):
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file")
+
+
+def _with_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenSpans:
+    bounds = np.array(offsets, np.int64).reshape(-1, 2)
+    return TokenSpans(np.array(ids, np.int32), bounds[:, 0], bounds[:, 1])
 
 
 def _end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
@@ -544,29 +587,23 @@ def _with_spellings(described: dict[str, Any], spellings: dict[str, str]) -> dic
     return described | {"added_tokens": added, "model": model}
 
 
-def _load_tiktoken_file(path: str, pattern: str | None) -> tuple[Any, Pattern]:
+def _load_tiktoken_file(path: str, expression: str | None) -> tuple[Any, Pattern]:
     """The encoding of a file of byte pairs, and how it cuts text."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
     ranks = load_tiktoken_bpe(path)
-    cuts = find_pattern(path, len(ranks), pattern)
-    first = cuts.first or _first_free(ranks.values())
-    special = {token: number for number, token in enumerate(cuts.special_tokens, first)}
-    name = os.path.basename(path)
+    pattern = find_pattern(path, len(ranks), expression)
+    taken = set(ranks.values())
+    first_free = next(number for number in itertools.count() if number not in taken)
+    special_tokens = enumerate(pattern.special_tokens, pattern.first or first_free)
     model = tiktoken.Encoding(
-        name, pat_str=cuts.expression, mergeable_ranks=ranks, special_tokens=special
+        os.path.basename(path),
+        pat_str=pattern.expression,
+        mergeable_ranks=ranks,
+        special_tokens={token: number for number, token in special_tokens},
     )
-    return model, cuts
-
-
-def _first_free(taken: Iterable[int]) -> int:
-    """The lowest number from 0 on that is not among those."""
-    numbers = set(taken)
-    free = 0
-    while free in numbers:
-        free += 1
-    return free
+    return model, pattern
 
 
 def _as_array(ids: list[int]) -> Ids:
@@ -575,10 +612,6 @@ def _as_array(ids: list[int]) -> Ids:
     """
     # numpy reads a list of integers in three times the time.
     return np.array(array("I", ids))  # type: ignore[return-value]
-
-
-def _is_local(name: str) -> bool:
-    return os.path.exists(name) or find_gpt2_files(name) is not None
 
 
 def _load_huggingface(name: str) -> Any:

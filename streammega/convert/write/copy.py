@@ -4,7 +4,7 @@ documents by a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from streammega.convert.documents import bounds_of
 from streammega.convert.read.megatron import document_runs
-from streammega.convert.write.document_order import Integers, OrderedDocuments, ragged
+from streammega.convert.write.document_order import Integers, OrderedDocuments, Portion, ragged
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
@@ -35,10 +35,10 @@ _NOTHING = np.empty(0, np.uint8)
 
 def copy_in_order(
     documents: OrderedDocuments,
-    portions: Iterable[tuple[Integers, Integers]],
+    portions: Iterable[Portion],
     writer: IndexedDatasetWriter,
     threads: int,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Documents of parts in their order: what lies end to end is copied as it is, what lies in
     local files by several threads. portions: (part of each, document of it), of one part each.
 
@@ -119,19 +119,26 @@ def _files_of(
 
 
 def copy_shuffled(
-    documents: OrderedDocuments, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter
-) -> Iterator[int]:
+    documents: OrderedDocuments, portions: Iterable[Portion], writer: IndexedDatasetWriter
+) -> Generator[int, None, None]:
     """Documents of many parts in a shuffled order: each part's bytes are read at once, then
     gathered. Yields as `copy_in_order`.
     """
-    held = read_all(documents, parts, chosen, writer.dtype)
+    for portion in portions:
+        yield from _copy_gathered(documents, portion, writer)
+
+
+def _copy_gathered(
+    documents: OrderedDocuments, portion: Portion, writer: IndexedDatasetWriter
+) -> Iterator[int]:
+    """The documents of one portion, whose tokens are in memory until its end."""
+    held = read_all(documents, portion, writer.dtype)
     for low, high in _chunks_of(held.sizes):
         gathered = _gather(held.addresses[low:high], held.sizes[low:high])
         num_sequences = held.num_sequences[low:high]
         sequences = ragged(held.first_sequences[low:high], num_sequences)
-        lengths = held.lengths[sequences]
         modes = None if held.modes is None else held.modes[sequences]
-        writer.add_documents(gathered.data, lengths, num_sequences, modes)
+        writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
         yield len(gathered)
 
 
@@ -176,35 +183,45 @@ class HeldDocuments:
     modes: NDArray[np.int8] | None
 
 
-def read_all(
-    documents: OrderedDocuments, parts: Integers, chosen: Integers, dtype: np.dtype[Any]
-) -> HeldDocuments:
-    """Documents in their order, wherever they lie in memory."""
-    addresses = np.empty(len(chosen), np.int64)
-    sizes = np.empty(len(chosen), np.int64)
-    first_sequences = np.empty(len(chosen), np.int64)
-    num_sequences = np.empty(len(chosen), np.int64)
+def read_all(documents: OrderedDocuments, portion: Portion, dtype: np.dtype[Any]) -> HeldDocuments:
+    """Documents in their order, wherever they lie in memory.
+
+    Of each part, all is read from the first of its documents to the last. There are few others
+    between: a segment's documents are sorted by their keys, as are those of a bucket.
+    """
+    num_documents = len(portion[1])
+    addresses = np.empty(num_documents, np.int64)
+    sizes = np.empty(num_documents, np.int64)
+    first_sequences = np.empty(num_documents, np.int64)
+    num_sequences = np.empty(num_documents, np.int64)
     tokens = []
     lengths = []
     modes = []
     sequences_before = 0
-    for part in np.unique(parts):
-        rows = np.flatnonzero(parts == part)
-        numbers = chosen[rows]
-        indexed = documents.dataset(int(part))
-        stretch = _read_stretch(indexed, numbers, dtype)
-        first = indexed.document_indices[numbers] - stretch.first_sequence
-        last = indexed.document_indices[numbers + 1] - stretch.first_sequence
-        begins = stretch.byte_bounds[first]
-        addresses[rows] = address_of(stretch.tokens) + begins
-        sizes[rows] = stretch.byte_bounds[last] - begins
+    for part, rows, numbers in documents.by_part(portion):
+        indexed = documents.dataset(part)
+        start = int(indexed.document_indices[int(numbers.min())])
+        stop = int(indexed.document_indices[int(numbers.max()) + 1])
+        lengths_of_part = np.asarray(indexed.sequence_lengths[start:stop])
+        byte_bounds = bounds_of(lengths_of_part) * dtype.itemsize
+        stored = _read_sequences(indexed, start, lengths_of_part, dtype)
+        # Addresses go to a kernel, which looks no further.
+        if len(stored) != int(byte_bounds[-1]):
+            raise ConvertError(
+                f"{indexed.prefix}: {len(stored)} bytes were read of {int(byte_bounds[-1])}; "
+                f"convert again with --restart"
+            )
+        first = indexed.document_indices[numbers] - start
+        last = indexed.document_indices[numbers + 1] - start
+        addresses[rows] = address_of(stored) + byte_bounds[first]
+        sizes[rows] = byte_bounds[last] - byte_bounds[first]
         first_sequences[rows] = sequences_before + first
         num_sequences[rows] = last - first
-        sequences_before += len(stretch.lengths)
-        tokens.append(stretch.tokens)
-        lengths.append(stretch.lengths)
-        if stretch.modes is not None:
-            modes.append(stretch.modes)
+        sequences_before += len(lengths_of_part)
+        tokens.append(stored)
+        lengths.append(lengths_of_part)
+        if indexed.sequence_modes is not None:
+            modes.append(np.asarray(indexed.sequence_modes[start:stop]))
     return HeldDocuments(
         tokens=tokens,
         addresses=addresses,
@@ -216,56 +233,16 @@ def read_all(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stretch:
-    """Consecutive documents of a part, in memory.
-
-    tokens: their bytes, in the dtype of the shard. first_sequence: the number of their first
-    sequence in the part. lengths, modes: of their sequences. byte_bounds: where these begin among
-    the bytes, and where the last ends.
-    """
-
-    tokens: Bytes
-    first_sequence: int
-    lengths: NDArray[np.int32]
-    modes: NDArray[np.int8] | None
-    byte_bounds: Integers
-
-
-def _read_stretch(indexed: IndexedDataset, chosen: Integers, dtype: np.dtype[Any]) -> _Stretch:
-    """From the first of some documents of a part to the last.
-
-    There are few others between: a segment's documents are sorted by their keys, as are those of a
-    bucket.
-    """
-    first_document = int(chosen.min())
-    last_document = int(chosen.max())
-    first = int(indexed.document_indices[first_document])
-    last = int(indexed.document_indices[last_document + 1])
-    lengths = np.asarray(indexed.sequence_lengths[first:last])
-    start_byte = int(indexed.sequence_offsets[first]) if last > first else 0
+def _read_sequences(
+    indexed: IndexedDataset, first: int, lengths: NDArray[np.int32], dtype: np.dtype[Any]
+) -> Bytes:
+    """The tokens of consecutive sequences from `first` on, as bytes of a dtype."""
+    start_byte = int(indexed.sequence_offsets[first]) if len(lengths) else 0
     num_bytes = int(lengths.sum(dtype=np.int64)) * indexed.dtype.itemsize
     # Copies, since local files are read into one buffer again and again.
     pieces = [piece.copy() for piece in _stored_bytes(indexed, start_byte, num_bytes)]
     tokens = np.concatenate(pieces) if pieces else _NOTHING
-    if indexed.dtype != dtype:
-        tokens = _cast(tokens, indexed, dtype)
-    byte_bounds = bounds_of(lengths) * dtype.itemsize
-    expected_bytes = int(byte_bounds[-1])
-    # Addresses go to a kernel, which looks no further.
-    if len(tokens) != expected_bytes:
-        raise ConvertError(
-            f"{indexed.prefix}: {len(tokens)} bytes were read of {expected_bytes}; convert again "
-            f"with --restart"
-        )
-    modes = indexed.sequence_modes
-    return _Stretch(
-        tokens=tokens,
-        first_sequence=first,
-        lengths=lengths,
-        modes=None if modes is None else np.asarray(modes[first:last]),
-        byte_bounds=byte_bounds,
-    )
+    return tokens if indexed.dtype == dtype else _cast(tokens, indexed, dtype)
 
 
 def _copy_stretch(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.read.inputs import CLAIM
-from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.convert.read.inputs import CLAIM, PROBE, Input
+from streammega.convert.read.stdin import is_pipe
+from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, marked, strip_suffix
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.shard import SUFFIXES, Kind, marked
 from streammega.errors import (
     AccessDeniedError,
+    ConfigError,
     ConvertError,
     FormatError,
     ObjectChangedError,
@@ -27,10 +30,10 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.errors.redaction import redact_urls
-from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage import Store, join_url, open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, read_whole, version
-from streammega.storage.open import is_remote
-from streammega.storage.store import create_object, replace_object
+from streammega.storage.open import is_remote, local_path
+from streammega.storage.store import atomic_writer, create_object, replace_object
 
 log = logging.getLogger(__name__)
 
@@ -177,43 +180,42 @@ class Reservation:
     def take(self) -> bool:
         """Reserve the names; False if another job has. The holder may take them again."""
         holder = self._read()
-        if holder is None or not holder["job"]:
-            store, key = open_store(self._url, self._storage)
-            data = json.dumps(
-                {
-                    "job": self._job,
-                    "host": socket.gethostname(),
-                    "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                    "is_publishing": False,
-                }
-            ).encode()
-            if holder is None:
-                create_object(store, key, data)
-            else:
-                replace_object(store, key, data, version(self._url, self._storage))
-            # Another job may have been first, or last on a server without conditional writes.
-            holder = self._read()
-        return holder is not None and holder["job"] == self._job
+        if holder is not None and holder["job"]:
+            return bool(holder["job"] == self._job)
+        store, key = open_store(self._url, self._storage)
+        data = json.dumps(
+            {
+                "job": self._job,
+                "host": socket.gethostname(),
+                "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                "is_publishing": False,
+            }
+        ).encode()
+        if holder is None:
+            create_object(store, key, data)
+        else:
+            replace_object(store, key, data, version(self._url, self._storage))
+        # Another job may have been first, or last on a server without conditional writes.
+        return self.is_ours()
 
     def is_ours(self) -> bool:
         """Whether this job has reserved the names."""
-        holder = self._read()
-        return holder is not None and holder["job"] == self._job
+        return self._own() is not None
 
     def is_publishing(self) -> bool:
         """Whether this job has reserved the names and may have put an `.idx` there."""
-        holder = self._read()
-        return holder is not None and holder["job"] == self._job and _has_begun(holder)
+        own = self._own()
+        return own is not None and bool(own.get("is_publishing"))
 
     def begin_publishing(self) -> bool:
         """Note that `.idx` files are put from now on; False if this job has not the names."""
         before = version(self._url, self._storage)
-        holder = self._read()
-        if holder is None or holder["job"] != self._job:
+        own = self._own()
+        if own is None:
             return False
-        if not _has_begun(holder):
+        if not own.get("is_publishing"):
             store, key = open_store(self._url, self._storage)
-            data = json.dumps(holder | {"is_publishing": True}).encode()
+            data = json.dumps(own | {"is_publishing": True}).encode()
             replace_object(store, key, data, before)
         return self.is_ours()
 
@@ -245,6 +247,11 @@ class Reservation:
                 "%s: was left there (%s); streammega gc removes it", redact_urls(self._url), error
             )
 
+    def _own(self) -> dict[str, Any] | None:
+        """The stored reservation, if it is this job's."""
+        holder = self._read()
+        return holder if holder is not None and holder["job"] == self._job else None
+
     def _read(self) -> dict[str, Any] | None:
         """The stored reservation; None if there is none."""
         for _ in range(READ_ATTEMPTS):
@@ -261,5 +268,127 @@ class Reservation:
         return UNREADABLE
 
 
-def _has_begun(holder: dict[str, Any]) -> bool:
-    return bool(holder.get("is_publishing"))
+def check_output(output: str) -> None:
+    """Raise ConfigError for an output that is a pipe, or that has no name: `$UNSET`, a folder."""
+    if is_pipe(output):
+        raise ConfigError(
+            f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
+            f"pipe cannot take; give a prefix, out/web for instance"
+        )
+    shown = redact_urls(output)
+    _, scheme, path = output.partition("://")
+    if scheme and "/" not in path.rstrip("/") and is_remote(output):
+        raise ConfigError(
+            f"{shown!r}: is a bucket; give a name in it, {shown.rstrip('/')}/web for instance"
+        )
+    if output.endswith(MANIFEST):
+        raise ConfigError(
+            f"{shown!r}: is the name of a manifest; give the prefix {shown.removesuffix(MANIFEST)!r}"
+        )
+    if os.path.isdir(output):
+        raise ConfigError(
+            f"{shown!r}: is a folder; give a name in it, {os.path.join(shown, 'web')} for instance"
+        )
+    if strip_suffix(output).rpartition("/")[2] in ("", ".", ".."):
+        raise ConfigError(
+            f"{redact_urls(output)!r}: is no name of a dataset, whose files would be hidden ones; "
+            f"give a prefix, out/web for instance"
+        )
+
+
+def check_writable(
+    prefix: str, storage: StorageConfig, *, replaces: bool = False, is_work: bool = False
+) -> None:
+    """Raise ConvertError if nothing can be written where the output goes: an object is put there,
+    and removed.
+
+    replaces: whether what is there is to be replaced; is_work: whether this is no output but a work
+    folder. Both need the right to delete as well; else a warning tells of that.
+    """
+    folder, slash, stem = prefix.rpartition("/")
+    store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
+    place = redact_urls(prefix)
+    try:
+        with atomic_writer(store, key) as writer:
+            writer.write(b"streammega convert tries whether it can write here")
+    except ObjectNotFoundError:
+        reason = "there is no such folder"
+        if is_remote(prefix):
+            reason = "there is no such bucket; create it, or check its name"
+        raise ConvertError(f"{place}: cannot be written: {reason}") from None
+    except StorageError as error:
+        if error.transient:
+            raise
+        raise ConvertError(f"{place}: cannot be written: {error}") from None
+    why_delete = "a work folder is removed in the end" if is_work else ""
+    if replaces:
+        why_delete = "--overwrite removes what it replaced"
+    _remove_probe(store, key, place, why_delete)
+
+
+def check_may_write(prefix: str, storage: StorageConfig) -> None:
+    """Raise ConvertError if nothing can be written where the output goes, as far as that can be
+    told without writing.
+    """
+    place = redact_urls(prefix)
+    if is_remote(prefix):
+        folder, _, _ = prefix.rpartition("/")
+        store, key = open_store(f"{folder}/", storage)
+        try:
+            store.list(key, recursive=False)
+        except ObjectNotFoundError:
+            raise ConvertError(
+                f"{place}: cannot be written: there is no such bucket; create it, or check its name"
+            ) from None
+        except AccessDeniedError:
+            pass  # who may not list may still write
+        return
+    # Folders that are missing are made; what has to be writable is the first that is there.
+    folder = os.path.dirname(os.path.abspath(prefix))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise ConvertError(f"{place}: cannot be written: {folder} is a file, not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
+
+
+def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
+    """Warn where the disk of the output cannot be thought to hold it.
+
+    Text becomes tokens of about half its bytes, which lie in the work folder and then in shards. A
+    quarter of the inputs' bytes, as they are stored, is less than nearly all conversions need.
+    """
+    if is_remote(prefix):
+        return
+    folder = os.path.dirname(local_path(prefix))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    stored = sum(item.size for item in inputs)
+    if stored // 4 > free:
+        log.warning(
+            "%s: its disk has %.1f GB left, which will hardly do for inputs of %.1f GB",
+            prefix,
+            free / 1e9,
+            stored / 1e9,
+        )
+
+
+def _remove_probe(store: Store, key: str, place: str, why_delete: str) -> None:
+    """Raise ConvertError, saying why, where deleting is not allowed but needed."""
+    try:
+        store.delete(key)
+    except StorageError as error:
+        if error.transient:
+            raise
+        if why_delete:
+            raise ConvertError(
+                f"{place}: {why_delete}, and so needs the right to delete: {error}"
+            ) from None
+        log.warning(
+            "%s: %s was left there, for want of the right to delete (%s)",
+            place,
+            key.rpartition("/")[2],
+            error,
+        )

@@ -1,17 +1,18 @@
-"""The order of documents in the output: by shuffle keys, or that of the inputs. It is known before a
-token is moved.
+"""Which documents the output has, in which order: without duplicates, by shuffle keys or in the order
+of the inputs. All of it is known before a token is moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from streammega.config import StorageConfig
 from streammega.convert.documents import Tokens, bounds_of
 from streammega.convert.job import Job, load_bytes
 from streammega.convert.options import ConvertOptions
@@ -19,25 +20,30 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.errors import ConvertError
 from streammega.kernels.mix import GOLDEN, mix
 from streammega.kernels.plan import copy_bytes
-from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage import open_store, save_bytes
 from streammega.storage.store import address_of
 
 Integers = NDArray[np.int64]
+Portion = tuple[Integers, Integers]
+"""Some documents in their order: the part of each, and its number there."""
+SIDE = ".side"
+KEEP = ".keep"
+"""Endings of the files beside a segment."""
 OPENED_PARTS = 64
 """Parts that are kept open where one is read after the other: a corpus may have thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSet:
-    """Documents that are there: a dataset's name, the names of its `.side` and `.keep` files or "",
-    the unit that made it.
+    """Documents that are there: a dataset's name, and the unit that made it.
+
+    has_keep: whether a `.keep` file says which documents are no duplicates.
     """
 
     dataset: str
     documents: int
-    side: str = ""
-    keep: str = ""
     unit: int = 0
+    has_keep: bool = False
     is_input: bool = False
     """Whether it is an input, and no segment in the work folder."""
 
@@ -90,8 +96,8 @@ class OrderedDocuments:
             total += int(lengths.sum(dtype=np.int64))
         return total
 
-    def order(self, portion: int) -> tuple[Integers, Integers]:
-        """(part, document of it) of every document of a portion, in order."""
+    def order(self, portion: int) -> Portion:
+        """Every document of a portion, in order."""
         if self._buckets:
             return self._order_of_bucket(portion)
         documents = np.arange(self._parts[portion].documents)
@@ -100,29 +106,31 @@ class OrderedDocuments:
             documents = documents[is_kept]
         return np.full(len(documents), portion), documents
 
-    def sizes(self, parts: Integers, documents: Integers) -> Integers:
-        """Tokens of documents; of each part, only the stretch that holds them is looked at."""
-        sizes = np.empty(len(documents), np.int64)
+    def by_part(self, portion: Portion) -> Iterator[tuple[int, Integers, Integers]]:
+        """(part, rows of the portion that are of it, their documents) for each of its parts."""
+        parts, documents = portion
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
-            numbers = documents[rows]
+            yield int(part), rows, documents[rows]
+
+    def sizes(self, portion: Portion) -> Integers:
+        """Tokens of documents; of each part, only the stretch that holds them is looked at."""
+        sizes = np.empty(len(portion[1]), np.int64)
+        for part, rows, numbers in self.by_part(portion):
             start = int(numbers.min())
-            stop = int(numbers.max()) + 1
-            tokens = document_tokens(self.dataset(int(part)), start, stop)
+            tokens = document_tokens(self.dataset(part), start, int(numbers.max()) + 1)
             sizes[rows] = tokens[numbers - start]
         return sizes
 
-    def sequences(self, parts: Integers, documents: Integers) -> Integers:
+    def sequences(self, portion: Portion) -> Integers:
         """How many sequences documents have."""
-        counts = np.empty(len(documents), np.int64)
-        for part in np.unique(parts):
-            rows = np.flatnonzero(parts == part)
-            numbers = documents[rows]
-            bounds = self.dataset(int(part)).document_indices
+        counts = np.empty(len(portion[1]), np.int64)
+        for part, rows, numbers in self.by_part(portion):
+            bounds = self.dataset(part).document_indices
             counts[rows] = bounds[numbers + 1] - bounds[numbers]
         return counts
 
-    def _order_of_bucket(self, bucket: int) -> tuple[Integers, Integers]:
+    def _order_of_bucket(self, bucket: int) -> Portion:
         parts = []
         documents = []
         keys = []
@@ -153,20 +161,15 @@ class OrderedDocuments:
     @cached_property
     def _shuffle_keys(self) -> list[NDArray[np.uint64]]:
         """Of each part, the keys of its documents, ascending."""
-        keys = []
-        for part in self._parts:
-            side = read_side(self._job, part.side, part.documents)
-            keys.append(side["shuffle_key"])
-        return keys
+        return [read_side(self._job, part)["shuffle_key"] for part in self._parts]
 
-    def _is_kept(self, part: int) -> NDArray[np.bool_] | None:
-        """Which documents of a part are no duplicates; None: nobody has looked."""
-        name = self._parts[part].keep
-        if not name:
+    def _is_kept(self, number: int) -> NDArray[np.bool_] | None:
+        """Which documents of a part are no duplicates; None where nobody has looked."""
+        part = self._parts[number]
+        if not part.has_keep:
             return None
-        bits = load_bytes(join_url(self._job.work, name), self._job.storage)
-        flags = np.unpackbits(bits, count=self._parts[part].documents)
-        return flags.astype(np.bool_)
+        bits = load_bytes(f"{part.dataset}{KEEP}", self._job.storage)
+        return np.unpackbits(bits, count=part.documents).astype(np.bool_)
 
 
 def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = None) -> Integers:
@@ -235,8 +238,8 @@ def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.i
 SideRows = dict[str, NDArray[np.uint64]]
 
 
-def row_names(options: ConvertOptions) -> list[str]:
-    """The rows of every `.side` file of a conversion, in their order; none: there are no files."""
+def side_rows(options: ConvertOptions) -> list[str]:
+    """The rows of every `.side` file of a conversion, in their order; without any, no files."""
     names = []
     if options.shuffle_seed is not None:
         names.append("shuffle_key")
@@ -245,32 +248,100 @@ def row_names(options: ConvertOptions) -> list[str]:
     return names
 
 
-def side_name(segment: str) -> str:
-    """The name of a segment's file."""
-    return f"{segment}.side"
+def save_side(job: Job, dataset: str, rows: SideRows) -> None:
+    """Write what shuffling and deduplication need of a segment's documents, if they are asked for."""
+    names = side_rows(job.options)
+    if names:
+        in_order = [rows[name].astype("<u8", copy=False) for name in names]
+        save_bytes(f"{dataset}{SIDE}", np.stack(in_order).tobytes(), job.storage)
 
 
-def save_side(job: Job, segment: str, rows: SideRows) -> None:
-    """Write what was asked for of a segment's documents, if anything was."""
-    names = row_names(job.options)
-    if not names:
-        return
-    in_order = [rows[name].astype("<u8", copy=False) for name in names]
-    url = join_url(job.work, side_name(segment))
-    save_bytes(url, np.stack(in_order).tobytes(), job.storage)
-
-
-def read_side(job: Job, name: str, documents: int) -> SideRows:
-    """The rows of a file, each uint64 [documents]; mapped where it is local."""
-    values = _stored_values(join_url(job.work, name), job.storage)
-    rows = values.reshape(-1, documents)
-    return dict(zip(row_names(job.options), rows, strict=True))
-
-
-def _stored_values(url: str, storage: StorageConfig) -> NDArray[np.uint64]:
-    store, key = open_store(url, storage)
+def read_side(job: Job, part: DocumentSet) -> SideRows:
+    """The rows of a part's file, each uint64 [documents]; mapped where it is local."""
+    url = f"{part.dataset}{SIDE}"
+    store, key = open_store(url, job.storage)
     path = store.local_path(key)
     if path is not None:
         # Mapped, since a bucket needs a stretch of every file.
-        return np.memmap(path, "<u8", "r")
-    return load_bytes(url, storage).view("<u8")
+        values: NDArray[np.uint64] = np.memmap(path, "<u8", "r")
+    else:
+        values = load_bytes(url, job.storage).view("<u8")
+    return dict(zip(side_rows(job.options), values.reshape(-1, part.documents), strict=True))
+
+
+# --- duplicates ---
+
+COMPARED_BYTES = 64
+"""Memory for each document that is compared: six numbers, its place among the sorted ones, and a
+copy of one of them, 8 bytes each.
+"""
+
+
+def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """128-bit hashes of the tokens of each document, in two halves."""
+    # Of ids, whatever their width: segments of one corpus may be stored in different dtypes.
+    ids = batch.tokens.astype("<i8", copy=False)
+    data = ids.view(np.uint8).data
+    ends = np.cumsum(batch.document_tokens) * ids.itemsize
+    digests = bytearray()
+    start = 0
+    for end in ends.tolist():
+        digests += xxhash.xxh3_128_digest(data[start:end])
+        start = end
+    halves = np.frombuffer(digests, "<u8").reshape(-1, 2)
+    return halves[:, 0], halves[:, 1]
+
+
+def remove_duplicates(
+    job: Job, parts: list[DocumentSet], memory_bytes: int
+) -> tuple[list[DocumentSet], int]:
+    """The parts with a `.keep` file each, and how many documents are not kept: all but the first of
+    equal ones.
+
+    Hashes are compared in as many passes as memory asks for. The first is that of the smallest
+    (part's unit, document).
+    """
+    total = sum(part.documents for part in parts)
+    passes = max(1, -(-total * COMPARED_BYTES // memory_bytes))
+    is_kept = [np.zeros(part.documents, np.bool_) for part in parts]
+    for number in range(passes):
+        for part_number, documents in _first_of_equal_ones(job, parts, number, passes):
+            is_kept[part_number][documents] = True
+    parts_with_keep = []
+    num_kept = 0
+    for part, flags in zip(parts, is_kept, strict=True):
+        save_bytes(f"{part.dataset}{KEEP}", np.packbits(flags).tobytes(), job.storage)
+        parts_with_keep.append(replace(part, has_keep=True))
+        num_kept += int(np.count_nonzero(flags))
+    return parts_with_keep, total - num_kept
+
+
+def _first_of_equal_ones(
+    job: Job, parts: list[DocumentSet], number: int, passes: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(number of a part, its documents that are kept), of the documents of one pass."""
+    columns: dict[str, list[NDArray[Any]]] = {}
+    for part_number, part in enumerate(parts):
+        side = read_side(job, part)
+        # Equal documents have equal hashes, so they meet in the same pass.
+        documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == number)
+        rows = {
+            "low": side["hash_low"][documents],
+            "high": side["hash_high"][documents],
+            "unit": np.full(len(documents), part.unit, np.uint64),
+            "number": side["number"][documents],
+            "part": np.full(len(documents), part_number),
+            "document": documents,
+        }
+        for name, values in rows.items():
+            columns.setdefault(name, []).append(values)
+    compared = {name: np.concatenate(arrays) for name, arrays in columns.items()}
+    # Equal ones end up side by side, the first of the corpus before the others.
+    order = np.lexsort([compared[name] for name in ("number", "unit", "high", "low")])
+    low = compared["low"][order]
+    high = compared["high"][order]
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    firsts = order[is_first]
+    for part_number in range(len(parts)):
+        yield part_number, compared["document"][firsts][compared["part"][firsts] == part_number]

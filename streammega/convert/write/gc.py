@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM, PROBE
-from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.names import MANIFEST, SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.dataset.provenance import ENDING as ORIGINS
-from streammega.dataset.shard import SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, join_url, open_store

@@ -11,10 +11,10 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.inputs import Input
-from streammega.convert.tokenize.template_loader import find_template
+from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
-from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
-from streammega.dataset.shard import set_name, split_name
+from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.names import MANIFEST, set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 
 Labels = dict[str, Any]
@@ -41,9 +41,16 @@ def labels_of(
         "chat_template": _chat_template(known, options, has_text=has_text),
     }
     if tokenizer is not None:
-        labels = _labels_of_tokenizer(tokenizer, options, known)
-        return labels | of_modes
-    _check_one_tokenizer(options, known)
+        record = {"name": tokenizer.name, "digest": tokenizer.digest}
+        if _is_mix(f"--tokenizer {options.tokenizer}", record, known, options):
+            return UNKNOWN | of_modes
+        return {
+            "eod_id": resolve_eod_id(tokenizer, options.eod) if options.append_eod else None,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": record,
+        } | of_modes
+    for name, manifest in list(known.items())[:1]:
+        _is_mix(name, manifest.tokenizer, known, options)
     # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
     vocabularies = [_vocabulary(manifest) for manifest in known.values()]
@@ -55,22 +62,26 @@ def labels_of(
     return labels | of_modes
 
 
-def _labels_of_tokenizer(
-    tokenizer: Tokenizer, options: ConvertOptions, known: dict[str, Manifest]
-) -> Labels:
-    """What a tokenizer's ids are; unknown where they are mixed with others."""
-    of_tokenizer = {"name": tokenizer.name, "digest": tokenizer.digest}
-    labels = {
-        "eod_id": resolve_eod_id(tokenizer, options.eod) if options.append_eod else None,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": of_tokenizer,
-    }
+def _is_mix(
+    first: str, tokenizer: dict[str, str], known: dict[str, Manifest], options: ConvertOptions
+) -> bool:
+    """Whether a dataset is of another tokenizer than `first`, as far as both are known.
+
+    Raises ConvertError for the first such dataset, unless tokenizers may be mixed.
+    """
     for name, manifest in known.items():
-        if _differ(manifest.tokenizer, of_tokenizer):
-            option = f"--tokenizer {options.tokenizer}"
-            _refuse_mix(options, option, of_tokenizer, name, manifest.tokenizer)
-            return UNKNOWN
-    return labels
+        other = manifest.tokenizer
+        if not tokenizer or not other or tokenizer.get("digest") == other.get("digest"):
+            continue
+        if options.mix_tokenizers:
+            return True
+        raise ConvertError(
+            f"{first} is of tokenizer {tokenizer.get('name')} ({tokenizer.get('digest', '')[:12]}), "
+            f"{name} of {other.get('name')} ({other.get('digest', '')[:12]}): their ids mean "
+            f"different things; tokenize the text again with one of them, or pass --mix-tokenizers "
+            f"if you know that they agree"
+        )
+    return False
 
 
 def _chat_template(
@@ -86,16 +97,6 @@ def _chat_template(
     return templates[0] if is_one else None
 
 
-def _check_one_tokenizer(options: ConvertOptions, known: dict[str, Manifest]) -> None:
-    """Raise ConvertError for inputs of different tokenizers, unless these may be mixed."""
-    if not known:
-        return
-    first_name, first = next(iter(known.items()))
-    for name, manifest in known.items():
-        if _differ(manifest.tokenizer, first.tokenizer):
-            _refuse_mix(options, first_name, first.tokenizer, name, manifest.tokenizer)
-
-
 def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Manifest | None]:
     """The manifest of each dataset among the inputs, by its prefix; None where there is none that
     can be read.
@@ -104,31 +105,21 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
     for item in inputs:
         if item.format != "megatron":
             continue
-        candidates = _datasets_of(item)
+        # An input is a dataset itself, or a shard of the set that its name tells.
+        prefix = item.path.removesuffix(MANIFEST)
+        shard = prefix if prefix != item.path else split_name(prefix)[0]
+        candidates = [shard]
+        if prefix == item.path and set_name(shard) != shard:
+            candidates.append(set_name(shard))
         if any(manifests.get(name) is not None for name in candidates):
             continue
         # Where none of them has a manifest, the dataset is the last: it has all shards of a set.
-        manifests[candidates[-1]] = _first_manifest(candidates, storage)
+        manifests[candidates[-1]] = None
+        for name in candidates:
+            with suppress(ObjectNotFoundError, FormatError):
+                manifests[candidates[-1]] = read_manifest(name + MANIFEST, storage)
+                break
     return manifests
-
-
-def _datasets_of(item: Input) -> list[str]:
-    """The datasets that an input may be of: itself, and the set whose shard it is.
-
-    A manifest names one; of a pair, only looking for the manifests tells.
-    """
-    prefix = item.path.removesuffix(MANIFEST)
-    if prefix != item.path:
-        return [prefix]
-    shard, _ = split_name(prefix)
-    return list(dict.fromkeys([shard, set_name(shard)]))
-
-
-def _first_manifest(prefixes: Sequence[str], storage: StorageConfig) -> Manifest | None:
-    for prefix in prefixes:
-        with suppress(ObjectNotFoundError, FormatError):
-            return read_manifest(prefix + MANIFEST, storage)
-    return None
 
 
 def _vocabulary(manifest: Manifest) -> Labels:
@@ -138,31 +129,6 @@ def _vocabulary(manifest: Manifest) -> Labels:
         "vocab_size": manifest.vocab_size,
         "tokenizer": manifest.tokenizer,
     }
-
-
-def _differ(first: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether both are known, and not the same."""
-    return bool(first and other) and first.get("digest") != other.get("digest")
-
-
-def _refuse_mix(
-    options: ConvertOptions,
-    first: str,
-    first_tokenizer: dict[str, str],
-    other: str,
-    other_tokenizer: dict[str, str],
-) -> None:
-    """Raise ConvertError, unless tokenizers may be mixed."""
-    if options.mix_tokenizers:
-        return
-    first_digest = first_tokenizer.get("digest", "")[:12]
-    other_digest = other_tokenizer.get("digest", "")[:12]
-    raise ConvertError(
-        f"{first} is of tokenizer {first_tokenizer.get('name')} ({first_digest}), {other} of "
-        f"{other_tokenizer.get('name')} ({other_digest}): their ids mean different things; "
-        f"tokenize the text again with one of them, or pass --mix-tokenizers if you know that they "
-        f"agree"
-    )
 
 
 def _loss_modes(

@@ -7,7 +7,7 @@ manifest, which describes the bins, sees that the sizes of tokens and `.idx` dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from streammega.convert.documents import bounds_of
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write.copy import HeldDocuments, gather, read_all
-from streammega.convert.write.document_order import Integers, OrderedDocuments, ragged
+from streammega.convert.write.document_order import Integers, OrderedDocuments, Portion, ragged
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.kernels.packing import best_fit
 
@@ -68,19 +68,19 @@ class PackedPieces:
 
 
 def windows_of(
-    documents: OrderedDocuments, portions: Iterable[tuple[Integers, Integers]], capacity: int
-) -> Iterator[tuple[Integers, Integers]]:
-    """(part, document of it) of the documents that are packed together: as many as follow each
+    documents: OrderedDocuments, portions: Iterable[Portion], capacity: int
+) -> Iterator[Portion]:
+    """The documents that are packed together: as many as follow each
     other and fit a window, at least one. Documents without tokens are left out.
 
     Where portions end changes nothing: how large they are depends on the machine.
     """
     most = max(WINDOW_TOKENS, WINDOW_BINS * capacity)
-    held: list[tuple[Integers, Integers]] = []
+    held: list[Portion] = []
     held_tokens = 0
     held_documents = 0
     for parts, chosen in portions:
-        sizes = documents.sizes(parts, chosen)
+        sizes = documents.sizes((parts, chosen))
         is_something = sizes > 0
         parts = parts[is_something]
         chosen = chosen[is_something]
@@ -107,7 +107,7 @@ def windows_of(
         yield _joined(held)
 
 
-def _joined(held: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+def _joined(held: list[Portion]) -> Portion:
     parts = np.concatenate([parts for parts, _ in held])
     chosen = np.concatenate([chosen for _, chosen in held])
     return parts, chosen
@@ -184,21 +184,22 @@ def _pieces(
 
 def copy_packed(
     documents: OrderedDocuments,
-    portions: Iterable[tuple[Integers, Integers]],
+    portions: Iterable[Portion],
     options: ConvertOptions,
     pad_id: int,
     writer: IndexedDatasetWriter,
     counts: PackCounts,
-) -> Iterator[tuple[tuple[Integers, Integers], int]]:
-    """Write the documents of a shard as bins; adds to `counts`. Yields ((part, document of it) of
-    every piece in the order in which they are stored, bytes written), window by window.
+    stored_order: list[Portion],
+) -> Generator[int, None, None]:
+    """Write the documents of a shard as bins. Yields bytes as they are written, window by window.
 
-    pad_id: what stands where there is no document.
+    pad_id: what stands where there is no document. Adds to `counts`, and with provenance to
+    `stored_order` the document of every piece.
     """
     capacity = options.pack
     assert capacity is not None
     for parts, chosen in windows_of(documents, portions, capacity):
-        held = read_all(documents, parts, chosen, writer.dtype)
+        held = read_all(documents, (parts, chosen), writer.dtype)
         sizes = held.sizes // writer.dtype.itemsize
         packed, of_window = pack(sizes, options)
         counts.add(of_window)
@@ -211,7 +212,9 @@ def copy_packed(
         _write(bins, held, packed, writer)
         bytes_written = bins.nbytes
         del bins, held
-        yield (parts[packed.document], chosen[packed.document]), bytes_written
+        if options.origins:
+            stored_order.append((parts[packed.document], chosen[packed.document]))
+        yield bytes_written
     tail = np.full(1, pad_id, writer.dtype)
     nothing = np.empty(0, np.int64)
     writer.add_documents(

@@ -18,14 +18,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from streammega.convert.digests import digest_of_bytes
 from streammega.convert.job import load_json, save_json
+from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.inputs import Input
 from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
 from streammega.convert.write.shards import ShardLayout
-from streammega.dataset.manifest import MANIFEST, Manifest, ShardEntry
+from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.shard import split_name
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes

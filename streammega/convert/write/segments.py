@@ -1,29 +1,111 @@
-"""Documents of a unit written as segments: `.bin/.idx` pairs of at most a few tens of MiB in the
-work folder, with a `.side` file where documents are shuffled or compared.
+"""The first half of a conversion: units of input, each of which becomes segments in the work folder.
+
+A unit is a stretch of the inputs that one worker handles. What it makes depends on nothing else, so
+it can be done anywhere, and again. The unit's record, written last, says that all of it is there.
+A segment is a `.bin/.idx` pair of at most a few tens of MiB, with a `.side` file where documents
+are shuffled or compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import Tokens, bounds_of, concatenate
-from streammega.convert.job import Job, Segment, UnitRecord, length_histogram, unit_name
-from streammega.convert.tokenize.encode import eod_of
-from streammega.convert.write.dedup import document_hashes
-from streammega.convert.write.document_order import SideRows, permuted, save_side, shuffle_keys
-from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
-from streammega.dataset.provenance import (
-    ENDING,
-    DocumentOrigins,
-    ProvenanceWriter,
+from streammega.convert.documents import RawDocument, Tokens, bounds_of, concatenate
+from streammega.convert.job import (
+    Job,
+    Segment,
+    UnitRecord,
+    length_histogram,
+    save_record,
+    stored_bytes,
+    unit_name,
 )
+from streammega.convert.read.readers import read_slice
+from streammega.convert.read.source import Skipped
+from streammega.convert.tokenize.encode import encoder_of, eod_of
+from streammega.convert.write.document_order import (
+    SideRows,
+    document_hashes,
+    permuted,
+    save_side,
+    shuffle_keys,
+)
+from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
+from streammega.dataset.provenance import ENDING, ProvenanceWriter
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url, save_bytes
+from streammega.storage.progress import Progress
+
+BATCH_BYTES = 1 << 20
+"""Raw documents that are encoded together."""
+BATCH_DOCUMENTS = 4096
+"""At most so many of them, however short."""
+PARSED_BYTES = 4096
+"""What a record that was parsed already is taken for, where nobody knows its size."""
+
+
+def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
+    """Read, encode and write one unit, and its record. Raises ConvertError, StorageError."""
+    record = UnitRecord(digest=job.unit_digest(number))
+    skipped = Skipped()
+    writer = SegmentWriter(job, number, record)
+    stored = stored_bytes(job.units[number])
+    bytes_told = 0
+
+    def note(source_bytes: int, tokens: int) -> None:
+        """Count what was made of the unit, and tell how much of it was read, each byte once."""
+        nonlocal bytes_told
+        record.source_bytes += source_bytes
+        # Some bytes are read twice, or belong to the next unit.
+        bytes_read = skipped.bytes_read if stored is None else min(stored, skipped.bytes_read)
+        progress(bytes_read - bytes_told, tokens)
+        bytes_told = bytes_read
+
+    for batch in batches_of(job, number, skipped):
+        tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
+        record.read += len(batch.documents if isinstance(batch, Tokens) else batch)
+        writer.add(tokens)
+        note(tokens.source_bytes, len(tokens.tokens))
+    writer.flush()
+    if stored is not None:  # columns that are not wanted are not read
+        skipped.bytes_read = stored
+    note(0, 0)
+    for reason, count in skipped.counts.items():
+        record.count(reason, count)
+    record.members = skipped.members
+    record.messages = skipped.messages
+    record.errors = skipped.errors
+    save_record(job, number, record)
+    return record
+
+
+def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | Tokens]:
+    """Documents of a unit in order: raw ones in batches of about a MiB."""
+    batch: list[RawDocument] = []
+    batch_bytes = 0
+    slices = job.units[number]
+    for item in chain.from_iterable(
+        read_slice(piece, job.options, job.input_storage, skipped) for piece in slices
+    ):
+        if isinstance(item, RawDocument):
+            batch.append(item)
+            batch_bytes += len(item.data) or item.size or PARSED_BYTES
+            if batch_bytes < BATCH_BYTES and len(batch) < BATCH_DOCUMENTS:
+                continue
+        if batch:
+            yield batch
+            batch = []
+            batch_bytes = 0
+        if not isinstance(item, RawDocument):
+            yield item
+    if batch:
+        yield batch
 
 
 class SegmentWriter:
@@ -31,7 +113,6 @@ class SegmentWriter:
 
     def __init__(self, job: Job, unit: int, record: UnitRecord) -> None:
         self._job = job
-        self._options = job.options
         self._unit = unit
         self._record = record
         self._selection = Selection(job, record)
@@ -62,77 +143,41 @@ class SegmentWriter:
         self._held_bytes = 0
         if not held:
             return
+        job = self._job
+        options = job.options
         numbers = np.concatenate(numbers_of_batches)
         if len({batch.modes is None for batch in held}) > 1:
             raise ConvertError("some inputs have modes and others have none; convert them apart")
-        dtype = token_dtype([batch.tokens for batch in held], self._options.dtype)
+        dtype = token_dtype([batch.tokens for batch in held], options.dtype)
         batch = concatenate(held, dtype)
-        keys = self._shuffle_keys(numbers)
-        if keys is not None:
+        rows: SideRows = {}
+        if options.shuffle_seed is not None:
+            keys = shuffle_keys(options.shuffle_seed, self._unit, numbers)
             # Sorted here, so that a bucket is one stretch of each segment.
             order = np.argsort(keys, kind="stable")
             batch = permuted(batch, order)
             numbers = numbers[order]
-            keys = keys[order]
-        hashes = document_hashes(batch) if self._options.dedup else ()
-        self._save_side(keys, numbers, hashes)
-        _save_origins(self._job, self._next_segment, batch.origins, len(batch.documents))
+            rows["shuffle_key"] = keys[order]
+        if options.dedup:
+            rows["number"] = numbers.astype(np.uint64)
+            rows["hash_low"], rows["hash_high"] = document_hashes(batch)
+        # The name says how large segments are, which depends on the machine: two that do the same
+        # unit at once, one of which seemed to be dead, write other files, or the same bytes.
+        number = len(self._record.segments)
+        name = f"{unit_name(self._unit)}-{job.segment_bytes:x}-{number:04d}"
+        prefix = join_url(job.work, name)
+        save_side(job, prefix, rows)
+        if options.origins:
+            _save_origins(job, prefix, batch)
         multimodal = batch.modes is not None
-        with self._writer(dtype, multimodal=multimodal) as writer:
+        with IndexedDatasetWriter(prefix, dtype, multimodal, job.storage, kind="bin") as writer:
             stored = batch.tokens.view(np.uint8).data
             writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
-        self._note(dtype, batch.document_tokens, multimodal=multimodal)
-
-    @property
-    def _next_segment(self) -> str:
-        """The name of the segment that is written next.
-
-        It tells how large segments are, which depends on the machine: two that do the same unit at
-        once, one of which was thought to be dead, write other files, or the same bytes.
-        """
-        number = len(self._record.segments)
-        return f"{unit_name(self._unit)}-{self._job.segment_bytes:x}-{number:04d}"
-
-    def _shuffle_keys(self, numbers: NDArray[np.int64]) -> NDArray[np.uint64] | None:
-        seed = self._options.shuffle_seed
-        return None if seed is None else shuffle_keys(seed, self._unit, numbers)
-
-    def _save_side(
-        self,
-        keys: NDArray[np.uint64] | None,
-        numbers: NDArray[np.int64],
-        hashes: Sequence[NDArray[np.uint64]],
-    ) -> None:
-        """What is needed of each document beside its tokens, if anything."""
-        rows: SideRows = {}
-        if keys is not None:
-            rows["shuffle_key"] = keys
-        if self._options.dedup:
-            low, high = hashes
-            rows["number"] = numbers.astype(np.uint64)
-            rows["hash_low"] = low
-            rows["hash_high"] = high
-        save_side(self._job, self._next_segment, rows)
-
-    def _writer(self, dtype: np.dtype[Any], *, multimodal: bool) -> IndexedDatasetWriter:
-        prefix = join_url(self._job.work, self._next_segment)
-        return IndexedDatasetWriter(prefix, dtype, multimodal, self._job.storage, kind="bin")
-
-    def _note(self, dtype: np.dtype[Any], sizes: NDArray[np.int64], *, multimodal: bool) -> None:
-        """A segment that is written. sizes: tokens of its documents."""
-        tokens = int(sizes.sum())
-        segment = Segment(
-            name=self._next_segment,
-            dtype=str(dtype),
-            multimodal=multimodal,
-            documents=len(sizes),
-            tokens=tokens,
-        )
+        sizes = batch.document_tokens
         record = self._record
-        # From here on the next segment has another name.
-        record.segments.append(segment)
+        record.segments.append(Segment(name=name, documents=len(sizes)))
         record.documents += len(sizes)
-        record.tokens += tokens
+        record.tokens += len(batch.tokens)
         for number, count in enumerate(length_histogram(sizes)):
             record.histogram[number] += count
 
@@ -225,18 +270,18 @@ class Selection:
         self._record.count(reason, int(np.count_nonzero(which)))
 
 
-def _save_origins(job: Job, name: str, origins: DocumentOrigins | None, documents: int) -> None:
-    """Write those of a segment's documents beside it, if they are kept. Raises ConvertError where
-    they are not of as many: each would be told of another one's.
+def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
+    """Write where a segment's documents came from beside it.
+
+    Raises ConvertError where that is not known of each: some would get another one's.
     """
-    if not job.options.origins:
-        return
-    if origins is None or len(origins) != documents:
-        known = 0 if origins is None else len(origins)
+    documents = len(batch.documents)
+    if batch.origins is None or len(batch.origins) != documents:
+        known = 0 if batch.origins is None else len(batch.origins)
         raise ConvertError(
-            f"{name}: where {documents} documents came from is known of {known}; convert without "
+            f"{prefix}: where {documents} documents came from is known of {known}; convert without "
             "--origins, and report this"
         )
     writer = ProvenanceWriter()
-    writer.add(origins)
-    save_bytes(join_url(job.work, name + ENDING), writer.finish(), job.storage)
+    writer.add(batch.origins)
+    save_bytes(prefix + ENDING, writer.finish(), job.storage)

@@ -7,18 +7,17 @@ shard can be written by any worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from streammega.config import StorageConfig
-from streammega.convert.digests import digest_of_json
 from streammega.convert.documents import bounds_of
 from streammega.convert.job import Job, UnitRecord, load_json, save_json
+from streammega.convert.options import digest_of_json
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.tokenize.encode import eod_of
@@ -26,26 +25,23 @@ from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import (
     DocumentSet,
-    Integers,
     OrderedDocuments,
-    row_names,
-    side_name,
+    Portion,
 )
 from streammega.convert.write.packing import PackCounts, copy_packed
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import ShardEntry
+from streammega.dataset.names import shard_name
 from streammega.dataset.provenance import (
     ENDING,
-    DocumentOrigins,
     ProvenanceWriter,
     concat_origins,
     open_provenance,
 )
-from streammega.dataset.shard import shard_name
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url, parent_url, save_bytes
-from streammega.storage.backends.obstore_writer import sized_for
+from streammega.storage.backends.remote import sized_for
 from streammega.storage.progress import Progress
 
 Place = tuple[int, int]
@@ -94,8 +90,7 @@ def plan_bounds(documents: OrderedDocuments, itemsize: int, shard_bytes: int | N
         return [*bounds, end]
     room = shard_bytes
     for portion in range(documents.num_portions):
-        parts, chosen = documents.order(portion)
-        ends = np.cumsum(documents.sizes(parts, chosen) * itemsize)
+        ends = np.cumsum(documents.sizes(documents.order(portion)) * itemsize)
         first = 0
         while first < len(ends):
             bytes_before = int(ends[first - 1]) if first else 0
@@ -120,8 +115,7 @@ def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> li
     for portion in range(documents.num_portions):
         if not later_shards:
             break
-        parts, chosen = documents.order(portion)
-        sequence_bounds = bounds_of(documents.sequences(parts, chosen))
+        sequence_bounds = bounds_of(documents.sequences(documents.order(portion)))
         while later_shards and later_shards[0][0] == portion:
             _, document = later_shards.popleft()
             first_sequences.append(sequences_before + int(sequence_bounds[document]))
@@ -148,18 +142,13 @@ def parts_of_datasets(inputs: Sequence[Input], storage: StorageConfig) -> list[D
 
 def parts_of_units(job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]:
     """The segments that units made."""
-    has_side = bool(row_names(job.options))
-    parts = []
-    for unit, record in enumerate(records):
-        for segment in record.segments:
-            part = DocumentSet(
-                dataset=join_url(job.work, segment.name),
-                documents=segment.documents,
-                side=side_name(segment.name) if has_side else "",
-                unit=unit,
-            )
-            parts.append(part)
-    return parts
+    return [
+        DocumentSet(
+            dataset=join_url(job.work, segment.name), documents=segment.documents, unit=unit
+        )
+        for unit, record in enumerate(records)
+        for segment in record.segments
+    ]
 
 
 def plan_shards(
@@ -215,90 +204,104 @@ def plan_shards(
     return replace(layout, digest=digest)
 
 
-def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardEntry | None:
-    """What was written of a shard, if it is done and belongs to this layout."""
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What is noted in the work folder of a shard that is written.
+
+    digest: that of its layout. packing: what packing made of its documents. origins: the checksum of
+    its provenance; ids: how many of its documents have an id.
+    """
+
+    digest: str
+    shard: ShardEntry
+    packing: PackCounts | None = None
+    origins: str = ""
+    ids: int = 0
+
+
+def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardRecord | None:
+    """The record of a shard, if it is done and belongs to this layout."""
     stored = load_json(_record_url(job.work, number), job.storage)
     if stored is None or stored.get("digest") != layout.digest:
         return None
-    return ShardEntry(**stored["shard"])
-
-
-def read_provenance_checksums(
-    work: str, layout: ShardLayout, storage: StorageConfig
-) -> tuple[list[str], int]:
-    """The checksums of the origins of all shards, and how many documents have an id.
-
-    Raises ConvertError where a record is gone.
-    """
-    checksums = []
-    num_ids = 0
-    for number in range(layout.num_shards):
-        record = load_json(_record_url(work, number), storage)
-        if record is None or "origins" not in record:
-            raise ConvertError(
-                f"{_record_url(work, number)}: is gone; run the same command again with --restart"
-            )
-        checksums.append(str(record["origins"]))
-        num_ids += int(record["ids"])
-    return checksums, num_ids
-
-
-def read_pack_counts(job: Job, number: int) -> PackCounts:
-    """What packing made of the documents of a shard that is done."""
-    stored = load_json(_record_url(job.work, number), job.storage)
-    assert stored is not None
-    return PackCounts(**stored["packing"])
+    packing = stored.pop("packing")
+    return ShardRecord(
+        **stored | {"shard": ShardEntry(**stored["shard"])},
+        packing=None if packing is None else PackCounts(**packing),
+    )
 
 
 def write_shard(
     job: Job, layout: ShardLayout, number: int, progress: Progress, threads: int = 1
-) -> ShardEntry:
+) -> ShardRecord:
     """Write one shard's tokens to its target and its `.idx` to the work folder, then its record.
 
     threads: that may copy into it at once.
     """
+    options = job.options
     itemsize = np.dtype(layout.dtype).itemsize
     documents = OrderedDocuments(job, layout.parts, layout.buckets)
-    counts = PackCounts()
-    placed: list[tuple[Integers, Integers]] = []
+    portions = _portions_of_shard(documents, layout, number)
+    packing = None if options.pack is None else PackCounts()
+    stored_order: list[Portion] = []
     with _writer(job, layout, number, documents) as writer:
-        copied = _copy_documents(job, documents, layout, number, writer, threads, counts, placed)
+        if packing is not None:
+            pad_id = eod_of(job) or 0
+            copied = copy_packed(
+                documents, portions, options, pad_id, writer, packing, stored_order
+            )
+        elif layout.buckets:
+            copied = copy_shuffled(documents, portions, writer)
+        else:
+            # A portion is a part, so all documents of one are of the same.
+            copied = copy_in_order(documents, portions, writer, threads)
         # Closed before the writer, whatever happens: threads may be writing into its file.
         with closing(copied):
             for written in copied:
                 progress(written, written // itemsize)
-    shard = ShardEntry(
-        name=layout.names[number],
-        documents=writer.num_documents,
-        sequences=writer.num_sequences,
-        tokens=writer.num_tokens,
-        bytes=writer.stored.size,
-        checksums=writer.stored.checksums,
-        index_bytes=writer.index.size,
-        index_checksums=writer.index.checksums,
+    origins = ""
+    ids = 0
+    if options.origins:
+        as_planned = _portions_of_shard(documents, layout, number)
+        in_order = as_planned if packing is None else stored_order
+        origins, ids = _write_origins(job, documents, in_order, layout.names[number])
+    record = ShardRecord(
+        digest=layout.digest,
+        shard=ShardEntry(
+            name=layout.names[number],
+            documents=writer.num_documents,
+            sequences=writer.num_sequences,
+            tokens=writer.num_tokens,
+            bytes=writer.stored.size,
+            checksums=writer.stored.checksums,
+            index_bytes=writer.index.size,
+            index_checksums=writer.index.checksums,
+        ),
+        packing=packing,
+        origins=origins,
+        ids=ids,
     )
-    record: dict[str, Any] = {"digest": layout.digest, "shard": asdict(shard)}
-    if job.options.pack is not None:
-        record["packing"] = asdict(counts)
-    if job.options.origins:
-        portions = _documents_of_portions(documents, layout, number)
-        in_order = portions if job.options.pack is None else placed
-        record["origins"], record["ids"] = _write_origins(
-            job, documents, in_order, layout.names[number]
-        )
-    save_json(_record_url(job.work, number), record, job.storage)
-    return shard
+    save_json(_record_url(job.work, number), asdict(record), job.storage)
+    return record
 
 
 def _writer(
     job: Job, layout: ShardLayout, number: int, documents: OrderedDocuments
 ) -> IndexedDatasetWriter:
     options = job.options
+    dtype = np.dtype(layout.dtype)
+    if options.shard_bytes is not None:
+        # Half as much again: one document may be larger than a shard, and a tar has headers.
+        expected_bytes = options.shard_bytes * 3 // 2
+    else:
+        # Twice as much where bins may be half empty.
+        packed = 1 if options.pack is None else 2
+        expected_bytes = documents.num_tokens * dtype.itemsize * packed
     return IndexedDatasetWriter(
         layout.targets[number],
-        np.dtype(layout.dtype),
+        dtype,
         layout.multimodal,
-        sized_for(job.storage, _expected_bytes(job, layout, documents)),
+        sized_for(job.storage, expected_bytes),
         kind=options.kind,
         level=options.level,
         frame_bytes=options.frame_bytes,
@@ -307,52 +310,10 @@ def _writer(
     )
 
 
-def _expected_bytes(job: Job, layout: ShardLayout, documents: OrderedDocuments) -> int:
-    shard_bytes = job.options.shard_bytes
-    if shard_bytes is None:
-        dtype = np.dtype(layout.dtype)
-        # Twice as much where bins may be half empty.
-        packed = 1 if job.options.pack is None else 2
-        return documents.num_tokens * dtype.itemsize * packed
-    # Half as much again: one document may be larger than a shard, and a tar has headers.
-    return shard_bytes * 3 // 2
-
-
-def _copy_documents(
-    job: Job,
-    documents: OrderedDocuments,
-    layout: ShardLayout,
-    number: int,
-    writer: IndexedDatasetWriter,
-    threads: int,
-    counts: PackCounts,
-    placed: list[tuple[Integers, Integers]],
-) -> Generator[int, None, None]:
-    """Copy the documents of a shard. Yields bytes as they are written. Where they are packed, adds
-    to `counts`, and to `placed` what is stored in which order, as portions.
-    """
-    portions = _documents_of_portions(documents, layout, number)
-    if job.options.pack is not None:
-        pad_id = eod_of(job) or 0
-        for portion, written in copy_packed(
-            documents, portions, job.options, pad_id, writer, counts
-        ):
-            if job.options.origins:
-                placed.append(portion)
-            yield written
-        return
-    if not layout.buckets:
-        # A portion is a part, so all documents of one are of the same.
-        yield from copy_in_order(documents, portions, writer, threads)
-        return
-    for parts, chosen in portions:
-        yield from copy_shuffled(documents, parts, chosen, writer)
-
-
-def _documents_of_portions(
+def _portions_of_shard(
     documents: OrderedDocuments, layout: ShardLayout, number: int
-) -> Iterator[tuple[Integers, Integers]]:
-    """(part, document of it) of a shard's documents, a portion at a time."""
+) -> Iterator[Portion]:
+    """The documents of a shard, a portion at a time."""
     first_portion, first_document = layout.bounds[number]
     last_portion, end_in_last_portion = layout.bounds[number + 1]
     # The last shard ends at the beginning of a portion that is none.
@@ -369,40 +330,28 @@ def _record_url(work: str, number: int) -> str:
 
 
 def _write_origins(
-    job: Job,
-    documents: OrderedDocuments,
-    portions: Iterable[tuple[Integers, Integers]],
-    name: str,
+    job: Job, documents: OrderedDocuments, portions: Iterable[Portion], name: str
 ) -> tuple[str, int]:
-    """Write the origins of a shard to the work folder, from where they are published; returns their
-    xxh3-128, and how many of them have an id. portions: (part, document of it) of its documents, in
-    their order.
+    """Write the origins of a shard to the work folder, from where they are published.
+
+    Returns their xxh3-128, and how many of them have an id. portions: its documents in their order.
     """
     writer = ProvenanceWriter()
-    for parts, chosen in portions:
-        writer.add(_origins_of(job, documents, parts, chosen))
-    stored = writer.finish()
-    save_bytes(join_url(job.work, f"out/{name}{ENDING}"), stored, job.storage)
-    return xxhash.xxh3_128_hexdigest(stored), writer.num_ids
-
-
-def _origins_of(
-    job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers
-) -> DocumentOrigins:
-    """The origins of documents of some parts, in the order asked."""
-    found = []
-    rows = []
-    for part in np.unique(parts):
-        of_part = np.flatnonzero(parts == part)
-        prefix = documents.name(int(part))
-        stored = open_provenance(prefix, job.storage)
-        if stored is None:
-            raise ConvertError(
-                f"{prefix}{ENDING}: is gone; run the same command again with --restart"
-            )
-        first = int(chosen[of_part].min())
-        stretch = stored.between(first, int(chosen[of_part].max()) + 1)
-        found.append(stretch.take(chosen[of_part] - first))
-        rows.append(of_part)
-    in_order = np.argsort(np.concatenate(rows))
-    return concat_origins(found).take(in_order)
+    for portion in portions:
+        found = []
+        rows_of_parts = []
+        for part, rows, numbers in documents.by_part(portion):
+            prefix = documents.name(part)
+            stored = open_provenance(prefix, job.storage)
+            if stored is None:
+                raise ConvertError(
+                    f"{prefix}{ENDING}: is gone; run the same command again with --restart"
+                )
+            first = int(numbers.min())
+            found.append(stored.between(first, int(numbers.max()) + 1).take(numbers - first))
+            rows_of_parts.append(rows)
+        in_order = np.argsort(np.concatenate(rows_of_parts))
+        writer.add(concat_origins(found).take(in_order))
+    data = writer.finish()
+    save_bytes(join_url(job.work, f"out/{name}{ENDING}"), data, job.storage)
+    return xxhash.xxh3_128_hexdigest(data), writer.num_ids

@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -23,26 +24,24 @@ from streammega.errors import (
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
-    StorageError,
     StreammegaError,
 )
 from streammega.errors.redaction import redact
-from streammega.storage.backends.obstore_writer import part_bytes
 from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.remote import CONNECT_WITHIN, RemoteStore
+from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.backends.s3_options import S3_OPTIONS
 from streammega.storage.etags import check_version
-from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
+from streammega.storage.fd_limit import blame_limit
 from streammega.storage.http_errors import (
     NO_BUCKET,
     NO_CREDENTIALS,
     check_range,
     denied,
     failure_of_status,
+    failure_without_status,
     is_of_network,
     missing,
     missing_bucket,
-    no_answer,
     no_size,
     status_of,
     throttled,
@@ -62,7 +61,7 @@ log = logging.getLogger(__name__)
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
-_of_parents: list[Any] = []
+_inherited_drivers: list[Any] = []
 """Drivers that this process was forked with.
 
 Kept, for those of s3fs would try to close their parent's connections, and print why not.
@@ -118,19 +117,16 @@ class FsspecStore(RemoteStore):
             meta = self._ask(fs, "info", path)
             if meta.get("type") == "directory":
                 raise FileNotFoundError(path)
-            etag = _etag_of(meta) or self._checksum(fs, path)
+            etag = _etag_of(meta)
+            # What a driver makes of its own knowledge: of http that is the URL alone, which tells
+            # no versions apart.
+            if not etag and self.scheme not in _HTTP:
+                etag = fs.ukey(path)
             if meta["size"] is None:
                 raise no_size(self.url(key))
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
         return self._call(key, head)
-
-    def _checksum(self, fs: Any, path: str) -> str:
-        """What a driver makes of its own knowledge of an object, in place of an ETag."""
-        # Of http that is the URL alone, which tells no versions apart.
-        if self.scheme in _HTTP:
-            return ""
-        return str(fs.ukey(path))
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """One call of the driver within `timeout`.
@@ -216,8 +212,12 @@ class FsspecStore(RemoteStore):
             if self.scheme == "s3":
                 fs.call_s3 = self._trying_again(key, fs.call_s3)
                 file = fs.open(path, "wb", autocommit=False)
-                return FsspecWriter(file, wrap)
-            return RenamingWriter(fs, path, wrap)
+                return S3fsWriter(file, wrap)
+            # Other drivers publish a file when it is closed, or while it is written.
+            temporary = f"{path}.{uuid.uuid4().hex}.partial"
+            file = fs.open(temporary, "wb")
+            publish = partial(_rename, fs, temporary, path)
+            return FsspecWriter(file, publish, [file.close, partial(fs.rm_file, temporary)], wrap)
         except BaseException as error:
             raise self._error(key, error) from None
 
@@ -263,7 +263,7 @@ class FsspecStore(RemoteStore):
         # Its threads do not survive a fork, and s3fs closes connections as a driver is collected.
         with self._lock:
             if self._opened is not None and self._opened[0] != os.getpid():
-                _of_parents.append(self._opened)
+                _inherited_drivers.append(self._opened)
                 self._opened = None
         return super()._client()
 
@@ -277,14 +277,21 @@ class FsspecStore(RemoteStore):
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
         if self.scheme == "s3":
             limits = {
-                "connect_timeout": min(CONNECT_WITHIN, self._config.timeout),
+                "connect_timeout": min(CONNECT_TIMEOUT, self._config.timeout),
                 "read_timeout": self._config.stall_timeout,
                 "max_pool_connections": max(10, self._config.max_requests),
                 "retries": {"total_max_attempts": 1},
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
         elif self.scheme in _HTTP:
-            limits = {"timeout": self._http_timeout()}
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(
+                total=self._config.timeout,
+                sock_connect=min(CONNECT_TIMEOUT, self._config.timeout),
+                sock_read=self._config.stall_timeout,
+            )
+            limits = {"timeout": timeout}
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})
         try:
             driver = fsspec.get_filesystem_class(self.scheme)
@@ -304,16 +311,6 @@ class FsspecStore(RemoteStore):
                 raise EndpointError(f"{self.scheme}://: {limit}") from None
             reason = redact(str(error), self._config.storage_options)
             raise ConfigError(f"{self.scheme}://: storage_options do not fit: {reason}") from None
-
-    def _http_timeout(self) -> Any:
-        import aiohttp
-
-        timeout = self._config.timeout
-        return aiohttp.ClientTimeout(
-            total=timeout,
-            sock_connect=min(CONNECT_WITHIN, timeout),
-            sock_read=self._config.stall_timeout,
-        )
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         return driver_error(self.url(key), error, self._config.storage_options)
@@ -347,15 +344,9 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
     busy = isinstance(error, OSError) and error.errno == errno.EBUSY
     if busy or any(sign in text for sign in _BUSY_SIGNS):
         return throttled(url, text)
-    broken = is_of_network(error)
-    limit = blame_limit_of_connection(error) if broken else blame_limit(error)
-    if limit:
-        return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
     if any(sign in text for sign in _FAILED_SIGNS):
         return unreachable(url, text)
-    if broken:
-        return no_answer(url, text)
-    return StorageError(f"{url}: {text}")
+    return failure_without_status(url, error, text, of_network=is_of_network(error))
 
 
 def _etag_of(meta: Mapping[str, Any]) -> Any:
@@ -423,43 +414,6 @@ Wrap = Callable[[BaseException], BaseException]
 _GLOB_SIGNS = "*?["
 
 
-class RenamingWriter(ObjectWriter):
-    """For drivers that publish a file when it is closed, or while it is written.
-
-    It has another name until then, and is renamed.
-    """
-
-    def __init__(self, fs: Any, key: str, wrap: Wrap) -> None:
-        self._fs = fs
-        self._key = key
-        self._wrap = wrap
-        self._temporary = f"{key}.{uuid.uuid4().hex}.partial"
-        self._file = fs.open(self._temporary, "wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        try:
-            self._file.write(data)
-        except Exception as error:
-            raise self._wrap(error) from None
-
-    def commit(self) -> None:
-        """Close, then rename."""
-        try:
-            self._file.close()
-            _rename(self._fs, self._temporary, self._key)
-        except Exception as error:
-            raise self._wrap(error) from None
-
-    def abort(self) -> None:
-        """Close and remove the temporary file."""
-        for step in (self._file.close, lambda: self._fs.rm_file(self._temporary)):
-            try:
-                step()
-            except Exception:  # the writer is being thrown away: what could be removed, was
-                log.debug("could not remove %s", self._temporary)
-
-
 def _rename(fs: Any, old: str, new: str) -> None:
     """Move a file."""
     # fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for a glob.
@@ -472,19 +426,25 @@ def _rename(fs: Any, old: str, new: str) -> None:
 
 
 class FsspecWriter(ObjectWriter):
-    """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
+    """A driver's file, which shows under its key when it is published after its end.
 
-    def __init__(self, file: Any, wrap: Wrap) -> None:
+    Args: publish: shows it. discard: the steps that remove it instead, each of which is tried.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        publish: Callable[[], Any],
+        discard: Sequence[Callable[[], Any]],
+        wrap: Wrap,
+    ) -> None:
         self._file = file
+        self._publish = publish
+        self._discard = discard
         self._wrap = wrap
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
-        # s3fs of 2024 has no such setting.
-        fixed_size = getattr(self._file.fs, "fixed_upload_size", False)
-        if not fixed_size:
-            parts = getattr(self._file, "parts", None) or []
-            self._file.blocksize = max(self._file.blocksize, part_bytes(len(parts)))
+        """Append bytes."""
         try:
             self._file.write(data)
         except Exception as error:
@@ -494,14 +454,31 @@ class FsspecWriter(ObjectWriter):
         """Send what is left and publish."""
         try:
             self._file.close()
-            self._file.commit()
+            self._publish()
         except Exception as error:
             raise self._wrap(error) from None
 
     def abort(self) -> None:
-        """Discard the upload, and keep the file's finaliser from publishing it."""
-        try:
-            self._file.discard()
-        except Exception as error:
-            log.debug("the upload could not be discarded: %s", type(error).__name__)
-        self._file.closed = True
+        """Throw away what was written, as far as the driver can."""
+        for step in self._discard:
+            try:
+                step()
+            except Exception as error:
+                log.debug("an unfinished file could not be removed: %s", type(error).__name__)
+
+
+class S3fsWriter(FsspecWriter):
+    """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
+
+    def __init__(self, file: Any, wrap: Wrap) -> None:
+        # Its finaliser would publish a file that is not closed.
+        close = partial(setattr, file, "closed", True)
+        super().__init__(file, file.commit, [file.discard, close], wrap)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
+        # s3fs of 2024 has no such setting.
+        if not getattr(self._file.fs, "fixed_upload_size", False):
+            parts = getattr(self._file, "parts", None) or []
+            self._file.blocksize = max(self._file.blocksize, part_bytes(len(parts)))
+        super().write(data)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
-from streammega.storage.atomic_file import create_beside
+from streammega.storage.atomic_file import AtomicFile
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import blame_limit
 from streammega.storage.fork_lock import process_lock
@@ -41,8 +41,6 @@ from streammega.storage.store import (
     check_room,
 )
 
-LARGE_BYTES = 256 << 10
-"""Writes from this size on go past the buffer: a copy into it would cost more than the call."""
 WRITE_BACK_BYTES = 8 << 20
 """After so many bytes the disk is told to begin with them, which it then does beside the writing of
 the next ones: `commit` waits for the last of them, not for all. Fewer would cut the disk's requests
@@ -164,9 +162,7 @@ class LocalStore(Store):
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
     ) -> bool:
-        """Of several that put a new file at once one does, by a hard link: that alone refuses a
-        name that is taken and never shows half a file.
-        """
+        """Of several that put a new file at once, one does."""
         if not if_absent:
             return super().put(key, data, if_match=if_match)
         writer = LocalWriter(key)
@@ -228,22 +224,12 @@ class PreadStore(LocalStore):
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """Reads straight into `outs`, one after the other."""
-        try:
-            fd = os.open(key, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise _told_apart(key, error) from None
-        try:
-            stat = os.fstat(fd)
-            check_version(key, etag, etag_of(stat))
+        with _opened(key, etag) as (fd, stat):
             for (start, stop), out in zip(spans, outs, strict=True):
                 if not 0 <= start <= stop <= stat.st_size:
                     raise truncated(key, f"bytes [{start}, {stop}) of {stat.st_size}")
                 check_room(out, stop - start)
                 _read(fd, key, start, out)
-        except OSError as error:
-            raise _told_apart(key, error) from None
-        finally:
-            os.close(fd)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """What file servers may mend is tried again."""
@@ -260,16 +246,6 @@ def _read(fd: int, path: str, start: int, out: Bytes) -> None:
         if not got:
             raise truncated(path, f"bytes from {start + filled} on, while they were read")
         filled += got
-
-
-def _told_apart(path: str, error: OSError) -> StorageError:
-    """The error, and whether trying again may help."""
-    # Ours are OSErrors by their second base, and told apart already.
-    if isinstance(error, StorageError):
-        return error
-    storage_error = local_error(path, error)
-    storage_error.transient = error.errno in PASSING
-    return storage_error
 
 
 def _files_below(prefix: str) -> list[str]:
@@ -294,32 +270,22 @@ class LocalWriter(ObjectWriter):
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            fd, self._temporary = create_beside(path)
+            self._atomic = AtomicFile(path)
         except OSError as error:
             raise local_error(path, error) from None
-        self._file: Any = os.fdopen(fd, "wb", buffering=1 << 20)
+        self._file = self._atomic.file
         self._size = 0
         self._written_back = 0  # bytes that the disk was told to begin with
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; a full disk is a StorageError that names the path."""
         try:
-            if len(data) < LARGE_BYTES:
-                self._file.write(data)
-            else:
-                self._write_large(memoryview(data).cast("B"))
+            self._file.write(data)
             self._size += len(data)
             if self._size - self._written_back >= WRITE_BACK_BYTES:
                 self._write_back()
         except OSError as error:
             raise local_error(self._path, error) from None
-
-    def _write_large(self, view: memoryview) -> None:
-        self._file.flush()
-        # A call writes 2 GiB at most.
-        while view:
-            written = self._file.raw.write(view)
-            view = view[written:]
 
     def _write_back(self) -> None:
         """Have the disk begin with what was written since this was called last."""
@@ -362,11 +328,7 @@ class LocalWriter(ObjectWriter):
     def commit(self) -> None:
         """Flush, sync and rename."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            # While it is open, and so locked: nobody takes it for an orphan.
-            os.replace(self._temporary, self._path)
-            self._file.close()
+            self._atomic.commit()
         except OSError as error:
             self.abort()
             raise local_error(self._path, error) from None
@@ -374,31 +336,20 @@ class LocalWriter(ObjectWriter):
     def commit_new(self) -> bool:
         """As `commit`, unless something bears the name: then False, and nothing is changed."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            os.link(self._temporary, self._path)
-        except FileExistsError:
-            return False
+            return self._atomic.commit_if_absent()
         except OSError as error:
             raise local_error(self._path, error) from None
-        finally:
-            self.abort()  # the other name of the file, or all of it
-        return True
 
     def abort(self) -> None:
         """Remove the temporary file."""
-        try:
-            self._file.close()
-        except OSError:
-            pass
-        try:
-            os.unlink(self._temporary)
-        except OSError:
-            pass
+        self._atomic.abort()
 
 
 def local_error(path: str, error: OSError) -> StorageError:
-    """The streammega error for an OSError on a local path."""
+    """The streammega error for an OSError on a local path, and whether a retry may help."""
+    # Ours are OSErrors too.
+    if isinstance(error, StorageError):
+        return error
     reason = error.strerror or str(error)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return ObjectNotFoundError(
@@ -413,7 +364,9 @@ def local_error(path: str, error: OSError) -> StorageError:
         return StorageError(f"{path}: {limit}")
     if error.errno == errno.ENOSPC:
         return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
-    return StorageError(f"{path}: {reason}")
+    storage_error = StorageError(f"{path}: {reason}")
+    storage_error.transient = error.errno in PASSING
+    return storage_error
 
 
 def etag_of(stat: os.stat_result) -> str:
@@ -429,24 +382,32 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
 
     Raises ObjectChangedError if `etag` is given, and another one's.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise local_error(path, error) from None
-    try:
-        # Of the very file that is mapped: its name may stand for another one by now.
-        stat = os.fstat(fd)
+    with _opened(path, etag) as (fd, stat):
         etag_now = etag_of(stat)
-        check_version(path, etag, etag_now)
         place = (stat.st_dev, stat.st_ino)
         if known is not None and known.etag == etag_now and known.place == place:
             return known
         data = map_file(fd, stat.st_size, path)
         return _Mapped(etag=etag_now, place=place, view=memoryview(data))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _opened(path: str, etag: str) -> Iterator[tuple[int, os.stat_result]]:
+    """(descriptor, status) of the file that was opened, and of no other one.
+
+    Errors of the block become the library's own too.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Of the very file: its name may stand for another one by now.
+            stat = os.fstat(fd)
+            check_version(path, etag, etag_of(stat))
+            yield fd, stat
+        finally:
+            os.close(fd)
     except OSError as error:
         raise local_error(path, error) from None
-    finally:
-        os.close(fd)
 
 
 class _Mapping:
@@ -509,46 +470,22 @@ class FileRange:
 
 
 def read_files(ranges: Iterable[FileRange], buffer: Bytes) -> Iterator[Bytes]:
-    """The bytes of ranges, end to end, as views of `buffer`: each is overwritten by the next.
+    """The bytes of ranges, end to end, as views of `buffer`: each is overwritten by the next, and
+    all but the last of a range are as long as it.
 
     Raises ObjectChangedError for another file than was opened, ShortReadError for one that ends
     before, StorageError.
     """
     # Ranges of one file follow each other as a rule: it is opened once for them.
-    for _, of_file in itertools.groupby(ranges, lambda wanted: (wanted.path, wanted.etag)):
-        first, *others = of_file
-        with _opened(first) as fd:
-            for wanted in (first, *others):
-                yield from _read_range(fd, wanted, buffer)
-
-
-@contextmanager
-def _opened(wanted: FileRange) -> Iterator[int]:
-    """A descriptor of the file that was opened, and of no other one."""
-    try:
-        fd = os.open(wanted.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise local_error(wanted.path, error) from None
-    try:
-        check_version(wanted.path, wanted.etag, etag_of(os.fstat(fd)))
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read_range(fd: int, wanted: FileRange, buffer: Bytes) -> Iterator[Bytes]:
-    place = wanted.start
-    while place < wanted.stop:
-        room = buffer[: wanted.stop - place]
-        try:
-            got = os.preadv(fd, [room.data], place)
-        except OSError as error:
-            raise local_error(wanted.path, error) from None
-        if not got:
-            reason = f"bytes [{wanted.start}, {wanted.stop}), of which there are none from {place}"
-            raise truncated(wanted.path, reason)
-        yield room[:got]
-        place += got
+    for (path, etag), of_file in itertools.groupby(
+        ranges, lambda wanted: (wanted.path, wanted.etag)
+    ):
+        with _opened(path, etag) as (fd, _):
+            for wanted in of_file:
+                for place in range(wanted.start, wanted.stop, len(buffer)):
+                    data = buffer[: wanted.stop - place]
+                    _read(fd, path, place, data)
+                    yield data
 
 
 def copy_buffer(size: int = COPY_BYTES) -> Bytes:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -20,29 +24,27 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact, redaction_of
 from streammega.storage.backends import obstore_after_fork
-from streammega.storage.backends.fallback import RangesRefused
-from streammega.storage.backends.obstore_writer import ObstoreWriter
-from streammega.storage.backends.remote import RemoteStore
+from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
 from streammega.storage.etags import check_version, version_like, version_of
-from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
+from streammega.storage.fd_limit import blame_limit_of_connection
 from streammega.storage.http_errors import (
     denied,
     failure_of_status,
+    failure_without_status,
     missing,
-    no_answer,
     no_size,
     wrong_range,
 )
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.store import (
-    NotListedBetween,
     ObjectInfo,
     ObjectWriter,
     Span,
     check_object_key,
     listed_etag,
 )
+from streammega.storage.thread_pool import Pool
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _DEBUG_DUMP = "\n\nDebug source"
@@ -73,8 +75,26 @@ would wait for the threads that take in other listings.
 """
 BACKOFF_BASE = 4
 """A pause is drawn from the first one to so many times the last: by 2 they would hardly grow."""
-MOST_RETRIES = 1_000_000
+MAX_RETRIES = 1_000_000
 """More than any deadline has room for: obstore counts tries too, and its pauses may be short."""
+
+LAST_RANGE_TIMEOUT = 3.0
+"""Seconds that the last range of several is tried again, where the others were answered."""
+ABORT_TIMEOUT = 5.0
+"""Seconds that an abort waits for the server.
+
+Parts that it leaves there are for the bucket's lifecycle rules.
+"""
+MAX_WAITING_PARTS = 2
+"""Parts that are held beside those under way: writing and sending go on at once."""
+MAX_CONCURRENT_PARTS = 3
+"""Parts of one upload that are under way."""
+POLL_SECONDS = 0.2
+"""Seconds between two looks whether the thread that takes parts still lives."""
+
+
+class RangesRefused(StorageError):
+    """obstore refuses how the server answers range requests; another client may take it."""
 
 
 class ObstoreStore(RemoteStore):
@@ -89,11 +109,8 @@ class ObstoreStore(RemoteStore):
         self._urls: dict[str, str] = {}  # kept, for each request asks for its own
         self._redacted = redaction_of(config.storage_options)
         self._bucket_seen = False
-
-    @property
-    def can_list_between(self) -> bool:
-        """S3 knows listings that begin after a key."""
-        return self.scheme in ("s3", "oss")
+        deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
+        self._last_policy = replace(self._policy, deadline=deadline)
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
@@ -140,6 +157,7 @@ class ObstoreStore(RemoteStore):
         """All but the last by one concurrent call.
 
         The last one's answer tells the ETag: after the others, so that it is not older than they.
+        Where it fails it is tried again by itself for a while, for the others are lost with it.
         """
         *before, last = spans
         bodies: list[Any] = []
@@ -148,15 +166,22 @@ class ObstoreStore(RemoteStore):
             stops = [stop for _, stop in before]
             # Not joined where they are near each other: what they are to be was planned.
             bodies += client.get_ranges(key, starts=starts, ends=stops, coalesce=0)
-        answer = client.get(key, options={"range": last})
+
+        def get_last() -> Any:
+            try:
+                return client.get(key, options={"range": last})
+            except BaseException as error:
+                raise self._error(key, error) from None
+
+        answer = self._last_policy.call(get_last) if before else get_last()
         version = version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"])
         check_version(self.url(key), etag, version)
         bodies.append(answer.bytes())
         return bodies
 
-    def list_between(self, after: str, until: str, most: int) -> Sequence[ObjectInfo] | None:
+    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
         """By listings that begin after a key, which S3 knows."""
-        if not self.can_list_between:
+        if self.scheme not in ("s3", "oss"):
             return None
         # Of keys in different folders, what these have in common; of one folder, that.
         folders = [os.path.dirname(f"/{key}") for key in (after, until)]
@@ -167,21 +192,18 @@ class ObstoreStore(RemoteStore):
             listed: list[ObjectInfo] = []
             for page in client.list(folder, offset=after, chunk_size=PAGE):
                 listed += [info for info in _listed_infos(page) if info.key < until]
-                if len(listed) > most:
+                if len(listed) > max_objects:
                     return None
                 if page and page[-1]["path"] >= until:
                     break
             return listed if _are_objects(listed, after) else None
 
         try:
-            found = self._call(after, list_part)
+            return self._call(after, list_part)
         except StorageError as error:
             if error.transient:
                 raise
             return None
-        if found is None:
-            raise NotListedBetween(f"{self.url(after)}: what follows is not told by a part of it")
-        return found
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
@@ -232,7 +254,12 @@ class ObstoreStore(RemoteStore):
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
         self._check_key(key)
         if not self._policy.has_answered:
-            self._probe_endpoint(key)
+            # A client that writes has one deadline for good: that of a server that answers.
+            try:
+                self.info(key)
+            except StorageError as error:
+                if error.silent:
+                    raise
         _, pool = self._client()
         # A client of its own: parts of an upload are tried again by obstore itself.
         client = obstore_after_fork.opened(self._open_client(self._policy))
@@ -241,17 +268,6 @@ class ObstoreStore(RemoteStore):
             return self._error(key, error)
 
         return ObstoreWriter(client, key, self.url(key), wrap, pool, self._config.upload_part_bytes)
-
-    def _probe_endpoint(self, key: str) -> None:
-        """Raise if no server is there.
-
-        A client that writes has one deadline for good, which is that of a server that answers.
-        """
-        try:
-            self.info(key)
-        except StorageError as error:
-            if error.silent:
-                raise
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
@@ -345,7 +361,9 @@ class ObstoreStore(RemoteStore):
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects "
                 f"otherwise ({text})"
             )
-        if isinstance(error, _denials()):
+        # Of the library of this process: another process's are other classes.
+        exceptions = obstore_after_fork.library().exceptions
+        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
             return denied(url, text)
         other_range = _OTHER_RANGE.search(text)
         if other_range:
@@ -354,12 +372,7 @@ class ObstoreStore(RemoteStore):
         if _NO_SIZE in text:
             return no_size(url)
         network = any(sign in whole for sign in _NETWORK)
-        limit = blame_limit_of_connection(error) if network else blame_limit(error)
-        if limit:
-            return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
-        if network:
-            return no_answer(url, text)
-        return StorageError(f"{url}: {text}")
+        return failure_without_status(url, error, text, of_network=network)
 
 
 def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
@@ -381,16 +394,10 @@ def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
     return len(keys) == len(listed) and least_size > 0 and min(keys) > after
 
 
-def _denials() -> tuple[type[Exception], ...]:
-    """Of the library of this process: another process's are other classes."""
-    exceptions = obstore_after_fork.library().exceptions
-    return (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-
-
 def _retry_config(policy: RetryPolicy) -> Any:
     """A policy as obstore takes it."""
     return {
-        "max_retries": MOST_RETRIES if policy.retries is None else policy.retries,
+        "max_retries": MAX_RETRIES if policy.retries is None else policy.retries,
         "retry_timeout": timedelta(seconds=policy.deadline),
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
@@ -398,3 +405,116 @@ def _retry_config(policy: RetryPolicy) -> Any:
             "base": BACKOFF_BASE,
         },
     }
+
+
+class ObstoreWriter(ObjectWriter):
+    """Streams parts from a thread; small objects are one plain PUT."""
+
+    def __init__(
+        self,
+        client: Any,
+        key: str,
+        url: str,
+        wrap: Callable[[BaseException], BaseException],
+        pool: Pool,
+        part_bytes: int,
+    ) -> None:
+        self._client = client
+        self._key = key
+        self._url = url
+        self._wrap = wrap
+        self._pool = pool
+        self._part_bytes = part_bytes
+        self._buffer = bytearray()
+        self._sent = 0
+        self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=MAX_WAITING_PARTS)
+        self._aborted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; a failed upload is raised at the next write or at commit."""
+        self._buffer += data
+        while len(self._buffer) >= self._part_bytes:
+            self._send(bytes(self._buffer[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
+
+    def commit(self) -> None:
+        """Complete the upload; the object appears whole."""
+        try:
+            if self._thread is None:
+                data = bytes(self._buffer)
+                put = partial(self._client.put, self._key, data, use_multipart=False)
+                self._pool.call(put)
+                return
+            if self._buffer:
+                self._send(bytes(self._buffer))
+            self._send(None)
+            self._thread.join()
+        except Exception as error:
+            raise self._wrap(error) from None
+        self._raise_failure()
+
+    def abort(self) -> None:
+        """Abort the upload: its parts are removed from the server, unless that does not answer."""
+        self._buffer.clear()
+        self._aborted.set()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            # Where the queue is full there is a part to be taken, whose taker looks whether it is
+            # wanted.
+            with contextlib.suppress(queue.Full):
+                self._parts.put_nowait(None)
+            thread.join(ABORT_TIMEOUT)
+
+    def _send(self, part: bytes | None) -> None:
+        """Hand a part to the thread that uploads; None: that was the last one."""
+        if part is not None:
+            self._sent += 1
+            if self._sent > MAX_PARTS:
+                most_gib = MAX_PARTS * self._part_bytes >> 30
+                raise StorageError(
+                    f"{self._url}: an upload holds {most_gib} GiB ({MAX_PARTS:,} parts), and this "
+                    f"object is larger; write several shards, with --shard-size, or raise "
+                    f"upload_part_bytes of StorageConfig from {self._part_bytes:,}"
+                )
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._upload, name="streammega-upload", daemon=True
+            )
+            self._thread.start()
+        while True:
+            try:
+                self._parts.put(part, timeout=POLL_SECONDS)
+                return
+            except queue.Full:
+                if self._thread.is_alive():
+                    continue
+            self._raise_failure()
+            raise StorageError(f"{self._url}: the upload ended before all of its parts were sent")
+
+    def _upload(self) -> None:
+        try:
+            self._client.put(
+                self._key,
+                self._taken_parts(),
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=MAX_CONCURRENT_PARTS,
+            )
+        except BaseException as error:
+            self._failure = error
+
+    def _taken_parts(self) -> Iterator[bytes]:
+        while True:
+            part = self._parts.get()
+            # An error is what makes obstore remove the parts that it has sent.
+            if self._aborted.is_set():
+                raise InterruptedError("upload aborted")
+            if part is None:
+                return
+            yield part
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._wrap(self._failure) from None

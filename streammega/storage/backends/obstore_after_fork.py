@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import weakref
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ COPIED = "streammega-obstore"
 
 
 @dataclass
-class _OfProcess:
+class _ProcessState:
     """What this process has of obstore.
 
     library: None where it is not known yet, or there is none.
@@ -55,7 +56,7 @@ class _OfProcess:
     """Whether this process, or one before it, has opened a client."""
 
 
-_here = _OfProcess()
+_state = _ProcessState()
 _clients: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By their ids, for clients have no hash."""
 _lock = process_lock()
@@ -66,18 +67,18 @@ def library() -> Any:
 
     None where it may use none: it was forked after obstore had been used, and cannot load a copy.
     """
-    if not _here.settled:
+    if not _state.settled:
         with _lock:
-            if not _here.settled:
-                _here.library = _for_child()
-                _here.settled = True
-    return _here.library
+            if not _state.settled:
+                _state.library = _for_child()
+                _state.settled = True
+    return _state.library
 
 
 def opened(client: Any) -> Any:
     """The client, which is noted: no child that inherits it will ever free it."""
     _clients[id(client)] = client
-    _here.used = True
+    _state.used = True
     return client
 
 
@@ -87,17 +88,17 @@ def _for_child() -> Any:
     except Exception as error:
         # No memory files here (they are Linux's), no /proc, or a policy against running them.
         log.debug("a forked process cannot load a copy of obstore: %s", error)
-        return None if _here.used else obstore
+        return None if _state.used else obstore
 
 
 def _load_copy() -> ModuleType:
     """obstore once more, with an extension module that no process has used."""
-    path = obstore._obstore.__file__
-    memory_file = _copied(path)
+    memory_file = os.memfd_create(COPIED)
     try:
+        shutil.copyfile(obstore._obstore.__file__, f"/proc/self/fd/{memory_file}")
         # The loader takes a file of a known name for the one it has. The parent's copy may have
         # had this very number, so that the name also tells how many forks ago it was loaded.
-        copied_path = f"/proc/self/fd/{'./' * _here.forks}{memory_file}"
+        copied_path = f"/proc/self/fd/{'./' * _state.forks}{memory_file}"
         with _without_package():
             _load_extension(copied_path)
             library = importlib.import_module(PACKAGE)
@@ -106,23 +107,6 @@ def _load_copy() -> ModuleType:
             return library
     finally:
         os.close(memory_file)  # what is mapped stays
-
-
-def _copied(path: str) -> int:
-    """The descriptor of a file in memory that holds the same bytes."""
-    memory_file = os.memfd_create(COPIED)
-    try:
-        with open(path, "rb") as file:
-            left = os.fstat(file.fileno()).st_size
-            while left:
-                sent = os.sendfile(memory_file, file.fileno(), None, left)
-                if sent == 0:
-                    raise OSError(f"{path}: became shorter while it was read")
-                left -= sent
-    except BaseException:
-        os.close(memory_file)
-        raise
-    return memory_file
 
 
 def _load_extension(path: str) -> None:
@@ -160,9 +144,9 @@ def _after_fork() -> None:
         # For ever: also when Python frees everything at the end of the child.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     _clients.clear()
-    _here.library = None
-    _here.settled = False
-    _here.forks += 1
+    _state.library = None
+    _state.settled = False
+    _state.forks += 1
 
 
 os.register_at_fork(after_in_child=_after_fork)

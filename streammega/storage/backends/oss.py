@@ -43,14 +43,14 @@ OSS_OPTIONS = frozenset(
 )
 INSTALL = "pip install 'streammega[oss]'"
 _ALIYUN = ".aliyuncs.com"
-_REGION_OF_HOST = (
-    re.compile(r"(?:vpc100-)?oss-(?!accelerate)([a-z]+-[a-z0-9-]+?)(?:-internal)?\..+"),
-    re.compile(r"([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"),  # dual stack
+_REGION_OF_HOST = re.compile(
+    r"(?:vpc100-)?oss-(?!accelerate)([a-z]+-[a-z0-9-]+?)(?:-internal)?\..+"
+    r"|([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"  # dual stack
 )
-_REGION_OF_NO_REGION = "us-east-1"
-"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`).
+_DEFAULT_REGION = "us-east-1"
+"""Signed where none is known, as for accelerate endpoints.
 
-Accelerate endpoints name no region.
+Alibaba's example for AWS's Java SDK signs for it too (`Region.AWS_GLOBAL`).
 """
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
 """Settings of AWS that obstore takes from the environment, and its arguments cannot take back."""
@@ -61,10 +61,9 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 @dataclass(frozen=True, kw_only=True)
 class OssEndpoint:
-    """Where buckets are.
+    """Where buckets are: the native host, with its port and without a bucket.
 
-    `host` is the native one, without a bucket and with its port; `region` is "" if nothing tells
-    it.
+    `region` is "" if nothing tells it.
     """
 
     scheme: str
@@ -73,8 +72,9 @@ class OssEndpoint:
 
     @property
     def is_address(self) -> bool:
-        """Whether the host is an IP address or localhost, of which no bucket can be a sub-domain:
-        path style, as in oss2.
+        """Whether the host is an IP address or localhost, which has no sub-domains for buckets.
+
+        Its buckets are in the path, as oss2 has them too.
         """
         name = urlsplit(f"//{self.host}").hostname or ""
         try:
@@ -98,18 +98,24 @@ class OssEndpoint:
 def oss_endpoint(
     bucket: str, options: Mapping[str, Any], environment: Mapping[str, str]
 ) -> OssEndpoint:
-    """The endpoint of the options, or else of OSS_ENDPOINT, or else the public one of the region.
+    """The endpoint of the options, else of OSS_ENDPOINT, else the public one of the region.
 
-    It may be given with or without a scheme (https then), the bucket, and the `s3.` of the other
-    dialect. The region: the option, what the host's name says, OSS_REGION; `oss-cn-hangzhou` and
-    `cn-hangzhou` are the same. Raises ConfigError.
+    It may have a scheme (https if not), the bucket, and the `s3.` of the other dialect. The region
+    is the option's, that of the host's name, or OSS_REGION; `oss-cn-hangzhou` is `cn-hangzhou`.
+    Raises ConfigError, also for an unknown option: most are misspelled.
     """
-    of_options = options.get("endpoint") or options.get("endpoint_url")
-    given = str(of_options or environment.get("OSS_ENDPOINT") or "").strip()
-    region = _region(options.get("region"))
-    region_of_environment = _region(environment.get("OSS_REGION"))
-    if not given:
-        region = region or region_of_environment
+    unknown = sorted(set(options) - OSS_OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"oss://{bucket}: storage_options hold {', '.join(unknown)}, which is not known; they "
+            f"may hold {', '.join(sorted(OSS_OPTIONS))}"
+        )
+    region = str(options.get("region") or "").strip().removeprefix("oss-")
+    environment_region = environment.get("OSS_REGION", "").strip().removeprefix("oss-")
+    endpoint = options.get("endpoint") or options.get("endpoint_url")
+    endpoint = str(endpoint or environment.get("OSS_ENDPOINT") or "").strip()
+    if not endpoint:
+        region = region or environment_region
         if not region:
             raise ConfigError(
                 f"oss://{bucket}: no endpoint; pass storage_options={{'endpoint': "
@@ -117,45 +123,51 @@ def oss_endpoint(
                 f"('oss-cn-hangzhou-internal.aliyuncs.com' from within Alibaba Cloud), or set "
                 f"OSS_ENDPOINT"
             )
-        given = f"oss-{region}{_ALIYUN}"
-    scheme, host = _parsed(bucket, given)
-    host = host.removeprefix(f"{bucket}.").removeprefix("s3.")
-    # What the host's name says is surer than the environment, which is for all endpoints.
-    region = region or _region_of(host) or region_of_environment
-    return OssEndpoint(scheme=scheme, host=host, region=region)
-
-
-def _parsed(bucket: str, given: str) -> tuple[str, str]:
-    parts = urlsplit(given if "://" in given else f"https://{given}")
+        endpoint = f"oss-{region}{_ALIYUN}"
+    parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
     more_than_host = parts.username or parts.query or parts.path not in ("", "/")
     if parts.scheme not in ("http", "https") or not parts.hostname or more_than_host:
         raise ConfigError(
             f"oss://{bucket}: the endpoint is no http(s) host; it is given like "
             f"'https://oss-cn-hangzhou.aliyuncs.com', without a path or a user"
         )
-    return parts.scheme, parts.netloc.lower()
+    host = parts.netloc.lower().removeprefix(f"{bucket}.").removeprefix("s3.")
+    named = _REGION_OF_HOST.fullmatch(host)
+    if named and not region:
+        # It is surer than the environment, which is for all endpoints.
+        region = named[1] or named[2]
+    return OssEndpoint(scheme=parts.scheme, host=host, region=region or environment_region)
 
 
-def _region(given: Any) -> str:
-    return str(given or "").strip().removeprefix("oss-")
-
-
-def _region_of(host: str) -> str:
-    for pattern in _REGION_OF_HOST:
-        match = pattern.fullmatch(host)
-        if match:
-            return match[1]
-    return ""
-
-
-def check_options(bucket: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is not known: most are misspelled."""
-    unknown = sorted(set(options) - OSS_OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"oss://{bucket}: storage_options hold {', '.join(unknown)}, which is not known; they "
-            f"may hold {', '.join(sorted(OSS_OPTIONS))}"
-        )
+def oss_arguments(
+    bucket: str, config: StorageConfig, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Keyword arguments for `obstore.store.S3Store`, without credentials. Raises ConfigError."""
+    options = config.storage_options
+    for name in _OBSTORE_ENVIRONMENT:
+        if environment.get(name):
+            raise ConfigError(
+                f"oss://{bucket}: {name} is set, and obstore would send it to OSS; unset it, or "
+                f"set transport='fsspec'"
+            )
+    endpoint = oss_endpoint(bucket, options, environment)
+    url = endpoint.s3_url(bucket)
+    return {
+        # obstore reads AWS_* too, so that everything of them that would show is said here.
+        "config": {
+            "endpoint": url,
+            "aws_endpoint_url_s3": url,  # would win over `endpoint`
+            "region": endpoint.region or _DEFAULT_REGION,
+            "virtual_hosted_style_request": not endpoint.is_address,
+            "skip_signature": bool(options.get("anon")),
+            "unsigned_payload": False,
+            "request_payer": False,
+            "s3_express": False,
+            # OSS asks for a Content-MD5 there, which obstore does not send
+            "disable_bulk_delete": True,
+        },
+        "client_options": client_options(config, url, options.get("client_kwargs") or {}),
+    }
 
 
 class OssStore(ObstoreStore):
@@ -163,45 +175,19 @@ class OssStore(ObstoreStore):
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
-        self._credentials = OssCredentials.of(root, config.storage_options)
-        self._given: OssKey | None = None
-        """The key that the client now open was given last."""
+        self._credentials = OssCredentials.from_options(root, config.storage_options)
+        self._client_key: OssKey | None = None
+        """The key that the open client asked for last."""
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
-        # With a key that was read just now: parts cannot be sent again by another one.
+        # By a key that was read just now: parts cannot be sent again by another one.
         if self._credentials is not None:
-            self._credentials.refresh()
+            self._credentials.current(read_again=True)
         return super().open_writer(key)
 
     def _s3_arguments(self) -> dict[str, Any]:
-        options = self._config.storage_options
-        check_options(self.root, options)
-        for name in _OBSTORE_ENVIRONMENT:
-            if os.environ.get(name):
-                raise ConfigError(
-                    f"oss://{self.root}: {name} is set, and obstore would send it to OSS; unset "
-                    f"it, or set transport='fsspec'"
-                )
-        endpoint = oss_endpoint(self.root, options, os.environ)
-        url = endpoint.s3_url(self.root)
-        # obstore reads AWS_* too, so that everything of them that would show is said here.
-        store: dict[str, Any] = {
-            "endpoint": url,
-            "aws_endpoint_url_s3": url,  # would win over `endpoint`
-            "region": endpoint.region or _REGION_OF_NO_REGION,
-            "virtual_hosted_style_request": not endpoint.is_address,
-            "skip_signature": self._credentials is None,
-            "unsigned_payload": False,
-            "request_payer": False,
-            "s3_express": False,
-            # OSS asks for a Content-MD5 there, which obstore does not send
-            "disable_bulk_delete": True,
-        }
-        arguments: dict[str, Any] = {
-            "config": store,
-            "client_options": client_options(self._config, url, options.get("client_kwargs") or {}),
-        }
+        arguments = oss_arguments(self.root, self._config, os.environ)
         if self._credentials is not None:
             # So that missing ones are told by our error, not from within obstore.
             self._credentials.current()
@@ -211,7 +197,7 @@ class OssStore(ObstoreStore):
     def _provide(self) -> dict[str, Any]:
         """The key of now, as obstore asks for it."""
         assert self._credentials is not None
-        key = self._given = self._credentials.current()
+        key = self._client_key = self._credentials.current()
         soon = datetime.now(UTC) + _CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
@@ -224,19 +210,18 @@ class OssStore(ObstoreStore):
         credentials = self._credentials
         if credentials is None:
             return None
-        # Seen before the request: its client may have a newer key, which is then taken for renewed,
-        # but never an older one.
-        used = self._given or credentials.current()
+        # Noted before the request. Its client may have a newer key by then, never an older one.
+        used = self._client_key or credentials.current()
 
         def renew() -> bool:
             if not credentials.renew(used):
                 return False
             with self._lock:
-                # Else another thread has renewed it meanwhile.
-                if self._given is None or self._given == used:
-                    # A client holds the key it was given until that expires.
+                # Else another thread has opened a new client meanwhile.
+                if self._client_key in (None, used):
+                    # A client keeps a key until that expires.
                     self._opened = None
-                    self._given = None
+                    self._client_key = None
             return True
 
         return renew

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.errors.redaction import redact
-from streammega.storage.backends.obstore_writer import part_bytes
-from streammega.storage.backends.oss import INSTALL, check_options, oss_endpoint
+from streammega.storage.backends.oss import INSTALL, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
-from streammega.storage.backends.remote import CONNECT_WITHIN, RemoteStore
+from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.etags import check_version
 from streammega.storage.http_errors import check_range, failure_of_status, no_answer
 from streammega.storage.store import ObjectInfo, ObjectWriter, Span
@@ -41,7 +40,7 @@ class Oss2Store(RemoteStore):
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
-        self._credentials = OssCredentials.of(root, config.storage_options)
+        self._credentials = OssCredentials.from_options(root, config.storage_options)
 
     def url(self, key: str) -> str:
         """The full URL of a key."""
@@ -119,9 +118,7 @@ class Oss2Store(RemoteStore):
             raise ConfigError(
                 f"oss://: transport='fsspec' and forked workers need oss2: {INSTALL} ({error})"
             ) from None
-        options = self._config.storage_options
-        check_options(self.root, options)
-        endpoint = oss_endpoint(self.root, options, os.environ)
+        endpoint = oss_endpoint(self.root, self._config.storage_options, os.environ)
         auth: Any = oss2.AnonymousAuth()
         if self._credentials is not None:
             self._credentials.current()
@@ -129,7 +126,7 @@ class Oss2Store(RemoteStore):
             # The newer signature names the region; OSS gives up the older one, which is left for
             # endpoints that tell none.
             auth = oss2.ProviderAuthV4(provider) if endpoint.region else oss2.ProviderAuth(provider)
-        connect_timeout = min(CONNECT_WITHIN, self._config.timeout)
+        connect_timeout = min(CONNECT_TIMEOUT, self._config.timeout)
         return oss2.Bucket(
             auth,
             endpoint.native_url,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
@@ -20,10 +22,19 @@ SMALL = 64 << 10
 """Up to so many ranges of so many bytes together go out by one call: what a thread for each would
 cost is more than trying all again when one fails.
 """
-MOST_THREADS = 32
+MAX_THREADS = 32
 """Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
-CONNECT_WITHIN = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds, or `timeout` where that is less: a server that is there takes connections at once."""
+
+PART_BYTES = 32 << 20
+MAX_PARTS = 10_000
+PARTS_OF_A_SIZE = 2000
+"""Parts are doubled after so many.
+
+Objects may then have 1.9 TiB, while what most uploads hold in memory stays small.
+"""
+MiB = 1 << 20
 
 
 class RemoteStore(Store):
@@ -53,7 +64,8 @@ class RemoteStore(Store):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["arguments"])  # type: ignore[misc]
-        self._policy.inherit(state["answered"])
+        if state["answered"]:
+            self._policy.note_answer()
 
     @abstractmethod
     def _open(self) -> Any:
@@ -150,6 +162,25 @@ class RemoteStore(Store):
                 if process == this_process:
                     return client, pool
             client = self._open()
-            pool = Pool(min(MOST_THREADS, self._config.max_requests))
+            pool = Pool(min(MAX_THREADS, self._config.max_requests))
             self._opened = (this_process, client, pool)
             return client, pool
+
+
+def part_bytes(sent: int) -> int:
+    """The size of a part after so many others, of an upload whose end is not known."""
+    doublings = sent // PARTS_OF_A_SIZE
+    return int(PART_BYTES << doublings)
+
+
+def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
+    """`storage` with `upload_part_bytes` large enough for an object of about `size` bytes.
+
+    obstore cuts an upload into equal parts, so it has to know beforehand. A tenth of them is left
+    for a size that was too low.
+    """
+    parts_to_fill = MAX_PARTS * 9 // 10
+    needed = math.ceil(size / parts_to_fill)
+    if needed <= storage.upload_part_bytes:
+        return storage
+    return replace(storage, upload_part_bytes=math.ceil(needed / MiB) * MiB)

@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 
-ASK_AGAIN = timedelta(minutes=10)
+CREDENTIALS_LAST = timedelta(minutes=10)
 """After so long obstore asks for credentials again, which botocore may have renewed."""
 S3_OPTIONS = frozenset(
     (
@@ -52,7 +53,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     client_kwargs = dict(options.get("client_kwargs") or {})
     config_kwargs = options.get("config_kwargs") or {}
     style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
-    session = _LateSession(options)
+    session = _late_session(options)
     endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
     if not endpoint:
         endpoint = _endpoint_of(session)
@@ -110,38 +111,36 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
     return f"{scheme}://{bucket}.{host}"
 
 
-class _LateSession:
-    """botocore's session, made when something is asked of it: what options and environment tell
-    needs none, and importing botocore takes longer than a first batch.
+def _late_session(options: Mapping[str, Any]) -> Callable[[], Any]:
+    """What gives botocore's session, always the same one, made when it is first asked for.
+
+    What options and environment tell needs none, and importing botocore takes longer than a first
+    batch.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._profile = options.get("profile")
-        self._made: Any = None
+    @cache
+    def session() -> Any:
+        import botocore.session
 
-    def get(self) -> Any:
-        """The session, always the same one."""
-        if self._made is None:
-            import botocore.session
+        return botocore.session.Session(profile=options.get("profile"))
 
-            self._made = botocore.session.Session(profile=self._profile)
-        return self._made
+    return session
 
 
-def _region_of(session: _LateSession) -> str | None:
+def _region_of(session: Callable[[], Any]) -> str | None:
     """The region that the user's AWS configuration names, where it names one."""
-    region = os.environ.get("AWS_DEFAULT_REGION") or session.get().get_config_variable("region")
+    region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
     return str(region) if region else None
 
 
-def _endpoint_of(session: _LateSession) -> str | None:
+def _endpoint_of(session: Callable[[], Any]) -> str | None:
     """The endpoint the user's AWS configuration names, where it names one."""
     # What botocore itself reads, in its order.
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     try:
-        endpoint = session.get().get_scoped_config().get("endpoint_url")
+        endpoint = session().get_scoped_config().get("endpoint_url")
     except Exception:
         # A profile that does not exist: that is reported when credentials are looked up.
         return None
@@ -149,7 +148,7 @@ def _endpoint_of(session: _LateSession) -> str | None:
 
 
 def _credential_provider(
-    bucket: str, options: Mapping[str, Any], session: _LateSession
+    bucket: str, options: Mapping[str, Any], session: Callable[[], Any]
 ) -> Callable[[], dict[str, Any]]:
     key = options.get("key") or options.get("username")
     secret = options.get("secret") or options.get("password")
@@ -168,7 +167,7 @@ def _credential_provider(
     import botocore.exceptions
 
     try:
-        credentials = session.get().get_credentials()
+        credentials = session().get_credentials()
     except botocore.exceptions.BotoCoreError as error:
         raise AccessDeniedError(
             f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"
@@ -188,16 +187,16 @@ def _credential_provider(
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + ASK_AGAIN,
+            "expires_at": datetime.now(UTC) + CREDENTIALS_LAST,
         }
 
     return provide
 
 
 _ENDPOINT = {"gs": "base_url", "az": "endpoint"}
-_OF_DRIVERS = ("default_block_size", "project", "use_listings_cache")
+_DRIVER_OPTIONS = ("default_block_size", "project", "use_listings_cache")
 """What gcsfs and adlfs take and obstore has no use for."""
-_SEARCHED = ("google_default", "cloud", "cache")
+_DEFAULT_TOKENS = ("google_default", "cloud", "cache")
 """gcsfs's names for credentials that are looked for, which obstore does when it is given none."""
 
 
@@ -209,7 +208,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     Everything else has obstore's names, and obstore refuses what it does not know.
     """
     options = dict(config.storage_options)
-    for name in _OF_DRIVERS:
+    for name in _DRIVER_OPTIONS:
         options.pop(name, None)
     client_kwargs = options.pop("client_kwargs", None) or {}
     endpoint_option = _ENDPOINT[scheme]
@@ -223,7 +222,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
         options["skip_signature"] = True
     elif isinstance(token, Mapping):
         options["service_account_key"] = json.dumps(dict(token))
-    elif token and token not in _SEARCHED:
+    elif token and token not in _DEFAULT_TOKENS:
         options["application_credentials"] = str(token)
     endpoint = str(options.get(endpoint_option) or "")
     return {

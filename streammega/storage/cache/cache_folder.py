@@ -1,4 +1,4 @@
-"""The folder of a page cache: what lies in it, how much of the disk it may take, and what is evicted.
+"""The folder of a page cache: its objects, how much of the disk they may take, and what is evicted.
 
     <cache_dir>/chunks/
         lock                 locked while chunks are made or removed; has the bytes of all chunks
@@ -24,20 +24,29 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from streammega.storage.atomic_file import write_file
 from streammega.storage.cache.chunk_file import (
     OPEN_FLAGS,
+    PAGE_BYTES,
+    checksum,
     file_bytes,
     make_chunk,
+    pages_of,
+    table_at,
     try_lock,
     unlock,
     whole_pages,
 )
 from streammega.storage.fd_limit import TOO_MANY, limit_reached, raise_limit
+from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +107,6 @@ class CacheFolder:
         self.page_timeout = timeout
         self._full_until = 0.0
         self._evictable: deque[tuple[float, Path]] = deque()  # by the time of last use
-        self._warned: set[str] = set()
 
     def on_timeout(self, url: str) -> None:
         """Another process did not fetch its pages in time: from now on the wait is short."""
@@ -186,26 +194,8 @@ class CacheFolder:
     def _fits(self, total: int, size: int) -> bool:
         return total + size <= self.max_bytes and _spare_bytes(self.folder) >= size
 
-    def remove(self, folder: Path, last_used: float) -> bool:
-        """Remove an object; False if it was used after that time. Raises OSError."""
-        with _locked(self.folder) as lock:
-            if last_use(folder) != last_used:
-                return False
-            total, counted_at = _read_total(self.folder, lock)
-            _write_total(lock, total - _remove_object(folder), counted_at)
-        return True
-
-    def recount(self) -> int:
-        """Count the bytes of all chunk files and note them. Raises OSError."""
-        with _locked(self.folder) as lock:
-            total, counted_at = _count(self.folder)
-            _write_total(lock, total, counted_at)
-            return total
-
     def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning("%s: %s", self.folder, text)
+        warn_once(log, f"{self.folder}: {text}", "%s: %s", self.folder, text)
 
 
 def object_name(url: str, etag: str, size: int, chunk_bytes: int) -> str:
@@ -235,6 +225,12 @@ def last_use(folder: Path) -> float:
     return 0.0
 
 
+def touch(folder: Path) -> None:
+    """Note that an object is in use, if anything of it is cached. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(folder / "used")
+
+
 def is_in_use(last_used: float) -> bool:
     """Whether an object that was used last at this time is in use."""
     return abs(time.time() - last_used) < GRACE
@@ -246,16 +242,107 @@ def unused_objects(folder: Path) -> list[tuple[float, Path]]:
     return [(last_used, path) for last_used, path in uses if not is_in_use(last_used)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A cached object: how many of its bytes are there, and when it was last used.
+
+    `used`: seconds since 1970. `in_use`: whether that was within the last ten minutes.
+    """
+
+    folder: Path
+    url: str
+    size: int
+    chunk_bytes: int
+    cached_bytes: int
+    used: float
+    in_use: bool
+
+
+def entries(folder: Path) -> list[Entry]:
+    """All objects of a cache's `chunks` folder. Those of another layout have no bytes."""
+    found = []
+    for object_folder in sorted(object_folders(folder)):
+        # Halfway made, being removed, or of somebody else: it is left out.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found.append(_entry(object_folder))
+    return found
+
+
+def _entry(folder: Path) -> Entry:
+    about = json.loads((folder / "object.json").read_bytes())
+    size = int(about["size"])
+    chunk_bytes = int(about["chunk_bytes"])
+    if size < 0 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
+        raise ValueError("is no description of a cached object")
+    pages = sum(np.count_nonzero(table) for _, _, table in _tables(folder, size, chunk_bytes))
+    used = last_use(folder)
+    return Entry(
+        folder=folder,
+        url=str(about["url"]),
+        size=size,
+        chunk_bytes=chunk_bytes,
+        cached_bytes=min(int(pages) * PAGE_BYTES, size),  # the last page is a short one
+        used=used,
+        in_use=is_in_use(used),
+    )
+
+
+def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
+    """Pages whose bytes do not have their checksums: (file of the chunk, page of the chunk)."""
+    damaged = []
+    for path, data_bytes, table in _tables(entry.folder, entry.size, entry.chunk_bytes):
+        with open(path, "rb") as file:
+            for page in np.flatnonzero(table).tolist():
+                begin = page * PAGE_BYTES
+                file.seek(begin)
+                data = file.read(min(PAGE_BYTES, data_bytes - begin))
+                if checksum(data) != int(table[page]):
+                    damaged.append((path, page))
+    return damaged
+
+
+def clear(folder: Path) -> tuple[int, int]:
+    """Remove all objects that are not in use, of other layouts too.
+
+    Returns (removed, kept). Raises OSError.
+    """
+    count = len(object_folders(folder))
+    removed = 0
+    for last_used, object_folder in unused_objects(folder):
+        with contextlib.suppress(LockedError), _locked(folder) as lock:
+            if last_use(object_folder) == last_used:
+                total, counted_at = _read_total(folder, lock)
+                _write_total(lock, total - _remove_object(object_folder), counted_at)
+                removed += 1
+    return removed, count - removed
+
+
+def recount(folder: Path) -> int:
+    """Count and note the bytes of all chunk files. Raises OSError."""
+    with _locked(folder) as lock:
+        total, counted_at = _count(folder)
+        _write_total(lock, total, counted_at)
+        return total
+
+
+def _tables(
+    folder: Path, size: int, chunk_bytes: int
+) -> Iterator[tuple[Path, int, NDArray[np.uint64]]]:
+    """(file, bytes of data, checksums of its pages) of each chunk file of the right size."""
+    for path in sorted(folder.glob("*.data")):
+        if path.stem.isdecimal():
+            data_bytes = min(chunk_bytes, size - int(path.stem) * chunk_bytes)
+            if data_bytes > 0 and path.stat().st_size == file_bytes(data_bytes):
+                count = pages_of(data_bytes)
+                yield path, data_bytes, np.fromfile(path, "<u8", count, offset=table_at(data_bytes))
+
+
 def _describe(folder: Path, description: dict[str, Any]) -> None:
     """Make the folder of an object with its description. Raises OSError."""
     folder.mkdir(exist_ok=True)
     file = folder / "object.json"
     if not file.exists():
-        temporary = folder / ".object"
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x") as out:
-            json.dump(description, out)
-        os.replace(temporary, file)
+        write_file(file, [json.dumps(description).encode()], sync=False)
     if not (folder / "used").exists():
         (folder / "used").touch()
 

@@ -150,20 +150,16 @@ def make_chunk(path: Path, size: int) -> None:
     """Make the file of a chunk of `size` bytes, without any page. Raises OSError.
 
     It is sparse, but for its checksums: on a full tmpfs, reading a hole that is mapped would end
-    the process (SIGBUS).
+    the process (SIGBUS). They come last, so that a file of the right size has all of them.
     """
-    temporary = path.with_suffix(".partial")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
+        os.unlink(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o666)
     try:
-        os.ftruncate(descriptor, file_bytes(size))
         table = bytes(file_bytes(size) - table_at(size))
-        if os.pwrite(descriptor, table, table_at(size)) < len(table):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        _write_all(descriptor, memoryview(table), table_at(size))
     finally:
         os.close(descriptor)
-    os.replace(temporary, path)
 
 
 def pages_of(size: int) -> int:

@@ -12,14 +12,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from streammega.errors import StorageError
 from streammega.storage.cache import chunk_file
-from streammega.storage.cache.cache_folder import CacheFolder, object_name
+from streammega.storage.cache.cache_folder import CacheFolder, object_name, touch
 from streammega.storage.cache.chunk_file import (
     PAGE_BYTES,
     ChunkFile,
@@ -28,12 +28,14 @@ from streammega.storage.cache.chunk_file import (
     unlock,
 )
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Bytes
+from streammega.storage.store import Bytes, Span, Store, WrapperStore
 
 log = logging.getLogger(__name__)
 
 TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""
+SMALL = PAGE_BYTES // 4
+"""Reads below this size are not worth their pages: what is missing of them is fetched as it is."""
 FIRST_PAUSE = 0.005
 MAX_PAUSE = 0.05
 """Seconds between two looks at a page that somebody else fetches: most take milliseconds."""
@@ -42,9 +44,7 @@ Fetch = Callable[[int, int, Bytes], None]
 """Reads bytes [start, stop) of the object itself into an array."""
 IsClosed = Callable[[], bool]
 """Whether nobody wants the bytes any more."""
-_open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = (
-    weakref.WeakValueDictionary()
-)
+_open_objects: weakref.WeakValueDictionary[str, CachedObject] = weakref.WeakValueDictionary()
 _lock = process_lock()
 _toucher_pid = 0
 
@@ -81,14 +81,7 @@ class CachedObject:
         self._opening = process_lock()
         self._fetched = threading.Condition(process_lock())
         """Notified when a thread of this process ends to fetch pages."""
-        self.touch()
-
-    def touch(self) -> None:
-        """Note that the object is in use. Raises OSError."""
-        try:
-            os.utime(self.folder / "used")
-        except FileNotFoundError:
-            pass  # nothing of it is cached
+        touch(self.folder)
 
     def read(
         self, start: int, stop: int, out: Bytes, fetch: Fetch, is_closed: IsClosed = _never
@@ -298,7 +291,7 @@ class PageCache(CacheFolder):
         None: the disk cannot be used.
         """
         name = object_name(url, etag, size, self.chunk_bytes)
-        key = (os.getpid(), str(self.folder / name))
+        key = str(self.folder / name)
         with _lock:
             cached = _open_objects.get(key)
             if cached is None and self.usable:
@@ -308,12 +301,15 @@ class PageCache(CacheFolder):
                     self.on_error(error)
                     return None
                 _open_objects[key] = cached
-                _start_toucher()
+            _start_toucher()
             return cached
 
 
 def _start_toucher() -> None:
-    """Start the thread that touches open objects, once in each process."""
+    """Start the thread that touches open objects, once in each process: no thread survives a fork.
+
+    A daemon, which does not hold up the end of the process, even on a disk that hangs.
+    """
     global _toucher_pid
     if _toucher_pid != os.getpid():
         _toucher_pid = os.getpid()
@@ -321,18 +317,66 @@ def _start_toucher() -> None:
 
 
 def _touch_objects() -> None:
-    """Touch the objects of this process as long as it lives: kernels read them without a call."""
+    """Touch the open objects as long as the process lives: kernels read them without a call."""
     while True:
         time.sleep(TOUCH_SECONDS)
         with _lock:
-            keys = [key for key in _open_objects if key[0] == os.getpid()]
-        for key in keys:
-            _touch_object(key)
+            # Folders, for the objects themselves would be kept open until the next round.
+            folders = [cached.folder for cached in _open_objects.values()]
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                touch(folder)
 
 
-def _touch_object(key: tuple[int, str]) -> None:
-    # A function of its own: a variable of the loop would keep the object open until the next round.
-    cached = _open_objects.get(key)
-    if cached is not None:
-        with contextlib.suppress(OSError):
-            cached.touch()
+class CachedStore(WrapperStore):
+    """One object of a store behind its cached pages: `fetch_into` reads through them."""
+
+    def __init__(self, store: Store, cached: CachedObject) -> None:
+        super().__init__(store)
+        self.cached = cached
+        self.hit_bytes = 0
+        self.fetched_bytes = 0
+        self._lock = process_lock()  # of both counts: threads of the fetcher add to them
+        self._closed = False
+
+    def fetch_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """From pages where they are there; large reads bring their pages to the cache."""
+
+        def fetch(start: int, stop: int, out: Bytes) -> None:
+            self.inner.fetch_into(key, [(start, stop)], [out], etag)
+            self._count(0, stop - start)
+
+        missing_spans = []
+        missing_outs = []
+        for (start, stop), out in zip(spans, outs, strict=True):
+            if stop - start >= SMALL or self.cached.contains(start, stop):
+                hits = self.cached.read(start, stop, out, fetch, self._is_closed)
+                self._count(hits, 0)
+            else:
+                missing_spans.append((start, stop))
+                missing_outs.append(out)
+        # Together: several small reads are one call of the transport.
+        if missing_spans:
+            self.read_past_cache(key, missing_spans, missing_outs, etag)
+
+    def read_past_cache(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """From the object itself, and counted: for reads that must not wait for those of others."""
+        self.inner.fetch_into(key, spans, outs, etag)
+        fetched = sum(stop - start for start, stop in spans)
+        self._count(0, fetched)
+
+    def close(self) -> None:
+        """End all waiting for pages that others fetch: nobody wants them any more."""
+        self._closed = True
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _count(self, hits: int, fetched: int) -> None:
+        with self._lock:
+            self.hit_bytes += hits
+            self.fetched_bytes += fetched

@@ -40,8 +40,8 @@ class BufferPool:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.in_use = 0
-        self.most = 0
-        """Bytes in use at once, at most, until now."""
+        self.peak = 0
+        """Most bytes in use at once until now."""
         self._kept = 0  # bytes of buffers that wait for reuse
         # By their size, which is a rounded one.
         self._free: dict[int, list[Bytes]] = defaultdict(list)
@@ -77,7 +77,7 @@ class BufferPool:
     def _use(self, count: int) -> None:
         """So many bytes more are in use: what is kept makes room for them."""
         self.in_use += count
-        self.most = max(self.most, self.in_use)
+        self.peak = max(self.peak, self.in_use)
         while self._kept and self.in_use + self._kept > self.budget:
             self._drop_one()
 

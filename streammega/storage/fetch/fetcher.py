@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
-from streammega.storage.cache.store import CachedStore
+from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
 from streammega.storage.fetch.flow_control import FlowControl, can_hedge
 from streammega.storage.fetch.requests import (
@@ -30,7 +30,7 @@ from streammega.storage.fetch.requests import (
     send,
 )
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.retry import RetryPolicy, retries_exhausted
+from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
@@ -282,16 +282,19 @@ class Fetcher:
         self._wake()
         # What was taken from the queue just now has another copy only if that is in flight.
         second_copies = {id(request) for request in batch if request.copies > 1}
+        bodies: list[Bytes] | None = None
+        error: BaseException | None = None
         self._lock.release()
+        # Measured without the wait for the lock: that is no latency of the storage.
+        began = time.monotonic()
         try:
-            # Measured without the wait for the lock: that is no latency of the storage.
-            began = time.monotonic()
-            response = send(batch, past_cache=bool(second_copies))
-            seconds = time.monotonic() - began
+            bodies = send(batch, past_cache=bool(second_copies))
+        except BaseException as caught:  # whoever waits for the group gets it, not this thread
+            error = caught
         finally:
+            seconds = time.monotonic() - began
             self._lock.acquire()
         self._idle += 1
-        error = response.error
         is_refusal = isinstance(error, StorageError) and error.throttled
         if error is None:
             self.counters.latencies.append(seconds)
@@ -304,7 +307,7 @@ class Fetcher:
             request.group.busy -= 1
             self._end_copy(request)
             if error is None:
-                body = response.bodies[number] if response.bodies else None
+                body = bodies[number] if bodies else None
                 self._succeeded(request, body, is_second=id(request) in second_copies)
             elif not request.done and not request.group.released:
                 self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
@@ -348,18 +351,16 @@ class Fetcher:
         now = time.monotonic()
         elapsed = now - request.first_sent_at
         request.failures += 1
-        pause = self._policy.pause(error, request.failures, elapsed)
-        if pause is None:
-            if isinstance(error, StorageError):
-                error = retries_exhausted(error, request.failures, elapsed)
+        try:
+            pause = self._policy.next_pause(error, request.failures, elapsed)
+        except BaseException as final:
             self.counters.errors += 1
             # Whoever waits gets this error first: nobody will ask for what is needed later.
             self._first_failed = min(self._first_failed, request.serial)
             if request.group.error is None:
-                request.group.error = error
+                request.group.error = final
                 self._complete(request.group)
             return
-        self._policy.warn(error, elapsed)
         self.counters.retries += 1
         if self.flow.pace.interval and is_refusal:
             # The pace holds all of them back. With longer pauses of their own, what is needed
@@ -398,7 +399,8 @@ class Fetcher:
         straggler_seconds = self.flow.latencies.straggler_seconds()
         for request in list(self._in_flight.values()):
             limit = straggler_seconds.get(request.size_class, math.inf)
-            if request.copies == 1 and now - request.sent_at > limit:
+            is_alone = request.copies == 1 and not request.done
+            if is_alone and now - request.sent_at > limit:
                 if not can_hedge(counters.hedges, counters.requests):
                     return
                 counters.hedges += 1

@@ -6,11 +6,10 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from streammega.storage.cache.store import SMALL, CachedStore
+from streammega.storage.cache.page_cache import SMALL, CachedStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
 from streammega.storage.store import Buffer, Bytes, Store, address_of
@@ -200,42 +199,29 @@ class Counters:
     """Seconds of the latest answers: so many that a percentile of them is steady."""
 
 
-class Response(NamedTuple):
-    """How a batch ended.
-
-    bodies: of its requests, in their order, if some group keeps its body. Else the bytes are in the
-        buffers of the groups.
-    """
-
-    error: BaseException | None = None
-    bodies: list[Bytes] | None = None
-
-
-def send(batch: list[RangeRequest], *, past_cache: bool) -> Response:
+def send(batch: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
     """Read the bytes of a batch from storage. Blocks, so it is called without a lock.
+
+    Returns its bodies if some group keeps its own; else the bytes are in the buffers of the groups.
 
     past_cache: the batch has a second copy, which must not wait for a page that the first one
         fetches.
     """
-    try:
-        if any(request.group.keeps_body for request in batch):
-            store = batch[0].store
-            spans = [(request.start, request.stop) for request in batch]
-            bodies = store.fetch(batch[0].key, spans, batch[0].etag)
-            return Response(bodies=list(map(_place, batch, bodies)))
-        by_object = defaultdict(list)
-        for request in batch:
-            by_object[id(request.store), request.key, request.etag].append(request)
-        for (_, key, etag), requests in by_object.items():
-            store = requests[0].store
-            read = store.fetch_into
-            if past_cache and isinstance(store, CachedStore):
-                read = store.read_past_cache
-            spans = [(request.start, request.stop) for request in requests]
-            read(key, spans, [request.out for request in requests], etag)
-    except BaseException as error:  # whoever waits for the group gets it, not this thread
-        return Response(error=error)
-    return Response()
+    if any(request.group.keeps_body for request in batch):
+        first = batch[0]
+        spans = [(request.start, request.stop) for request in batch]
+        return list(map(_place, batch, first.store.fetch(first.key, spans, first.etag)))
+    by_object = defaultdict(list)
+    for request in batch:
+        by_object[id(request.store), request.key, request.etag].append(request)
+    for (_, key, etag), requests in by_object.items():
+        store = requests[0].store
+        read = store.fetch_into
+        if past_cache and isinstance(store, CachedStore):
+            read = store.read_past_cache
+        spans = [(request.start, request.stop) for request in requests]
+        read(key, spans, [request.out for request in requests], etag)
+    return None
 
 
 def _place(request: RangeRequest, buffer: Buffer) -> Bytes:

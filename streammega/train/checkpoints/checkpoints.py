@@ -17,11 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streammega.config import StorageConfig
+from streammega.storage import join_url, open_store
+from streammega.storage.open import is_remote
 from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.chunks import Chunk
 from streammega.train.checkpoints.files import DamagedError
 from streammega.train.checkpoints.hold import Hold
 from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.in_bucket import CheckpointBucket
 from streammega.train.checkpoints.on_disk import CheckpointFolder, checkpoints
 from streammega.train.checkpoints.place import CheckpointPlace
 from streammega.train.checkpoints.publish import CheckpointPublisher
@@ -216,3 +220,16 @@ def _new_group(timeout: float) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return group
+
+
+def open_place(out_dir: str, storage: StorageConfig) -> CheckpointPlace:
+    """The checkpoints of a run in `out_dir`/checkpoints.
+
+    Raises ConfigError for a URL that cannot work.
+    """
+    url = join_url(out_dir, "checkpoints")
+    if is_remote(out_dir):
+        store, key = open_store(url, storage)
+        return CheckpointBucket(store, key)
+    _, path = open_store(url, storage)
+    return CheckpointFolder(Path(path), storage)

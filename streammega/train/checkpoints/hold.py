@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import atomic_writer, create_object, replace_object
 from streammega.train.small_objects import read_version
 
@@ -79,7 +80,7 @@ class _Shared:
 
 
 _held: dict[str, _Shared] = {}
-_lock = threading.Lock()
+_lock = process_lock()
 """Of `_held`, and over making and releasing a hold: of two threads that ask for one at once, one
 makes it for both.
 """

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
-from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.order.schedule import BatchSchedule, batch_schedule
 
 
 @dataclass(frozen=True, kw_only=True)

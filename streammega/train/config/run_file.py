@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 import dacite
 
 from streammega.config import PhaseConfig, StorageConfig
-from streammega.config.validate import read_toml
+from streammega.config.validate import read_toml, unknown_setting
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.train.config.whole_run import RunConfig
@@ -134,10 +133,9 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     kind: the dataclass of a section, whose name `path` is, with a point behind it.
     """
     hints = get_type_hints(kind)
-    known = [item.name for item in fields(kind)]
     for name, value in table.items():
-        if name not in known:
-            raise ConfigError(f"unknown setting {path}{name}; {_hint(name, known, path)}")
+        if name not in hints:
+            raise ConfigError(unknown_setting(name, kind, path))
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(value, hints[name], f"{path}{name}.")
         if name == "storage_by_prefix" and isinstance(value, Mapping):
@@ -149,14 +147,6 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
         for section in ("data", "model", "train"):
             if section not in table:
                 raise ConfigError(f"the run has no [{section}] section")
-
-
-def _hint(name: str, known: Sequence[str], path: str) -> str:
-    nearest = difflib.get_close_matches(name, known, 1)
-    if nearest:
-        return f"did you mean {path}{nearest[0]}?"
-    names = [path + other for other in known]
-    return f"known: {', '.join(names)}"
 
 
 def _fill_defaults(table: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
-from streammega.order.batch_size import BatchSchedule
-from streammega.order.phase_starts import in_samples
+from streammega.order.schedule import BatchSchedule, in_samples
 from streammega.train.config.optimization import TrainConfig
 from streammega.train.config.sizes import ModelConfig, ParallelConfig
 

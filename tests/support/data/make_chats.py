@@ -107,7 +107,7 @@ def main() -> None:
     """Train a tokenizer, and let transformers tokenize all conversations by it."""
     from transformers import PreTrainedTokenizerFast
 
-    from streammega.convert.tokenize.template_loader import BUILT_IN
+    from streammega.convert.tokenize.chat import BUILT_IN
 
     FOLDER.mkdir(exist_ok=True)
     model = Tokenizer(models.BPE())

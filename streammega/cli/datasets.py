@@ -1,0 +1,376 @@
+"""The commands about datasets and caches: cat, verify, gc, append, versions, cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from streammega.cli.options import StorageFile, StorageOption, storage_config
+from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
+from streammega.errors.redaction import redact_urls
+from streammega.errors.words import in_one_line, pluralize, without_controls
+
+if TYPE_CHECKING:
+    from streammega.convert.tokenize.tokenizers import Tokenizer
+    from streammega.dataset import IndexedDataset
+
+DOCUMENTS_AT_ONCE = 64
+"""Documents that one read of `cat` fetches."""
+MAX_VERSIONS = 20
+"""Versions that are listed: a dataset may have thousands."""
+
+
+def verify(
+    name: Annotated[
+        str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")
+    ],
+    eod_id: Annotated[
+        int | None,
+        typer.Option(
+            help="The id with which every document must end; by default the manifest's.", min=0
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="The number that all ids must be below; by default the manifest's.", min=0
+        ),
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(help="First rebuild each lost or broken .idx from the ends of documents."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option(help="Repair also where sequences and modes are lost by it.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="The dtype of the tokens, for --repair where nothing else says it."),
+    ] = None,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Check a dataset: structure, bounds, checksums, ids, the ends of documents.
+
+    Exit status 1 if something is wrong.
+    """
+    from streammega.cli.progress import ProgressDisplay
+    from streammega.dataset.repair import repair_index
+    from streammega.dataset.verify import verify as run
+
+    settings = storage_config(storage, storage_file)
+    if repair:
+        with ProgressDisplay("repairing"):
+            lines = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
+        typer.echo("\n".join(lines))
+    with ProgressDisplay("looking for shards") as progress:
+        checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
+    typer.echo(checked.as_text())
+    if checked.problems:
+        raise typer.Exit(1)
+
+
+def gc(
+    prefix: Annotated[str, typer.Argument(help="A dataset: its prefix or manifest, path or URL.")],
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove them; without it they are only listed.")
+    ] = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """List, or remove, what killed conversions left beside a dataset, or what it replaced.
+
+    Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
+    is no part of a dataset yet.
+    """
+    from streammega.convert.work_dir import is_locked
+    from streammega.convert.write.gc import find_leftovers, remove_leftovers
+
+    settings = storage_config(storage, storage_file, looks_only=True)
+    leftovers = find_leftovers(prefix, settings)
+    for info in leftovers:
+        typer.echo(f"{info.size:>18,} bytes  {in_one_line(info.key)}")
+    size = sum(info.size for info in leftovers)
+    if not remove or not leftovers:
+        how_to_remove = "; --remove removes them" if leftovers else ""
+        typer.echo(f"{pluralize(len(leftovers), 'file')}, {pluralize(size, 'byte')}{how_to_remove}")
+        return
+    if is_locked(prefix):
+        raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
+    remove_leftovers(prefix, leftovers, settings)
+    typer.echo(f"{pluralize(len(leftovers), 'file')} removed, {pluralize(size, 'byte')}")
+
+
+def append(
+    prefix: Annotated[str, typer.Argument(help="The dataset that grows: its prefix, path or URL.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Datasets beside it that streammega convert wrote, by their prefixes."),
+    ],
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="No other producer appends now: for storage without conditional writes.",
+        ),
+    ] = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Make the next version of a dataset, with the shards of others after its own.
+
+    Any number of producers may do so at once. What is in already stays once, so a command that was
+    killed may be repeated. Runs go on with the version that they name (PREFIX@NUMBER).
+    """
+    from streammega.cli.progress import ProgressDisplay
+    from streammega.dataset.append import append as run
+
+    with ProgressDisplay("appending"):
+        version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
+    how = "" if version.added else ", which had all of it already"
+    typer.echo(f"{redact_urls(prefix)}@{version.number}: {version}{how}")
+
+
+def versions(
+    prefix: Annotated[str, typer.Argument(help="A dataset: its prefix, path or URL.")],
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """List the versions of a dataset that grows, and what lies beside it and is in none of them.
+
+    Exits with 1 where the manifest of one cannot be read.
+    """
+    from streammega.dataset.versions import DamagedVersion, unreferenced_shards
+    from streammega.dataset.versions import versions as run
+
+    settings = storage_config(storage, storage_file, looks_only=True)
+    found = run(prefix, settings, most=MAX_VERSIONS)
+    name = redact_urls(prefix)
+    for version in found:
+        typer.echo(f"{name}@{version.number}  {version}")
+    if any(isinstance(version, DamagedVersion) for version in found):
+        raise typer.Exit(1)
+    for orphan in unreferenced_shards(prefix, settings):
+        typer.echo(
+            f"in no version: {in_one_line(redact_urls(orphan))}; streammega append {name} takes it in"
+        )
+
+
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir)."
+)
+CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
+
+
+@cache_app.command(name="ls", no_args_is_help=True)
+def cache_ls(folder: CacheFolder) -> None:
+    """List cached objects, the most recently used first."""
+    from streammega.storage import cache as page_cache
+
+    entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    for entry in entries:
+        state = "in use"
+        if not entry.in_use:
+            used = time.localtime(entry.used)
+            state = f"last used {time.strftime('%Y-%m-%d %H:%M', used)}"
+        typer.echo(
+            f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {in_one_line(entry.url)}"
+        )
+    cached_bytes = sum(entry.cached_bytes for entry in entries)
+    typer.echo(f"{pluralize(len(entries), 'object')}, {pluralize(cached_bytes, 'byte')}")
+
+
+@cache_app.command(name="verify", no_args_is_help=True)
+def cache_verify(folder: CacheFolder) -> None:
+    """Compare all cached pages with their checksums.
+
+    Exit status 1 if one differs (readers fetch such pages again).
+    """
+    from streammega.storage import cache as page_cache
+
+    chunks = _cache_folder(folder)
+    pages = 0
+    damaged = 0
+    for entry in page_cache.entries(chunks):
+        pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
+        for path, page in page_cache.damaged_pages(entry):
+            damaged += 1
+            typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
+    # somebody else's cache: what is to be noted in it is up to them
+    with contextlib.suppress(OSError):
+        page_cache.recount(chunks)
+    typer.echo(f"{pluralize(pages, 'page')}, {damaged:,} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command(name="clear", no_args_is_help=True)
+def cache_clear(folder: CacheFolder) -> None:
+    """Remove all cached objects that were not used within the last ten minutes."""
+    from streammega.storage import cache as page_cache
+
+    removed, kept = page_cache.clear(_cache_folder(folder))
+    typer.echo(
+        f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten "
+        "minutes)"
+    )
+
+
+def _cache_folder(folder: str) -> Path:
+    from streammega.config import local_folder
+
+    chunks = local_folder(folder) / "chunks"
+    if not chunks.is_dir():
+        raise ConfigError(
+            f"{folder}: holds no cache; name the folder that cache_dir named in the run"
+        )
+    return chunks
+
+
+def cat(
+    documents: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATASET#N|DATASET#N..M",
+            help="A document of a dataset by its number, from 0 on, or those from N to M; path or "
+            "URL.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The tokenizer; by default the one that the manifest names.")
+    ] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Show token ids instead of text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each document, a line each.")
+    ] = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Show documents of a dataset as text.
+
+    Fetches the .idx and these documents only. Several documents each have a line with their number
+    before them.
+    """
+    from streammega.dataset import IndexedDataset
+
+    ranges = [parse_documents(text) for text in documents]
+    settings = storage_config(storage, storage_file, looks_only=True)
+    several = len(ranges) > 1 or any(first < last for _, first, last in ranges)
+    for name, first, last in ranges:
+        indexed = IndexedDataset(name, settings)
+        shown = redact_urls(name)
+        _check_number(shown, last, len(indexed.document_indices) - 1)
+        model = None if ids else _tokenizer(shown, indexed, tokenizer)
+        for number, sequences in _read_documents(indexed, first, last):
+            report = _document_report(shown, number, sequences, model)
+            if as_json:
+                typer.echo(json.dumps(report))
+                continue
+            if several:
+                typer.echo(f"--- {shown}#{number}: {pluralize(report['tokens'], 'token')}")
+            _show(report)
+
+
+def parse_documents(text: str) -> tuple[str, int, int]:
+    """("web", 3, 9) of "web#3..9", ("web", 3, 3) of "web#3". Raises ConfigError."""
+    name, _, numbers = text.rpartition("#")
+    parsed = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", numbers)
+    if not name or not parsed:
+        raise ConfigError(
+            f"{redact_urls(text)!r}: names no documents; write DATASET#N or DATASET#N..M, web#0 or "
+            f"web#0..9 for instance (in quotes, since # begins a comment of some shells)"
+        )
+    first = int(parsed[1])
+    last = int(parsed[2] or first)
+    if last < first:
+        raise ConfigError(f"{redact_urls(text)!r}: ends before it begins")
+    return name, first, last
+
+
+def _check_number(name: str, number: int, documents: int) -> None:
+    if number >= documents:
+        numbered = f", numbered from 0 to {documents - 1:,}" if documents else ""
+        raise ConfigError(
+            f"{name}: has {pluralize(documents, 'document')}{numbered}; there is no number {number:,}"
+        )
+
+
+def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokenizer:
+    """The tokenizer that was asked for, or the one that the manifest names."""
+    from streammega.convert.tokenize.tokenizers import load_tokenizer
+
+    labels = indexed.tokenizers
+    if chosen is None and len(labels) != 1:
+        reason = "no manifest names its tokenizer"
+        if labels:
+            reason = f"was made with several tokenizers ({', '.join(sorted(map(str, labels)))})"
+        raise ConfigError(f"{name}: {reason}; name one by --tokenizer, or show ids by --ids")
+    label = min(labels, default=None, key=str)
+    try:
+        model = load_tokenizer(chosen or (label.name if label else ""))
+    except (ObjectNotFoundError, ConvertError) as error:
+        if chosen is not None or label is None:
+            raise
+        raise ConfigError(
+            f"{name}: its tokenizer {label.name!r} cannot be loaded ({error}); name it by "
+            f"--tokenizer, or show ids by --ids"
+        ) from None
+    if label is not None and len(labels) == 1 and label.digest != model.digest:
+        typer.echo(
+            f"{name}: was made with {label.name!r}, and {model.name!r} is another one, or one with "
+            f"other settings",
+            err=True,
+        )
+    return model
+
+
+def _read_documents(
+    indexed: IndexedDataset, first: int, last: int
+) -> Iterator[tuple[int, list[tuple[Any, int | None]]]]:
+    """(number, (ids, mode) of each sequence) of documents [first, last]; None: there are no modes."""
+    bounds = indexed.document_indices
+    for begin in range(first, last + 1, DOCUMENTS_AT_ONCE):
+        stop = min(begin + DOCUMENTS_AT_ONCE, last + 1)
+        start = int(bounds[begin])
+        items = indexed[start : int(bounds[stop])]
+        sequences: list[tuple[Any, int | None]] = [
+            item if isinstance(item, tuple) else (item, None) for item in items
+        ]
+        for number in range(begin, stop):
+            yield number, sequences[int(bounds[number]) - start : int(bounds[number + 1]) - start]
+
+
+def _document_report(
+    name: str, number: int, sequences: list[tuple[Any, int | None]], model: Tokenizer | None
+) -> dict[str, Any]:
+    ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(item) for item, _ in sequences)])
+    report: dict[str, Any] = {"dataset": name, "document": number, "tokens": len(ids)}
+    if sequences and sequences[0][1] is not None:
+        report["sequences"] = [{"tokens": len(item), "mode": mode} for item, mode in sequences]
+    if model is None:
+        report["ids"] = ids.astype(np.int64).tolist()
+        return report
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+        raise FormatError(
+            f"{name}: document {number:,} holds the id {int(ids.max()):,}, and {model.name!r} has "
+            f"{model.vocab_size:,} ids: the tokens are another tokenizer's"
+        )
+    report["text"] = model.decode(ids.astype(np.int64).tolist())
+    return report
+
+
+def _show(report: dict[str, Any]) -> None:
+    text = report["text"] if "text" in report else " ".join(map(str, report["ids"]))
+    if sys.stdout.isatty():  # which would obey what a document says
+        text = without_controls(text)
+    typer.echo(text.encode("utf-8", "backslashreplace").decode())

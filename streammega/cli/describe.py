@@ -1,0 +1,252 @@
+"""The command that says what a dataset is, an input of another format, or a run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.plotting import draw_lengths
+from streammega.cli.render import Report, show_report
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
+from streammega.errors.redaction import redact_urls, without_queries
+
+if TYPE_CHECKING:
+    from streammega.config import StorageConfig
+    from streammega.convert.documents import RawDocument, Tokens
+    from streammega.dataset import IndexedDataset
+
+RUN = ".toml"
+"""The ending of a run's file."""
+FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
+SHOWN_CHARACTERS = 200
+"""Of the first document of an input."""
+SHOWN_TOKENS = 32
+
+
+def describe(
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            help="A dataset: a prefix, a manifest, a folder; an input of any format; or a run's "
+            "TOML file."
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer, to decode the first tokens.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Write the document-length histogram to this PNG.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="How many of the first tokens are shown.")
+    ] = 32,
+    last_step: Annotated[
+        int | None, typer.Option(help="Of a run: up to this step; by default its last.")
+    ] = None,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Say what a dataset is, or what each phase of a run takes from which dataset.
+
+    Of a dataset: counts, dtype, sizes, first tokens, document lengths.
+    """
+    if prefix.endswith(RUN):
+        for name, value in (
+            ("--tokenizer", tokenizer),
+            ("--plot", plot),
+            ("--storage", storage),
+            ("--storage-file", storage_file),
+        ):
+            if value is not None:
+                raise ConfigError(f"{name}: is of a dataset, and {prefix} is a run's file")
+        _describe_run(prefix, last_step, as_json=as_json)
+        return
+    if last_step is not None:
+        raise ConfigError(f"--last-step needs a run file ({RUN}); {prefix!r} is not one")
+    _describe_dataset(
+        prefix,
+        tokenizer,
+        plot,
+        tokens,
+        storage_config(storage, storage_file, looks_only=True),
+        as_json=as_json,
+    )
+
+
+def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
+    from streammega.cli.trace import check_step, open_run, phases_report
+    from streammega.train.config import load_run
+
+    run = open_run(load_run(path), "train", None)
+    check_step(run, "--last-step", last_step)
+    report = {"run": path, **phases_report(run, last_step or run.last_step)}
+    show_report(report, as_json=as_json)
+
+
+def _describe_dataset(
+    prefix: str,
+    tokenizer: str | None,
+    plot: str | None,
+    tokens: int,
+    settings: StorageConfig,
+    *,
+    as_json: bool,
+) -> None:
+    from streammega.dataset import IndexedDataset
+    from streammega.dataset.names import MANIFEST
+
+    # a signed URL is one of a file, and there is nothing beside it
+    if prefix.startswith("http") and "?" in prefix:
+        show_report(input_report(prefix, settings), as_json=as_json)
+        return
+    try:
+        indexed = IndexedDataset(prefix, settings)
+    except (ObjectNotFoundError, FormatError) as no_dataset:
+        may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
+        if isinstance(no_dataset, FormatError) and not may_be_input:
+            raise  # a dataset that is damaged; a .json of other records is an input
+        try:
+            report = input_report(prefix, settings)
+        except ObjectNotFoundError:
+            raise no_dataset from None
+        show_report(report, as_json=as_json)
+        return
+    show_report(dataset_report(indexed, tokens, tokenizer), as_json=as_json)
+    if plot:
+        write_plot(indexed, plot)
+        typer.echo(f"histogram written to {plot}", err=as_json)
+
+
+def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: str | None) -> Report:
+    """Counts and lengths of a dataset, and its first tokens, decoded where a tokenizer is given.
+
+    Reads the index, and of the tokens only the first few. Raises FormatError for tokens of another
+    tokenizer.
+    """
+    from streammega.dataset.names import split_name
+
+    lengths = document_lengths(indexed)
+    first = first_tokens(indexed, num_first_tokens)
+    edges, counts = length_histogram(lengths)
+    report: Report = {
+        "dataset": redact_urls(indexed.prefix),
+        "format": FORMATS[split_name(indexed.shards[0])[1]],
+        "shards": len(indexed.shards),
+        "dtype": str(indexed.dtype),
+        "multimodal": indexed.sequence_modes is not None,
+        "documents": len(lengths),
+        "sequences": len(indexed),
+        "empty_documents": int((lengths == 0).sum()),
+        "tokens": int(lengths.sum()),
+        "bytes": indexed.bin_info.size,
+    }
+    if indexed.bin_tokens is not None:
+        room = indexed.num_bins * indexed.bin_tokens
+        report["bins"] = f"{indexed.num_bins:,} of {indexed.bin_tokens:,} tokens"
+        report["padding"] = 1 - report["tokens"] / room if room else 0.0
+    if len(lengths):
+        report["shortest"] = int(lengths.min())
+        report["median"] = float(np.median(lengths))
+        report["longest"] = int(lengths.max())
+    report["first_ids"] = " ".join(map(str, first))
+    if tokenizer:
+        report["decoded"] = _decoded(report["dataset"], first, tokenizer)
+    report["document_lengths"] = [
+        {"tokens": f"{low:,} to {high - 1:,}", "documents": int(count)}
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+    ]
+    return report
+
+
+def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
+    """Tokens of each document, int64 [documents]."""
+    ends_of_sequences = np.cumsum(indexed.sequence_lengths, dtype=np.int64)
+    tokens_before_sequence = np.concatenate([np.zeros(1, np.int64), ends_of_sequences])
+    return np.diff(tokens_before_sequence[indexed.document_indices])
+
+
+def length_histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(edges, documents between them); edges are 0, 1, 2, 4, ... to the first power above all."""
+    longest = int(lengths.max(initial=0))
+    powers = [1 << exponent for exponent in range(max(longest, 1).bit_length() + 1)]
+    edges = np.array([0, *powers], np.int64)
+    return edges, np.histogram(lengths, edges)[0].astype(np.int64)
+
+
+def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
+    """The first `count` tokens of the dataset, over sequence bounds."""
+    tokens: list[int] = []
+    for number in range(len(indexed)):
+        if len(tokens) >= count:
+            break
+        length = min(int(indexed.sequence_lengths[number]), count - len(tokens))
+        if length:
+            tokens += indexed.get(number, 0, length).tolist()
+    return tokens
+
+
+def write_plot(indexed: IndexedDataset, path: str) -> None:
+    """The histogram of lengths as a PNG. Raises ConfigError when matplotlib is not installed."""
+    lengths = document_lengths(indexed)
+    edges, counts = length_histogram(lengths)
+    title = f"{redact_urls(indexed.prefix)}: {len(lengths):,} documents, {lengths.sum():,} tokens"
+    # a logarithmic axis has no 0
+    draw_lengths(counts, np.maximum(edges, 0.5), title, path)
+
+
+def _decoded(name: str, tokens: list[int], tokenizer: str) -> str:
+    from streammega.convert.tokenize.tokenizers import load_tokenizer
+
+    model = load_tokenizer(tokenizer)
+    highest = max(tokens, default=-1)
+    if highest >= model.vocab_size:
+        raise FormatError(
+            f"{name}: token id {highest} is past the {model.vocab_size} ids of {tokenizer}; the "
+            f"data was made with another tokenizer"
+        )
+    return model.decode(tokens)
+
+
+def input_report(path: str, storage: StorageConfig) -> Report:
+    """What an input of another format is (text, JSON lines, Parquet, MDS, ...), with its first
+    document.
+
+    Raises ObjectNotFoundError, ConvertError.
+    """
+    from streammega.convert.options import ConvertOptions
+    from streammega.convert.read.inputs import find_inputs
+    from streammega.convert.read.readers import read_slice
+    from streammega.convert.read.source import Skipped, Slice
+
+    inputs = find_inputs([path], storage)
+    formats: dict[str, dict[str, int]] = {}
+    for item in inputs:
+        counts = formats.setdefault(item.format, {"inputs": 0, "bytes": 0})
+        counts["inputs"] += 1
+        counts["bytes"] += item.size
+    documents = read_slice(Slice(input=inputs[0]), ConvertOptions(), storage, Skipped())
+    first = next(iter(documents), None)
+    return {
+        "input": redact_urls(without_queries(path)),
+        "first_document": None if first is None else _beginning(first),
+        "next": "streammega convert makes shards of it",
+        "formats": dict(sorted(formats.items())),
+    }
+
+
+def _beginning(document: RawDocument | Tokens) -> str:
+    """How a document begins: a text, the fields of a record, or tokens."""
+    from streammega.convert.documents import RawDocument
+
+    if not isinstance(document, RawDocument):
+        return f"{document.tokens.dtype} tokens {document.tokens[:SHOWN_TOKENS].tolist()}"
+    text = document.data.decode(errors="replace")
+    if document.fields is not None:
+        text = json.dumps(document.fields, default=str)
+    return repr(text[:SHOWN_CHARACTERS])

@@ -1,0 +1,228 @@
+"""The commands that start a run or prepare for one: train, prepare, warmup."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import typer
+
+from streammega.cli.options import Overrides, RunFile
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
+
+DOCUMENTS = 300
+TOKENS = 64
+"""Of a sample."""
+
+
+def prepare(
+    config: RunFile,
+    overrides: Overrides = None,
+) -> None:
+    """Build all indices of a run ahead of it, without GPUs.
+
+    With data.shared_index_url they are published for the nodes.
+    """
+    from dataclasses import replace
+
+    from streammega.cli.progress import ProgressDisplay
+    from streammega.samples.open import prepare as run
+    from streammega.train.config import load_run
+
+    settings = load_run(config, overrides or [])
+    data = settings.data
+    if not data.num_samples:
+        data = replace(data, num_samples=settings.num_samples())
+    count = 0
+    with ProgressDisplay("preparing") as progress:
+        for done in run(data):
+            typer.echo(
+                f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
+            )
+            count += 1
+            progress.begin(f"preparing, {count} datasets done")
+    if data.order == "stream":
+        typer.echo("the stream order needs no indices")
+        return
+    where = ""
+    if data.shared_index_url:
+        where = f", published in {redact_urls(data.shared_index_url)}"
+    typer.echo(f"{pluralize(count, 'dataset')} prepared{where}")
+
+
+def train(
+    config: RunFile,
+    overrides: Overrides = None,
+) -> None:
+    """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
+    from streammega.train.__main__ import main as train_main
+
+    logging.getLogger().setLevel(logging.INFO)
+    raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
+
+
+def warmup() -> None:
+    """Compile all kernels into numba's cache, so that no run on this machine or image does.
+
+    The cache is the folder that NUMBA_CACHE_DIR names; else it is beside the package, or, where
+    nobody may write there, in the user's cache folder.
+    """
+    from streammega.cli.progress import ProgressDisplay
+
+    with ProgressDisplay("compiling kernels"):
+        done = warm_up()
+    if not done.folders:
+        raise ConfigError(
+            "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
+            "written"
+        )
+    typer.echo(
+        f"{done.compiled} kernels compiled, {done.loaded} were there already, in "
+        f"{', '.join(done.folders)} ({done.seconds:.0f} s)"
+    )
+    typer.echo("processes that may not write to this folder compile again: see NUMBA_CACHE_DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup:
+    """What was compiled. loaded: signatures that were in the cache already."""
+
+    compiled: int
+    loaded: int
+    folders: list[str]
+    seconds: float
+
+
+def warm_up() -> Warmup:
+    """Convert and load a small corpus in all the ways that use other kernels, or other signatures
+    of them.
+    """
+    from streammega.kernels.jit import KERNELS
+
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="streammega-warmup-") as folder:
+        for dataset in _convert(Path(folder)):
+            _load(dataset)
+        _load_in_phases(Path(folder))
+    stats = [kernel.stats for kernel in KERNELS]
+    return Warmup(
+        compiled=sum(sum(of_kernel.cache_misses.values()) for of_kernel in stats),
+        loaded=sum(sum(of_kernel.cache_hits.values()) for of_kernel in stats),
+        folders=sorted({str(of_kernel.cache_path) for of_kernel in stats if of_kernel.cache_path}),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _convert(folder: Path) -> Iterator[str]:
+    """Datasets of all kinds that are loaded by other kernels."""
+    from streammega.convert import convert
+    from streammega.dataset.verify import verify
+
+    texts = folder / "texts.jsonl"
+    with texts.open("w") as file:
+        for number in range(DOCUMENTS):
+            file.write(json.dumps({"text": f"{number} " * (1 + number % 50)}) + "\n")
+    chats = folder / "chats.jsonl"
+    with chats.open("w") as file:
+        for _ in range(DOCUMENTS):
+            messages = [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "!" * 20},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {"shard_bytes": 20_000},
+        "wide": {"dtype": "int32", "shuffle_seed": 1, "dedup": True},
+        "zst": {"kind": "zst"},
+        "tar": {"kind": "tar", "max_tokens": 100},
+        "chat": {"chat": True},
+        "packed": {"pack": TOKENS},
+        "packed-wide": {"pack": TOKENS, "dtype": "int32", "shuffle_seed": 1},
+    }
+    for name, settings in kinds.items():
+        output = str(folder / name)
+        inputs = [str(chats if "chat" in settings else texts)]
+        convert(inputs, output, tokenizer="bytes", workers=1, **settings)
+        verify(output, vocab_size=1000)
+        yield output
+    convert([str(folder / "plain"), str(folder / "zst")], str(folder / "merged"), workers=1)
+
+
+def _load(dataset: str) -> None:
+    """Take a few batches in every order, with all fields that kernels make."""
+    from streammega.config import DataConfig, StorageConfig
+
+    usual: dict[str, Any] = {
+        "blend": [dataset],
+        "sequence_length": TOKENS,
+        "split": "90,5,5",
+        "num_samples": (48, 8, 8),
+        "eod_id": 256,
+    }
+    fields = {
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+        "balance_batches": True,
+    }
+    blend = {"blend": ["0.3", dataset, "0.7", dataset]}
+    # Read as objects are, and through a cache.
+    remote = StorageConfig(local="pread", cache_dir=f"{dataset}-cache")
+    reads = {"storage": remote, "vocab_size": 1000, "skip_documents": [f"{dataset}#0"]}
+    for order in ("stream", "megatron", "sequential"):
+        for more in ({}, fields, blend, reads):
+            config = DataConfig(**usual | more, order=order)
+            for split in ("train", "valid"):
+                for ids_only in (False, True):
+                    _take(config, split, ids_only)
+        if order != "stream":
+            _take(DataConfig(**usual, order=order, inter_document_masking=True), "train", False)
+
+
+def _load_in_phases(folder: Path) -> None:
+    """Take batches before and after a change of the mix and of the sample's length."""
+    from streammega.config import DataConfig, PhaseConfig
+
+    first, second = str(folder / "plain"), str(folder / "zst")
+    for length in (TOKENS, TOKENS // 2):
+        later = PhaseConfig(
+            first_sample=4, blend=["0.5", first, "0.5", second], sequence_length=length
+        )
+        config = DataConfig(
+            blend=[first],
+            sequence_length=TOKENS,
+            order="stream",
+            num_samples=(48, 0, 0),
+            phases=[later],
+        )
+        _take(config, "train", ids_only=False)
+
+
+def _take(config: Any, split: str, ids_only: bool) -> None:
+    """Take batches, and go on from a state."""
+    from streammega.loading.loader import StreamLoader
+
+    loader = StreamLoader(
+        config,
+        split=split,
+        micro_batch_size=2,
+        global_batch_size=4,
+        dp_rank=0,
+        dp_size=1,
+        ids_only=ids_only,
+    )
+    batches = iter(loader)
+    next(batches)
+    next(batches, None)
+    loader.load_state_dict(loader.state_dict())
+    next(iter(loader), None)
+    loader.close()

@@ -1,0 +1,349 @@
+"""What a reader gets: a slice of an input as a `Source`, which opens, decompresses and counts.
+
+Compressed files are read to the end of all their members. A file that is cut short, or is followed
+by something else, gives every byte before that and then an error; the libraries' own file objects
+lose what they had read, or take what follows a member of .bz2 and .xz for its end.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import zstandard
+from fsspec.utils import infer_compression
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import RawDocument
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.formats import suffix_of
+from streammega.convert.read.inputs import Input
+from streammega.errors import ConvertError
+from streammega.errors.redaction import redact, redact_urls, split_query, without_queries
+from streammega.errors.words import in_one_line, without_controls
+from streammega.storage.open import is_remote, open_file
+
+BUFFER_BYTES = 1 << 20
+READ_BY_FSSPEC = {".lz4": "lz4", ".snappy": "python-snappy"}
+"""Suffixes, and the packages that they need."""
+MAX_MESSAGES = 1000
+"""Messages of skipped records in a report: a corpus may have millions."""
+MAX_KINDS = 100
+"""Kinds of archive members in a report: names may end in anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A part of an input: bytes of lines, row groups of a Parquet file, documents of a pair. stop
+    -1: all of it.
+    """
+
+    input: Input
+    start: int = 0
+    stop: int = -1
+    stored_bytes: int | None = None
+    """About how many stored bytes of the input it is; None: not known."""
+
+
+@dataclass
+class Skipped:
+    """Counts of what readers skip, by kind of fault, and the first messages."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    errors: int = 0
+    """How many faults; other documents may be left out without being one."""
+    members: dict[str, int] = field(default_factory=dict)
+    """Members of archives that are not documents, by what they are."""
+    bytes_read: int = 0
+    """Stored bytes of the inputs that were read, for the progress."""
+
+    def note_read(self, size: int) -> None:
+        """Count bytes that were read."""
+        self.bytes_read += size
+
+    def add(self, kind: str, message: str, count: int = 1) -> None:
+        """Count a fault, of so many documents."""
+        self.leave_out(kind, count)
+        self.errors += count
+        if len(self.messages) < MAX_MESSAGES:
+            self.messages.append(without_controls(redact_urls(message)))
+
+    def leave_out(self, reason: str, count: int = 1) -> None:
+        """Count documents that are left out."""
+        self.counts[reason] = self.counts.get(reason, 0) + count
+
+    def add_member(self, kind: str) -> None:
+        """Count a member of an archive that is not a document."""
+        if kind not in self.members and len(self.members) == MAX_KINDS:
+            kind = "others"
+        self.members[kind] = self.members.get(kind, 0) + 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """A slice of an input for its reader: the bytes, the options, and the faults."""
+
+    piece: Slice
+    options: ConvertOptions
+    storage: StorageConfig
+    skipped: Skipped
+
+    @property
+    def path(self) -> str:
+        """The input's name for messages."""
+        return self.piece.input.path
+
+    def open(self) -> AbstractContextManager[Any]:
+        """The decompressed bytes; the stored bytes that are read are counted."""
+        item = self.piece.input
+        return open_stream(item.url, self.storage, item.etag, self.skipped.note_read)
+
+    def open_stored(self) -> AbstractContextManager[Any]:
+        """The stored bytes, to seek in. They are not counted: `note_read` does that."""
+        return open_file(self.piece.input.url, self.storage, etag=self.piece.input.etag)
+
+    def fault(self, kind: str, message: str, count: int = 1) -> None:
+        """Raise ConvertError, or count a fault of so many documents with `on_error="skip"`."""
+        if self.options.on_error == "stop":
+            raise ConvertError(message)
+        self.skipped.add(kind, message, count)
+
+
+@contextmanager
+def open_stream(
+    path: str,
+    storage: StorageConfig,
+    etag: str = "",
+    note: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """The decompressed bytes of a file, by its suffix; plain files can be sought in.
+
+    etag: of the object that the conversion found; "": of the one that is there now. note: called
+    with the number of stored bytes that were just read. Raises ConvertError if the bytes cannot be
+    read, ObjectChangedError if the object is another one.
+    """
+    name, _ = split_query(path)
+    suffix = suffix_of(name)
+    with open_file(path, storage, _compression(name, suffix), etag, note) as file:
+        if suffix in DECOMPRESSORS:
+            yield PieceReader(decompressed(file, suffix))
+        elif suffix == ".zip":
+            member = _only_member(file, name)
+            yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
+        else:
+            yield file
+
+
+def _compression(name: str, suffix: str) -> str | None:
+    """The compression that fsspec undoes, by fsspec's name; None: the stored bytes are read.
+
+    Raises ConvertError where a package is missing.
+    """
+    if suffix not in READ_BY_FSSPEC:
+        return None
+    compression: str | None = infer_compression(name)
+    # fsspec knows only what is installed
+    if compression is None:
+        raise ConvertError(
+            f"{name}: {suffix} needs the package {READ_BY_FSSPEC[suffix]}: pip install "
+            f"{READ_BY_FSSPEC[suffix]}, or decompress it"
+        )
+    return compression
+
+
+def _only_member(file: Any, name: str) -> Any:
+    archive = zipfile.ZipFile(file)
+    names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    if len(names) != 1:
+        raise ConvertError(
+            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "
+            f"--exclude"
+        )
+    return archive.open(names[0])
+
+
+def escapes_folder(name: str) -> bool:
+    """Whether a name in an archive or index leads out of its folder."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
+def too_large(where: str, options: ConvertOptions) -> str:
+    """The message for a record that is larger than max_record_bytes."""
+    return (
+        f"{where}: the record is larger than max_record_bytes (--max-record-bytes), "
+        f"{options.max_record_bytes:,}; raise it if there is memory, or skip such records by "
+        f"--on-error skip"
+    )
+
+
+def unreadable(path: str, error: Exception, storage: StorageConfig, where: str = "") -> str:
+    """The message for a library's error, without secrets. where: the place in the file, after a
+    blank.
+    """
+    if isinstance(error, PermissionError):
+        return f"{path}: permission denied; make it readable, or leave it out by --exclude"
+    message = without_queries(f"{type(error).__name__}: {error}")
+    reason = redact(message, dict(storage.storage_options) if is_remote(path) else {})
+    return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"
+
+
+CHUNK_BYTES = 16 << 10
+"""Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
+COUNTED_BYTES = 4 << 20
+"""Bytes in which lines are counted at a time."""
+PIECE_BYTES = 1 << 20
+"""Bytes that bzip2 and xz give at once, at most: a few of theirs may stand for very many."""
+GZIP = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
+"""16 tells zlib that there is a gzip header."""
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": GZIP,
+    ".tgz": GZIP,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".lzma": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+"""By suffix, what decompresses one member."""
+
+
+def decompressed(file: Any, suffix: str) -> Iterator[bytes]:
+    """The bytes of a compressed file, a piece at a time.
+
+    Raises EOFError where it is cut short, OSError where it is damaged.
+    """
+    data = file.read(CHUNK_BYTES)
+    while data:
+        decompressor = DECOMPRESSORS[suffix]()
+        while not decompressor.eof:
+            # zlib and zstd give all at once, the others are asked again
+            needs_input = getattr(decompressor, "needs_input", True)
+            if needs_input and not data:
+                data = file.read(CHUNK_BYTES)
+                if not data:
+                    raise EOFError("it is cut short")
+            limit = (PIECE_BYTES,) if hasattr(decompressor, "needs_input") else ()
+            try:
+                yield decompressor.decompress(data, *limit)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise OSError(str(error)) from None
+            data = b""
+        # zeros pad a file, to whole blocks for instance
+        data = decompressor.unused_data.lstrip(b"\0")
+        while not data and (data := file.read(CHUNK_BYTES)):
+            data = data.lstrip(b"\0")
+
+
+class PieceReader:
+    """A file whose bytes come in pieces.
+
+    An error that a piece raises is raised by the next read, when all before it has been read.
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._ready = memoryview(b"")
+        self._error: Exception | None = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        """As many bytes as asked for; fewer at the end, and before an error."""
+        left = sys.maxsize if size is None or size < 0 else size
+        found: list[memoryview] = []
+        while left and (self._ready or self._has_more()):
+            piece = self._ready[:left]
+            self._ready = self._ready[left:]
+            left -= len(piece)
+            found.append(piece)
+        if not found and left and self._error is not None:
+            raise self._error
+        return b"".join(found)
+
+    def _has_more(self) -> bool:
+        while not self._ready and self._error is None:
+            try:
+                self._ready = memoryview(next(self._pieces))
+            except StopIteration:
+                return False
+            except Exception as error:  # of whatever library
+                self._error = error
+        return bool(self._ready)
+
+
+READ_BYTES = 1 << 20
+
+
+class LongLine(NamedTuple):
+    """A line that was skipped because it is too long. Its bytes include the line feed."""
+
+    size: int
+
+
+def read_lines(begun: bytes, file: Any, max_bytes: int) -> Iterator[bytes | LongLine]:
+    """The lines of a file of which `begun` was read already.
+
+    A line of more than `max_bytes` without its ending may be skipped, and only its size is given.
+    """
+    held = begun
+    while True:
+        end = held.rfind(b"\n") + 1
+        yield from io.BytesIO(held[:end])
+        held = held[end:]
+        # the last byte may be the carriage return of an ending
+        if len(held) > max_bytes + 1:
+            size, behind = skip_line(file, None)
+            yield LongLine(len(held) + size)
+            held = behind or b""
+            continue
+        # as much again: a line that is held is copied a few times, not often
+        data = file.read(max(READ_BYTES, len(held)))
+        if not data:
+            break
+        held += data
+    if held:
+        yield held
+
+
+def skip_line(file: Any, max_bytes: int | None) -> tuple[int, bytes | None]:
+    """(bytes up to the end of a line, what was read after it). None: the line does not end within
+    the next `max_bytes` bytes, or within the file.
+    """
+    skipped = 0
+    while max_bytes is None or skipped < max_bytes:
+        data = file.read(READ_BYTES)
+        if not data:
+            break
+        end = data.find(b"\n") + 1
+        if end:
+            return skipped + end, data[end:]
+        skipped += len(data)
+    return skipped, None
+
+
+def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
+    """The document with the number of its line, where only its byte is known: the lines before it
+    are counted.
+    """
+    if document.offset < 0:
+        return document
+    line = 1
+    left = document.offset
+    try:
+        with open_stream(document.path, storage) as file:
+            while left > 0:
+                data = file.read(min(left, COUNTED_BYTES))
+                if not data:
+                    break
+                line += data.count(b"\n")
+                left -= len(data)
+    except Exception:  # of whatever library: its byte tells the place as well
+        return document
+    return replace(document, line=line, offset=-1)

@@ -1,0 +1,194 @@
+"""How the epochs of datasets are cut into samples, blocks and runs. Computed once, of the token
+counts of files alone; the kernels read it as records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+from streammega.kernels.stream import DATASET, PART
+
+Integers = NDArray[np.int64]
+Records = NDArray[np.void]
+
+
+# Of thousands, each would take two to three times as long if it were frozen.
+@dataclass(kw_only=True, slots=True)
+class FilePart:
+    """Consecutive tokens [start, start + tokens) of a file."""
+
+    file: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDataset:
+    """One dataset of the stream: its parts in order, and the bytes of a token.
+
+    is_packed: samples are the bins of its files, with no token after them.
+    """
+
+    parts: Sequence[FilePart]
+    itemsize: int
+    is_packed: bool = False
+
+
+class EpochLayout(NamedTuple):
+    """Records as the kernels of kernels/stream.py read them. Parts too short for one sample are left
+    out.
+    """
+
+    datasets: Records
+    """DATASET [datasets]."""
+    parts: Records
+    """PART [parts], those of all datasets end to end."""
+
+    def of_dataset(self, column: int) -> EpochLayout:
+        """The layout of one of its datasets alone."""
+        dataset = self.datasets[column : column + 1].copy()
+        first, end = int(dataset["first_part"][0]), int(dataset["end_part"][0])
+        dataset["first_part"] = 0
+        dataset["end_part"] = end - first
+        return EpochLayout(dataset, self.parts[first:end])
+
+    def joined(self, other: EpochLayout) -> EpochLayout:
+        """The datasets of this one and of another, in this order."""
+        datasets = other.datasets.copy()
+        datasets["first_part"] += len(self.parts)
+        datasets["end_part"] += len(self.parts)
+        return EpochLayout(
+            np.concatenate((self.datasets, datasets)), np.concatenate((self.parts, other.parts))
+        )
+
+    @property
+    def num_runs(self) -> Integers:
+        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
+        int64 [datasets].
+        """
+        runs: Integers = self.datasets["lanes"] // self.datasets["group"]
+        return runs
+
+    def epochs_of_draws(self, draws: Integers, column: int) -> Integers:
+        """The epoch of each lane's draw of that number from a dataset, since it began anew and
+        without the remainder of former epochs; int64 [lanes].
+        """
+        lanes = int(self.datasets["lanes"][column])
+        group = int(self.datasets["group"][column])
+        size = int(self.datasets["size"][column])
+        lane = np.arange(lanes)
+        # As in the kernels: the lanes of a run have its samples in equal shares.
+        first_lanes = np.arange(0, lanes + 1, group)
+        starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
+        run_length = np.diff(starts)[lane // group]
+        epochs: Integers = (draws * group + lane % group) // run_length
+        return epochs
+
+
+def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
+    """Samples that a part of so many tokens has in every epoch."""
+    return max(0, (tokens - extra) // sequence_length)
+
+
+def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) -> int:
+    """Samples of a dataset in one epoch."""
+    return sum(samples_of(part.tokens, sequence_length, extra) for part in dataset.parts)
+
+
+def epoch_layout(
+    datasets: Sequence[StreamDataset],
+    numbers: Integers,
+    *,
+    key: np.uint64,
+    length: int,
+    extra: int,
+    lanes: int,
+    block_bytes: int,
+) -> EpochLayout:
+    """The layout of datasets in samples of `length` tokens and `extra` after them, in some lanes;
+    draws begin with epoch 0.
+
+    Raises ConfigError if one of them holds no sample. Cost: a few passes over all parts at once,
+    for there may be many datasets of one part, and many parts of one dataset.
+    """
+    tokens = _column(datasets, "tokens")
+    samples = np.maximum(tokens - extra, 0) // length
+    kept = np.flatnonzero(samples)
+    dataset_of_part = np.repeat(np.arange(len(datasets)), [len(item.parts) for item in datasets])
+    num_parts = np.bincount(dataset_of_part[kept], minlength=len(datasets))
+    ends_of_parts = np.cumsum(num_parts)
+    ends_of_all = np.append(0, np.cumsum(samples[kept]))
+    before_dataset = ends_of_all[np.append(0, ends_of_parts)]
+    sizes = np.diff(before_dataset)
+    if not sizes.all():
+        raise _no_sample(int(np.argmin(sizes)), datasets, length, extra)
+    blocks = [max(1, block_bytes // (length * dataset.itemsize)) for dataset in datasets]
+    rows = np.zeros(len(datasets), DATASET)
+    rows["key"] = key
+    rows["lanes"] = lanes
+    rows["number"] = numbers
+    rows["size"] = sizes
+    rows["block"] = blocks
+    rows["group"] = _groups(sizes, blocks, lanes)
+    rows["length"] = length
+    rows["first_part"] = ends_of_parts - num_parts
+    rows["end_part"] = ends_of_parts
+    parts = np.zeros(len(kept), PART)
+    parts["file"] = _column(datasets, "file")[kept]
+    parts["start"] = _column(datasets, "start")[kept]
+    parts["slack"] = (tokens - extra - samples * length)[kept]
+    parts["end"] = ends_of_all[1:] - np.repeat(before_dataset[:-1], num_parts)
+    parts["before"] = parts["end"] - samples[kept]
+    return EpochLayout(rows, parts)
+
+
+def _column(datasets: Sequence[StreamDataset], field: str) -> Integers:
+    """A field of all parts, those of all datasets end to end."""
+    value = attrgetter(field)
+    return np.array([value(part) for dataset in datasets for part in dataset.parts], np.int64)
+
+
+def _no_sample(
+    number: int, datasets: Sequence[StreamDataset], length: int, extra: int
+) -> ConfigError:
+    longest = max((part.tokens for part in datasets[number].parts), default=0)
+    return ConfigError(
+        f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
+        f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
+    )
+
+
+def _groups(sizes: Integers, blocks: Sequence[int], lanes: int) -> Integers:
+    """Lanes that share a run of each dataset, int64 [datasets]."""
+    groups = []
+    for size, block in zip(sizes.tolist(), blocks, strict=True):
+        num_blocks = -(-size // block)
+        groups.append(lanes // _num_runs(size, num_blocks, lanes))
+    return np.array(groups, np.int64)
+
+
+def _num_runs(size: int, blocks: int, lanes: int) -> int:
+    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one
+    when samples are few.
+    """
+    if size < lanes:
+        return 1
+    return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, in no order; a square's root twice."""
+    divisors = []
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            divisors.append(small)
+            divisors.append(number // small)
+    return divisors

@@ -1,0 +1,174 @@
+"""The remainder of an epoch in progress, where the samples or lanes of a dataset change.
+
+What was begun and not read is intervals of tokens, about one a lane, known in closed form: of the
+newest epoch whole blocks, and draws of lanes that lag or have a block open. End to end they are cut
+into samples of the new length and dealt to the new lanes in equal runs; after its share a lane goes
+on with whole epochs. Stretches of whole blocks come first, so that nearly all samples are one run
+of tokens; others join several. What is too short for a sample waits for the next change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from streammega.kernels.stream import (
+    INTERVAL,
+    RUN,
+    epochs_of_intervals,
+    remainder_runs,
+    remainder_samples_using,
+    slice_intervals,
+    split_at_blocks,
+    unread_intervals,
+)
+from streammega.order.epoch_layout import EpochLayout, Integers, Records
+
+MAX_STRETCHES = 6
+"""What blocks cut an interval into at most: two ends, and before and behind the short block a
+stretch of whole ones with what is beside it.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRemainder:
+    """Intervals end to end, cut into samples of `length` tokens and dealt to `lanes`.
+
+    layout: of the dataset, in each of the samples and lanes in which it was drawn so far.
+    intervals: INTERVAL records.
+    """
+
+    layout: EpochLayout
+    intervals: Records
+    length: int
+    lanes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all intervals."""
+        last = self.intervals[-1]
+        return int(last["at"] + last["high"] - last["low"])
+
+    @property
+    def samples(self) -> int:
+        """How many samples they make."""
+        return self.tokens // self.length
+
+    @cached_property
+    def lane_counts(self) -> Integers:
+        """How many of them each lane has, int64 [lanes]: they differ by one at most."""
+        each, more = divmod(self.samples, self.lanes)
+        return each + (np.arange(self.lanes) < more).astype(np.int64)
+
+    @cached_property
+    def lane_starts(self) -> Integers:
+        """The first sample of each lane, int64 [lanes]."""
+        return np.cumsum(self.lane_counts) - self.lane_counts
+
+    def lane_of(self, samples: Integers) -> tuple[Integers, Integers]:
+        """(lane, which of its draws) that reads each of some samples."""
+        lane = np.searchsorted(self.lane_starts + self.lane_counts, samples, side="right")
+        return lane, samples - self.lane_starts[lane]
+
+    def runs(self, samples: Integers, extra: int) -> Records:
+        """The runs of tokens of samples, sample by sample: RUN records, whose `item` is a place in
+        `samples`.
+        """
+        runs = np.empty(4 * len(samples), RUN)
+        first_tokens = samples * self.length
+        while True:
+            count = remainder_runs(
+                first_tokens, self.length, extra, self.intervals, *self.layout, runs
+            )
+            if count <= len(runs):
+                return runs[:count]
+            runs = np.empty(count, RUN)
+
+    def samples_with(self, file: int, start: int, stop: int) -> Integers:
+        """The numbers of its samples that have tokens [start, stop) of a file, ascending: in closed
+        form. The token after a sample's last is not one of its own here.
+        """
+        samples = np.empty(0, np.int64)
+        while True:
+            count = remainder_samples_using(
+                file,
+                start,
+                stop,
+                *self._epochs,
+                self._by_place,
+                self.length,
+                *self.layout,
+                samples,
+            )
+            if count <= len(samples):
+                found = np.unique(samples[:count])
+                # what is behind the last is too short for one
+                return found[found < self.samples]
+            samples = np.empty(count, np.int64)
+
+    def unread_after(self, drawn: Integers) -> Records:
+        """What is left of it when each lane has made `drawn` draws; last what was too short to be
+        dealt.
+        """
+        taken = np.minimum(drawn, self.lane_counts)
+        dealt = self.samples * self.length
+        first = np.append((self.lane_starts + taken) * self.length, dealt)
+        stop = np.append((self.lane_starts + self.lane_counts) * self.length, self.tokens)
+        slices = np.empty(len(self.intervals) + len(first), INTERVAL)
+        return slices[: slice_intervals(first, stop, self.intervals, slices)]
+
+    @cached_property
+    def _by_place(self) -> Records:
+        """Intervals by dataset, kind, which and low."""
+        fields = ("low", "which", "kind", "dataset")
+        return self.intervals[np.lexsort([self.intervals[field] for field in fields])]
+
+    @cached_property
+    def _epochs(self) -> tuple[Integers, Integers]:
+        """The epochs [first, last) of each dataset of the layout that intervals are of."""
+        first = np.empty(len(self.layout.datasets), np.int64)
+        last = np.empty(len(self.layout.datasets), np.int64)
+        epochs_of_intervals(self.intervals, self.layout.datasets, first, last)
+        return first, last
+
+
+def remainder_of(
+    layout: EpochLayout, before: EpochRemainder | None, drawn: Integers, *, length: int, lanes: int
+) -> EpochRemainder | None:
+    """What a dataset has left when each lane has made `drawn` draws, int64 [lanes], since it began
+    in a layout, its own alone, with what was left before; dealt anew to `lanes` in samples of
+    `length`. None: nothing has begun.
+    """
+    intervals = []
+    if before is not None:
+        intervals.append(before.unread_after(drawn))
+        drawn = np.maximum(drawn - before.lane_counts, 0)
+        layout = before.layout.joined(layout)
+    newest = np.zeros(3 * int(layout.datasets["lanes"][-1]), INTERVAL)
+    count = unread_intervals(drawn, layout.datasets, len(layout.datasets) - 1, newest)
+    intervals.append(newest[:count])
+    unread = np.concatenate(intervals)
+    if not len(unread):
+        return None
+    return EpochRemainder(
+        layout=layout, intervals=_in_stretches(layout, unread), length=length, lanes=lanes
+    )
+
+
+def _in_stretches(layout: EpochLayout, intervals: Records) -> Records:
+    """Intervals cut at the bounds of blocks, stretches of whole ones first; neighbours are one."""
+    split = np.empty(MAX_STRETCHES * len(intervals), INTERVAL)
+    is_whole = np.empty(len(split), np.bool_)
+    count = split_at_blocks(intervals, layout.datasets, split, is_whole)
+    split = split[np.argsort(~is_whole[:count], kind="stable")]
+    follows = split["low"][1:] == split["high"][:-1]
+    for field in ("dataset", "kind", "which"):
+        follows &= split[field][1:] == split[field][:-1]
+    begins = np.flatnonzero(np.append(True, ~follows))
+    merged = split[begins]
+    merged["high"] = split["high"][np.append(begins[1:], count) - 1]
+    sizes = merged["high"] - merged["low"]
+    merged["at"] = np.cumsum(sizes) - sizes
+    return merged

@@ -1,0 +1,135 @@
+"""Which samples of the global stream a data-parallel rank takes, and which parts of them a
+context-parallel rank.
+
+A micro-step is one micro-batch on every rank: samples [consumed, consumed + micro_batch_size *
+dp_size). Whatever the rank count, micro-batch size or accumulation, the micro-steps of a global
+batch tile it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError, StateError
+from streammega.kernels.balance import deal
+
+
+def check_batch_sizes(
+    global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> None:
+    """Raise ConfigError unless micro_batch_size * dp_size divides global_batch_size and the rank
+    exists.
+    """
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "dp_size": dp_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(f"dp_rank {dp_rank} is not in [0, {dp_size})")
+    if global_batch_size % (micro_batch_size * dp_size):
+        raise ConfigError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+            f"{micro_batch_size} x dp_size {dp_size}; change one of the three"
+        )
+
+
+def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
+    """Raise StateError if a global batch of which `offset` samples are consumed cannot be finished
+    by these ranks.
+    """
+    if offset % (micro_batch_size * dp_size):
+        raise StateError(
+            f"the state stops {offset} samples into a global batch, which "
+            f"micro_batch_size {micro_batch_size} x dp_size {dp_size} does not divide; resume with "
+            "the former sizes, or from a state saved between global batches"
+        )
+
+
+def rank_samples(
+    consumed: int | NDArray[np.int64],
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    contiguous: bool,
+) -> NDArray[np.int64]:
+    """Sample ids of one rank's micro-batch in the micro-step at `consumed`, int64 [...,
+    micro_batch_size].
+
+    `contiguous`: the rank takes its part of the run in one piece, as Megatron's sampler does (the
+    Megatron order); else it takes all i with i % dp_size == dp_rank (ranks then own disjoint lanes
+    of a stream).
+    """
+    start = np.asarray(consumed, np.int64)[..., None]
+    if contiguous:
+        return start + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
+    # The first sample from `start` on whose number leaves the remainder dp_rank.
+    first = start + (dp_rank - start) % dp_size
+    return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
+
+
+def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
+    """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs
+    all ranks the same.
+    """
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
+    """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all
+    of it for one rank.
+
+    Raises ConfigError unless the length is a multiple of 2 * cp_size, and the rank exists.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ConfigError(f"cp_rank {cp_rank} is not in [0, {cp_size})")
+    if cp_size == 1:
+        return [(0, length)]
+    if length % (2 * cp_size):
+        raise ConfigError(
+            f"sequence_length {length} is not a multiple of 2 x cp ({cp_size}); change one of them"
+        )
+    part = length // (2 * cp_size)
+    bounds = []
+    for number in zigzag_parts(cp_rank, cp_size):
+        start = number * part
+        bounds.append((start, start + part))
+    return bounds
+
+
+Integers = NDArray[np.int64]
+
+
+def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Integers:
+    """The samples of a global batch as they are read, by their places in it: int64 [micro-steps,
+    dp_size, micro_batch_size].
+
+    costs: of each sample, int64 [samples], a multiple of micro_batch_size * dp_size. Equal costs
+    are taken in the order of their samples.
+    """
+    by_cost = np.argsort(-costs, kind="stable")
+    micro_steps = len(costs) // (micro_batch_size * dp_size)
+    places = np.empty((micro_steps, dp_size, micro_batch_size), np.int64)
+    deal(costs, by_cost, dp_size, micro_batch_size, places)
+    return places
+
+
+def pace(costs: Integers) -> int:
+    """What a global batch takes where ranks wait for each other in every micro-step: the sum of
+    what is dearest in each.
+
+    costs: int64 [micro-steps, dp_size, micro_batch_size].
+    """
+    return int(costs.sum(axis=2).max(axis=1).sum())
+
+
+def longest_rank(costs: Integers) -> int:
+    """What a global batch takes where ranks wait for each other at its end alone. costs: as of
+    `pace`.
+    """
+    return int(costs.sum(axis=(0, 2)).max())

@@ -1,0 +1,168 @@
+"""The stream order backwards: which samples read given tokens of a file. In closed form: no sample
+is looked through, and no log of a run is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from streammega.kernels.stream import RUN, lane_draw_counts, samples_of_draws, samples_using
+from streammega.order.epoch_layout import Integers, Records
+from streammega.order.epoch_remainder import EpochRemainder
+from streammega.order.extents import Extents
+from streammega.order.stream_order import PhasedOrder, StreamOrder
+
+EPOCHS_AT_ONCE = 4096
+"""Epochs whose readings are asked for by one call of the kernel: bounds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenUses:
+    """Which samples read tokens that were asked for, and which of these; int64 [uses] each.
+
+    sample: ids, ascending. start, stop: tokens from the beginning of the file.
+    """
+
+    sample: Integers
+    start: Integers
+    stop: Integers
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+def uses_in_phase(
+    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> TokenUses:
+    """All readings of tokens [start, stop) of a file before sample `end`, in the order of samples.
+    Of a phase: those of its own samples, without what former epochs had left. `dataset`: its place among those of the order.
+
+    The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
+    [start, stop). Tokens between the samples of an epoch are read in none of it. Cost: some ten
+    microseconds an epoch, and as much for each sample that the tokens touch.
+    """
+    parts = [np.empty(0, RUN)]
+    first_epoch, last_epoch = epochs_between(order, dataset, end)
+    for first in range(first_epoch, last_epoch, EPOCHS_AT_ONCE):
+        last = min(last_epoch, first + EPOCHS_AT_ONCE)
+        parts.append(_uses_in_epochs(order, dataset, (file, start, stop), (first, last), end))
+    runs = np.concatenate(parts)
+    # One that reads two parts of a file comes once for each of them.
+    return _sorted_uses(runs["item"] + order.first_sample, runs["start"], runs["stop"])
+
+
+def samples_using_tokens(
+    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> TokenUses:
+    """The same over all phases of a run. `dataset`: its number over all of them.
+
+    What an epoch had left where samples or lanes changed is found in the phases that read it. Of a
+    sample that joins runs of tokens each run is a reading.
+    """
+    uses = [np.empty((3, 0), np.int64)]
+    for phase, column, phase_end in _phases_with(order, dataset, end):
+        found = uses_in_phase(phase, column, file, start, stop, phase_end)
+        uses.append(np.array([found.sample, found.start, found.stop]))
+    # The token behind a sample's last is read with it.
+    extra = order.phases[0].extra
+    joined = _samples_of_remainders(order, dataset, (file, start - extra, stop), end)
+    if len(joined):
+        uses.append(_within(order.locate(joined), joined, (dataset, file, start, stop)))
+    return _sorted_uses(*np.concatenate(uses, axis=1))
+
+
+def _sorted_uses(sample: Integers, start: Integers, stop: Integers) -> TokenUses:
+    order = np.lexsort((stop, start, sample))
+    return TokenUses(sample=sample[order], start=start[order], stop=stop[order])
+
+
+def _phases_with(
+    order: PhasedOrder, dataset: int, end: int
+) -> Iterator[tuple[StreamOrder, int, int]]:
+    """(phase, place of a dataset in it, its end) of those that have the dataset, up to a sample."""
+    for phase, phase_end in zip(order.phases, order.ends, strict=True):
+        columns = np.flatnonzero(phase.dataset_numbers == dataset)
+        phase_end = end if phase_end is None else min(end, phase_end)
+        if len(columns) and phase.first_sample < phase_end:
+            yield phase, int(columns[0]), phase_end
+
+
+def _samples_of_remainders(
+    order: PhasedOrder, dataset: int, tokens: tuple[int, int, int], end: int
+) -> Integers:
+    """The samples before `end` that read tokens (file, start, stop) as what former epochs had left,
+    ascending.
+    """
+    found = [np.empty(0, np.int64)]
+    former: EpochRemainder | None = None
+    numbers = np.empty(0, np.int64)
+    for phase, column, phase_end in _phases_with(order, dataset, end):
+        remainder = phase.remainders[column]
+        if remainder is None:
+            continue
+        if remainder is not former:  # phases that go on have the same
+            former = remainder
+            numbers = remainder.samples_with(*tokens)
+        lane, draw = remainder.lane_of(numbers)
+        samples = np.empty(len(numbers), np.int64)
+        # own draws of the lane begin behind those of the remainder
+        samples_of_draws(lane, draw - remainder.lane_counts[lane], column, phase.tree, samples)
+        is_here = (samples >= 0) & (samples < phase_end - phase.first_sample)
+        found.append(samples[is_here] + phase.first_sample)
+    return np.unique(np.concatenate(found))
+
+
+def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:
+    """(sample, start, stop) of what samples have of tokens (dataset, file, start, stop), int64 [3,
+    readings]; extents: where they lie.
+    """
+    dataset, file, start, stop = tokens
+    sample = np.repeat(samples, np.diff(extents.row_splits))
+    low = np.maximum(extents.start, start)
+    high = np.minimum(extents.stop, stop)
+    reads = (extents.dataset == dataset) & (extents.file == file) & (low < high)
+    return np.array([sample[reads], low[reads], high[reads]])
+
+
+def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:
+    """Of the epochs of a dataset since it began anew those [first, last) that an order's own
+    samples before `end` are of, without what former epochs had left; of one that is not drawn, none.
+    """
+    first = np.empty(order.lanes, np.int64)
+    last = np.empty(order.lanes, np.int64)
+    lane_draw_counts(0, dataset, order.tree, first)
+    lane_draw_counts(max(0, end - order.first_sample), dataset, order.tree, last)
+    in_progress = order.layout.epochs_of_draws(np.maximum(first, 0), dataset).min()
+    return int(in_progress), order.epochs_of(last, dataset)
+
+
+def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
+    """How many epochs of a dataset have begun before sample `end`, since it began anew; of one that
+    is not drawn, 0.
+    """
+    return epochs_between(order, dataset, end)[1]
+
+
+def _uses_in_epochs(
+    order: StreamOrder,
+    dataset: int,
+    tokens: tuple[int, int, int],
+    epochs: tuple[int, int],
+    end: int,
+) -> Records:
+    """All uses of tokens (file, start, stop) in epochs [first, last): RUN records, whose `item` is
+    the sample, counted from the first of the phase.
+    """
+    runs = np.empty(0, RUN)
+    end -= order.first_sample
+    while True:
+        count = samples_using(
+            dataset, *tokens, *epochs, end, order.tree, *order.layout, order.extra, runs
+        )
+        if count <= len(runs):
+            return runs[:count]
+        # counted, and now there is room for them
+        runs = np.empty(count, RUN)

@@ -1,0 +1,429 @@
+"""The stream order: shuffled, blended, elastic, and without an index.
+
+The global stream is L independent lanes, interleaved: sample i is lane i mod L, row i div L. L is a
+multiple of the global batch, so every usable number of ranks divides it, and ranks own disjoint
+lanes.
+
+A dataset is cut, in every epoch anew, into samples of consecutive tokens of one file (shifted by a
+keyed phase, so that no token is always lost), and into blocks of whole samples. The blocks are
+permuted by a keyed bijection; the permuted dataset is cut into runs, one for each lane (or group of
+lanes, when there are few blocks), rotated by a keyed offset. What a run has of a block is
+contiguous bytes, read in a keyed order. Which dataset a lane takes at a row comes from a binary
+tree of exact fractions. Every part of it is arithmetic on (seed, sizes, weights), so any sample can
+be located by itself.
+
+Phases: the datasets, weights, sample lengths and lanes of a run may change at some samples. A phase
+is a stream order of its own that goes on where those before it ended: row and lane of a sample
+count from its first one, and the blend is a tree over the phase's own datasets. How many draws each
+lane has made from a dataset before the phase is summed in closed form, whether it was in the phase
+before or only in an earlier one, so nothing is read twice within an epoch. A dataset whose samples
+or lanes change is read on from the remainder of its epochs in progress (epoch_remainder.py), and
+then by whole epochs, whose numbers in keys are new ones. A phase that follows changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+from streammega.kernels.stream import keyed, locate
+from streammega.order.blend_tree import BlendTree, LaneDraws
+from streammega.order.epoch_layout import (
+    EpochLayout,
+    Integers,
+    StreamDataset,
+    epoch_layout,
+)
+from streammega.order.epoch_remainder import EpochRemainder, remainder_of
+from streammega.order.extents import Extents, merge_extents
+
+STREAM_VERSION = 1
+"""In every identity: another order needs another version."""
+MIN_LANES = 1024
+"""Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
+docs/orders.md.
+"""
+DEFAULT_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder:
+    """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
+
+    schedule: (first sample, weight of each dataset) segments, the first at `first_sample`; a later
+    segment starts at the next whole row. Weights are relative; a segment may give a dataset none.
+    Of a phase: `first_sample`, where it begins; `earlier`, the orders of the phases before it, in
+    whose place it goes on; `numbers`, the number of each dataset over all phases, in the order in
+    which they first appear (None: 0, 1, ...); `restart`, numbers of those that begin a new epoch
+    here, however far they were.
+    """
+
+    datasets: Sequence[StreamDataset]
+    schedule: Sequence[tuple[int, Sequence[float]]]
+    sequence_length: int
+    extra_token: bool
+    seed: int
+    lanes: int
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    first_sample: int = 0
+    numbers: Sequence[int] | None = None
+    earlier: Sequence[StreamOrder] = ()
+    restart: frozenset[int] = frozenset()
+
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie: one run of tokens each, or several where one joins what earlier phases
+        have left. `dataset`: its number over all phases.
+
+        Any ids from `first_sample` on; cost per sample O(log datasets).
+        """
+        count = len(sample_ids)
+        column = np.empty(count, np.int32)
+        file = np.empty(count, np.int32)
+        start = np.empty(count, np.int64)
+        stop = np.empty(count, np.int64)
+        samples = self.within_phase(sample_ids)
+        locate(samples, self.tree, *self.layout, self.extra, column, file, start, stop)
+        dataset = column
+        if self.numbers is not None:
+            dataset = self.dataset_numbers[column].astype(np.int32)
+        if not self.has_remainders or (file >= 0).all():  # as soon as all lanes are past them
+            return _one_run_each(dataset, file, start, stop)
+        own = np.flatnonzero(file >= 0)
+        of_remainders = np.flatnonzero(file < 0)
+        parts = [(own, _one_run_each(dataset[own], file[own], start[own], stop[own]))]
+        for place in np.unique(column[of_remainders]).tolist():
+            chosen = of_remainders[column[of_remainders] == place]
+            parts.append((chosen, self._of_remainder(place, samples[chosen], start[chosen])))
+        return merge_extents(parts)
+
+    def _of_remainder(self, column: int, samples: Integers, before_own: Integers) -> Extents:
+        """Where samples lie that are of the remainder of a dataset's former epochs. before_own: how
+        many draws the lane of each is before its first own one, negative.
+        """
+        remainder = self.remainders[column]
+        assert remainder is not None
+        lane = samples % self.lanes
+        draw = before_own + remainder.lane_counts[lane]
+        runs = remainder.runs(remainder.lane_starts[lane] + draw, self.extra)
+        splits = np.searchsorted(runs["item"], np.arange(len(samples) + 1))
+        return Extents(
+            row_splits=splits.astype(np.int64),
+            dataset=np.full(len(runs), self.dataset_numbers[column], np.int32),
+            file=runs["file"].astype(np.int32),
+            start=runs["start"],
+            stop=runs["stop"],
+        )
+
+    @property
+    def extra(self) -> int:
+        """1 where a sample has one token more than `sequence_length`, else 0."""
+        return int(self.extra_token)
+
+    def within_phase(self, sample_ids: Integers) -> Integers:
+        """Samples as the kernels count them: from the first of this phase."""
+        return np.ascontiguousarray(sample_ids, np.int64) - self.first_sample
+
+    def lane_of(self, sample_ids: Integers) -> Integers:
+        """The lane in which each sample lies."""
+        return (sample_ids - self.first_sample) % self.lanes
+
+    @cached_property
+    def dataset_numbers(self) -> Integers:
+        """The number of each dataset over all phases, int64 [datasets]."""
+        numbers = range(len(self.datasets)) if self.numbers is None else self.numbers
+        return np.array(numbers, np.int64)
+
+    @property
+    def sizes(self) -> Integers:
+        """Samples of each dataset in one epoch, int64 [datasets]."""
+        return self._first_layout.datasets["size"]
+
+    @property
+    def block_samples(self) -> Integers:
+        """Samples of a block of each dataset, int64 [datasets]."""
+        return self._first_layout.datasets["block"]
+
+    @property
+    def lanes_per_run(self) -> Integers:
+        """Lanes that share a run of each dataset, int64 [datasets]."""
+        return self._first_layout.datasets["group"]
+
+    def check(self) -> None:
+        """Raise ConfigError if a dataset holds no sample."""
+        _ = self._first_layout
+
+    @cached_property
+    def key(self) -> np.uint64:
+        """What all keys of this order are made of."""
+        return np.uint64(keyed(np.uint64(self.seed), 0, STREAM_VERSION, self.lanes))
+
+    @cached_property
+    def layout(self) -> EpochLayout:
+        """How epochs are cut, as the kernels take it, computed once."""
+        datasets, parts = self._first_layout
+        datasets = datasets.copy()
+        datasets["first_epoch"] = self.first_epochs
+        return EpochLayout(datasets, parts)
+
+    @cached_property
+    def _first_layout(self) -> EpochLayout:
+        """The same of draws that begin with epoch 0: no earlier phase is asked."""
+        return epoch_layout(
+            self.datasets,
+            self.dataset_numbers,
+            key=self.key,
+            length=self.sequence_length,
+            extra=self.extra,
+            lanes=self.lanes,
+            block_bytes=self.block_bytes,
+        )
+
+    @cached_property
+    def tree(self) -> BlendTree:
+        """Which dataset each lane draws from, as the kernels take it."""
+        drawn = self._draws_before
+        for column, remainder in enumerate(self.remainders):
+            if remainder is not None:
+                drawn[:, column] -= remainder.lane_counts
+        return self._draws.tree(drawn)
+
+    @cached_property
+    def _draws(self) -> LaneDraws:
+        """Which dataset each lane draws from, in the rows of this phase."""
+        first_rows = [-(-(first - self.first_sample) // self.lanes) for first, _ in self.schedule]
+        return LaneDraws(
+            key=self.key,
+            lanes=self.lanes,
+            # the number among the segments of all phases
+            first_segment=sum(len(order.schedule) for order in self.earlier),
+            rows=np.array(first_rows, np.int64),
+            weights=[weights for _, weights in self.schedule],
+        )
+
+    def first_of_segment(self, segment: int) -> int:
+        """The first sample of a segment of the schedule: it begins with a whole row."""
+        return self.first_sample + int(self._draws.rows[segment]) * self.lanes
+
+    def counts(self, num_samples: int) -> Integers:
+        """Samples that the first `num_samples` of this phase, and those of the phases before it
+        since a dataset began anew, take from each dataset in each lane, int64 [lanes, datasets].
+
+        In closed form: no sample is located.
+        """
+        return self._draws_before + self.own_counts(num_samples)
+
+    def own_counts(self, num_samples: int) -> Integers:
+        """The same without the phases before."""
+        rows, more = divmod(num_samples, self.lanes)
+        counts = self._draws.of_rows(rows)
+        if more:  # of the last row only the first lanes have a sample
+            counts[:more] = self._draws.of_rows(rows + 1)[:more]
+        return counts
+
+    def epochs_of(self, draws: Integers, column: int) -> int:
+        """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
+        epochs = self._first_layout.epochs_of_draws(draws - 1, column)
+        return int(np.where(draws > 0, epochs, -1).max()) + 1
+
+    # What the phases before have left to this one.
+
+    @cached_property
+    def has_remainders(self) -> bool:
+        """Whether some of its samples are of what earlier phases have left, and may join runs."""
+        return any(remainder is not None for remainder in self.remainders)
+
+    @cached_property
+    def remainders(self) -> Sequence[EpochRemainder | None]:
+        """What earlier phases have left of each dataset, in samples and lanes of their own; None of
+        one that goes on, or is new, or begins a new epoch.
+        """
+        remainders: list[EpochRemainder | None] = []
+        for column, former in enumerate(self._former):
+            if former is None or int(self.dataset_numbers[column]) in self.restart:
+                remainders.append(None)
+            elif self._is_continued(column):
+                order, place, _ = former
+                remainders.append(order.remainders[place])
+            else:
+                remainders.append(self._left_by(*former))
+        return remainders
+
+    def left_before(self, column: int) -> tuple[EpochRemainder | None, bool]:
+        """What earlier phases left of a dataset that begins anew in this one, and whether it is
+        read here: a restart passes it over. (None, True) of one that goes on, or is new.
+        """
+        former = self._former[column]
+        if former is None or self._is_continued(column):
+            return None, True
+        if int(self.dataset_numbers[column]) in self.restart:
+            return self._left_by(*former), False
+        return self.remainders[column], True
+
+    @cached_property
+    def first_epochs(self) -> Integers:
+        """The number in keys of the first epoch of each dataset since it began anew: those of the
+        epochs before are not used again. int64 [datasets].
+        """
+        first = np.zeros(len(self.dataset_numbers), np.int64)
+        for column, former in enumerate(self._former):
+            if former is None:
+                continue
+            order, place, end = former
+            first[column] = order.first_epochs[place]
+            if not self._is_continued(column):
+                draws = order._counts_up_to(end)[:, place]
+                remainder = order.remainders[place]
+                if remainder is not None:
+                    draws = np.maximum(draws - remainder.lane_counts, 0)
+                first[column] += order.epochs_of(draws, place)
+        return first
+
+    @property
+    def _draws_before(self) -> Integers:
+        """Draws of each lane from each dataset in the phases before, since it began anew, [lanes,
+        datasets].
+        """
+        draws = np.zeros((self.lanes, len(self.dataset_numbers)), np.int64)
+        for column, former in enumerate(self._former):
+            if former is not None and self._is_continued(column):
+                order, place, end = former
+                draws[:, column] = order._counts_up_to(end)[:, place]
+        return draws
+
+    def _is_continued(self, column: int) -> bool:
+        """Whether a dataset is drawn as in the last phase before that has it: in the same samples
+        and lanes.
+        """
+        former = self._former[column]
+        if former is None or int(self.dataset_numbers[column]) in self.restart:
+            return False
+        order, _, _ = former
+        same_length = order.sequence_length == self.sequence_length
+        return same_length and order.lanes == self.lanes
+
+    def _left_by(self, order: StreamOrder, place: int, end: int) -> EpochRemainder | None:
+        """What a dataset has left at the end of an earlier phase, in samples and lanes of this."""
+        return remainder_of(
+            order.layout.of_dataset(place),
+            order.remainders[place],
+            order._counts_up_to(end)[:, place],
+            length=self.sequence_length,
+            lanes=self.lanes,
+        )
+
+    @cached_property
+    def _former(self) -> Sequence[tuple[StreamOrder, int, int] | None]:
+        """Of each dataset (order, column in it, its end) of the last phase before that has it."""
+        former: dict[int, tuple[StreamOrder, int, int]] = {}
+        ends = [order.first_sample for order in self.earlier[1:]] + [self.first_sample]
+        for order, end in zip(self.earlier, ends, strict=False):
+            for place, number in enumerate(order.dataset_numbers.tolist()):
+                former[number] = (order, place, end)
+        return [former.get(number) for number in self.dataset_numbers.tolist()]
+
+    def _counts_up_to(self, end: int) -> Integers:
+        """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those
+        that follow asks: counting is of all datasets at once.
+        """
+        kept = self._kept_counts
+        if end not in kept:
+            kept.clear()
+            kept[end] = self.counts(end - self.first_sample)
+        return kept[end]
+
+    @cached_property
+    def _kept_counts(self) -> dict[int, Integers]:
+        return {}
+
+
+def _one_run_each(
+    dataset: NDArray[np.int32], file: NDArray[np.int32], start: Integers, stop: Integers
+) -> Extents:
+    splits = np.arange(len(file) + 1, dtype=np.int64)
+    return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterPhase:
+    """What holds from global sample `first_sample` on.
+
+    numbers: which datasets it draws from, by their places in the order in which they first appear.
+    restart: those of them that begin a new epoch. sequence_length, lanes: None, as before.
+    """
+
+    first_sample: int
+    numbers: Sequence[int]
+    datasets: Sequence[StreamDataset]
+    weights: Sequence[float]
+    restart: frozenset[int] = frozenset()
+    sequence_length: int | None = None
+    lanes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasedOrder:
+    """The orders of all phases of a run, one after the other, the first at sample 0."""
+
+    phases: Sequence[StreamOrder]
+
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie. `dataset` numbers them over all phases, by first appearance."""
+        phase_of_sample = np.searchsorted(self._firsts, sample_ids, side="right") - 1
+        phases = np.unique(phase_of_sample)
+        if len(phases) == 1:  # as nearly always: a phase is many thousands of steps
+            return self.phases[int(phases[0])].locate(sample_ids)
+        parts = []
+        for phase in phases.tolist():
+            of_phase = np.flatnonzero(phase_of_sample == phase)
+            parts.append((of_phase, self.phases[phase].locate(sample_ids[of_phase])))
+        return merge_extents(parts)
+
+    def phase_at(self, sample: int) -> int:
+        """The number of the phase that holds a sample."""
+        return int(np.searchsorted(self._firsts, sample, side="right")) - 1
+
+    @property
+    def ends(self) -> list[int | None]:
+        """The sample before which each phase ends; None of the last, which has no end."""
+        return [*self._firsts[1:].tolist(), None]
+
+    @cached_property
+    def _firsts(self) -> Integers:
+        return np.array([order.first_sample for order in self.phases], np.int64)
+
+
+def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder:
+    """The order of a first phase and those that follow it.
+
+    Raises ConfigError for a dataset that holds no sample.
+    """
+    phases = [first]
+    for phase in later:
+        before = phases[-1]
+        order = replace(
+            first,
+            datasets=phase.datasets,
+            schedule=[(phase.first_sample, phase.weights)],
+            sequence_length=phase.sequence_length or before.sequence_length,
+            lanes=phase.lanes or before.lanes,
+            first_sample=phase.first_sample,
+            numbers=phase.numbers,
+            earlier=tuple(phases),
+            restart=phase.restart,
+        )
+        try:
+            order.check()
+        except ConfigError as error:
+            raise ConfigError(f"phase {len(phases)}: {error}") from None
+        phases.append(order)
+    return PhasedOrder(phases=phases)
+
+
+def default_lanes(global_batch_size: int) -> int:
+    """The smallest multiple of the global batch that is at least 1024."""
+    return global_batch_size * -(-MIN_LANES // global_batch_size)

@@ -1,0 +1,118 @@
+"""Megatron's two batch samplers, for a torch DataLoader over a GPTDataset or BlendedDataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.utils.data
+
+from streammega.errors import ConfigError, StateError
+from streammega.order.sharding import check_batch_sizes, rank_samples
+
+
+class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
+    """Sample numbers of this rank's micro-batches: `DataLoader(dataset,
+    batch_sampler=MegatronBatchSampler(...))`.
+
+    single: indices go up from consumed_samples; each run of micro_batch_size * dp_size is cut into
+    dp_size contiguous parts. cyclic: epochs without end, each permuted by a generator seeded with
+    the epoch's number alone; an iteration ends with its epoch. With data_sharding a rank stays
+    within its own part of the data.
+
+    Args:
+        total_samples: the dataset's length.
+        consumed_samples: where to begin, over all ranks.
+        drop_last: single: drop the incomplete tail; otherwise ranks get what there is of it.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        kind: Literal["single", "cyclic"] = "single",
+        data_sharding: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        check_batch_sizes(micro_batch_size * dp_size, micro_batch_size, dp_rank, dp_size)
+        if kind not in ("single", "cyclic"):
+            raise ConfigError(f"sampler {kind!r} is not one of 'single' and 'cyclic'")
+        keeps_tail = kind == "single" and not drop_last
+        fewest_samples = 1 if keeps_tail else micro_batch_size * dp_size
+        if total_samples < fewest_samples:
+            raise ConfigError(
+                f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on "
+                f"{dp_size} ranks"
+            )
+        if kind == "single" and not 0 <= consumed_samples < total_samples:
+            raise StateError(
+                f"{consumed_samples} samples are consumed of {total_samples}; nothing is left"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.kind = kind
+        self.data_sharding = data_sharding
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._single() if self.kind == "single" else self._cyclic()
+
+    @property
+    def _step(self) -> int:
+        """Samples of a micro-batch on every rank."""
+        return self.micro_batch_size * self.dp_size
+
+    def _single(self) -> Iterator[list[int]]:
+        size = self.micro_batch_size
+        for first in range(self.consumed_samples, self.total_samples, self._step):
+            if first + self._step <= self.total_samples:
+                taken = rank_samples(first, size, self.dp_rank, self.dp_size, contiguous=True)
+                yield taken.tolist()
+            elif not self.drop_last:
+                # ranks get what there is of it, in the order of their numbers: the last ones none
+                low = first + self.dp_rank * size
+                yield list(range(low, min(low + size, self.total_samples)))
+
+    def _cyclic(self) -> Iterator[list[int]]:
+        size = self.micro_batch_size
+        step = self._step
+        samples_of_epoch = self.total_samples - self.total_samples % step
+        epoch, offset = divmod(self.consumed_samples, samples_of_epoch)
+        if offset % step:
+            raise StateError(
+                f"{offset} samples into an epoch is inside a micro-batch of {size} on "
+                f"{self.dp_size} ranks"
+            )
+        # of the epoch alone, so that a resumed run permutes as the one before it did
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        mine = (
+            self._bucket(generator, offset)
+            if self.data_sharding
+            else self._dealt(generator, offset)
+        )
+        for first in range(0, len(mine) - size + 1, size):
+            self.consumed_samples += step
+            yield mine[first : first + size].tolist()
+
+    def _bucket(self, generator: torch.Generator, offset: int) -> torch.Tensor:
+        """What is left of this rank's own part of the data, permuted, `offset` samples of all ranks
+        into the epoch.
+        """
+        bucket_samples = self.total_samples // self._step * self.micro_batch_size
+        permuted = torch.randperm(bucket_samples, generator=generator)
+        return self.dp_rank * bucket_samples + permuted[offset // self.dp_size :]
+
+    def _dealt(self, generator: torch.Generator, offset: int) -> torch.Tensor:
+        """What is left of the permuted epoch, dealt out to the ranks in turn."""
+        # Megatron permutes whole micro-batches of one rank, not of all
+        permuted_samples = self.total_samples // self.micro_batch_size * self.micro_batch_size
+        permuted = torch.randperm(permuted_samples, generator=generator)
+        return permuted[offset:][self.dp_rank :: self.dp_size]

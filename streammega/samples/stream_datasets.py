@@ -1,0 +1,190 @@
+"""Datasets of lanes, opened: their files, and the parts of these that belong to a split.
+
+Of many at once, by listings; headers and the pointers at a split's bounds are
+all that is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streammega.config import DataConfig
+from streammega.dataset.headers import LISTED_AT_ONCE, content_of, read_datasets
+from streammega.dataset.manifest_metadata import tokenizers_of
+from streammega.dataset.shard import Shard
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
+from streammega.order.split import split_bounds
+from streammega.samples.documents import DocumentBounds
+from streammega.samples.loss_masks import modes_of_shards
+from streammega.samples.token_file import TokenFile, check_tokenizers
+from streammega.storage.thread_pool import parallel_map
+
+log = logging.getLogger(__name__)
+
+MANY_SEQUENCES = 1 << 40
+"""Of which a split with a share has some: one that begins or ends within a dataset shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenDataset:
+    """The files of a dataset, the parts of them that belong to a split, the shards, and the tokens of
+    its bins where it is packed.
+    """
+
+    name: str
+    files: list[TokenFile]
+    parts: StreamDataset
+    shards: list[Shard]
+    bin_tokens: int | None
+
+
+def open_datasets(
+    prefixes: Sequence[str],
+    shares: str,
+    split: str,
+    config: DataConfig,
+    known: Sequence[OpenDataset] = (),
+) -> list[OpenDataset]:
+    """Datasets, each cut by `shares`, of which a split has its part. known: some that are open.
+
+    Raises ConfigError for one that leaves nothing for the split, or that is of another tokenizer
+    than the others, StorageError and FormatError for the files.
+    """
+    opened_of_name = {dataset.name: dataset for dataset in known}
+    missing = [name for name in prefixes if name not in opened_of_name]
+    shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
+
+    def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
+        return _cut_dataset(*dataset, shares, split, config)
+
+    datasets = list(zip(missing, shards_of, strict=True))
+    is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
+    # Of whole ones no pointer is read: threads would only take turns.
+    at_once = 1 if is_whole else min(LISTED_AT_ONCE, config.storage.max_requests)
+    newly_opened = iter(parallel_map(cut, datasets, at_once))
+    opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
+    if len(opened) > 1 and not config.mix_tokenizers:
+        _check_one_tokenizer(prefixes, opened, config)
+    return opened
+
+
+def _cut_dataset(
+    name: str, shards: list[Shard], share: str, split: str, config: DataConfig
+) -> OpenDataset:
+    """A dataset whose shards, all end to end, are cut as a whole by `share`: by sequences, or by the
+    bins of one that is packed.
+    """
+    bin_tokens = _bin_tokens(name, shards)
+    units = [_num_units(shard, bin_tokens) for shard in shards]
+    bounds = split_bounds(share, sum(units))[split]
+    if bounds is None or bounds[0] == bounds[1]:
+        kind = "sequences" if bin_tokens is None else "bins"
+        raise ConfigError(
+            f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
+        )
+    modes_of_shard = modes_of_shards(name, shards, config)
+    content = content_of(shards)
+    files = [
+        TokenFile(
+            store=shard.tokens()[0],
+            key=shard.key,
+            dtype=shard.dtype,
+            num_tokens=shard.num_tokens,
+            etag=shard.stored.etag,
+            modes=modes,
+            documents=_documents_of(shard, config),
+            content=content,
+        )
+        for shard, modes in zip(shards, modes_of_shard, strict=True)
+    ]
+    parts = _parts_of(shards, units, bin_tokens, *bounds)
+    for shard in shards:
+        shard.forget()
+    if bin_tokens is None:
+        _warn_of_short(name, parts, len(shards), config)
+    # in bytes, blocks are as long as the widest tokens make them
+    itemsize = max(shard.dtype.itemsize for shard in shards)
+    dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
+    return OpenDataset(name=name, files=files, parts=dataset, shards=shards, bin_tokens=bin_tokens)
+
+
+def _bin_tokens(name: str, shards: Sequence[Shard]) -> int | None:
+    """Tokens of the bins of a dataset; None where documents lie end to end."""
+    lengths = {shard.bin_tokens for shard in shards}
+    if len(lengths) > 1:
+        raise ConfigError(f"{name}: its shards differ in their bins; make a blend of them")
+    return lengths.pop()
+
+
+def _num_units(shard: Shard, bin_tokens: int | None) -> int:
+    """Of what splits are cut by: bins, or sequences."""
+    return shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
+
+
+def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:
+    """Where one of them begins, or the last ends."""
+    return shard.token_at(unit) if bin_tokens is None else unit * bin_tokens
+
+
+def _documents_of(shard: Shard, config: DataConfig) -> DocumentBounds | None:
+    """Where the documents of a file lie, if anything depends on it."""
+    if shard.bin_tokens is None and not config.balance_batches:
+        return None
+    return DocumentBounds(index=shard.index, bin_tokens=shard.bin_tokens)
+
+
+def _parts_of(
+    shards: Sequence[Shard],
+    units_of_shard: Sequence[int],
+    bin_tokens: int | None,
+    begin: int,
+    end: int,
+) -> list[FilePart]:
+    """What sequences or bins [begin, end) of shards end to end are of each file; files without any
+    have no part.
+    """
+    parts = []
+    units_before = 0
+    for number, (shard, units) in enumerate(zip(shards, units_of_shard, strict=True)):
+        first = max(0, begin - units_before)
+        stop = min(units, end - units_before)
+        if first < stop:
+            start = _token_at(shard, first, bin_tokens)
+            tokens = _token_at(shard, stop, bin_tokens) - start
+            parts.append(FilePart(file=number, start=start, tokens=tokens))
+        units_before += units
+    return parts
+
+
+def _check_one_tokenizer(
+    prefixes: Sequence[str], opened: Sequence[OpenDataset], config: DataConfig
+) -> None:
+    """Raise ConfigError if datasets of a blend are of different tokenizers."""
+    tokenizers = []
+    for name, dataset in zip(prefixes, opened, strict=True):
+        tokenizers.append((name, tokenizers_of(dataset.shards, name)))
+    check_tokenizers(tokenizers, config)
+
+
+def _warn_of_short(name: str, parts: Sequence[FilePart], count: int, config: DataConfig) -> None:
+    """Samples lie within a file: one that is shorter gives none, which nobody would notice."""
+    length = config.sequence_length
+    extra = int(config.add_extra_token)
+    short = [
+        part.tokens for part in parts if part.tokens and not samples_of(part.tokens, length, extra)
+    ]
+    if short:
+        log.warning(
+            "%s: %d of its %d shards have fewer than the %d tokens of a sample; "
+            "their %d tokens are never read in the stream order "
+            "(merge the shards with 'streammega convert', or lower sequence_length)",
+            redact_urls(name),
+            len(short),
+            count,
+            length + extra,
+            sum(short),
+        )

@@ -1,0 +1,261 @@
+"""What the phases of a run take from their datasets, as commands say it: what a scan counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega.cli.main import main
+from streammega.samples.provenance import Provenance
+from streammega.train.config import load_run
+from streammega.train.splits import data_of
+
+WEB = "mock://tokens=9000,length=70"
+CODE = "mock://tokens=4000,length=50,seed=1"
+MATH = "mock://tokens=5000,length=90,seed=2"
+RUN = f"""
+[data]
+blend = ["0.7", "{WEB}", "0.3", "{CODE}"]
+split = "1,0,0"
+order = "stream"
+lanes = 16
+block_bytes = 512
+sequence_length = 16
+skip_samples = [[80, 96], [208, 240]]
+[[data.phases]]
+first_sample = 160
+blend = ["0.2", "{WEB}", "0.8", "{MATH}"]
+[[data.phases]]
+first_sample = 400
+blend = ["0.5", "{CODE}", "0.4", "{WEB}", "0.1", "{MATH}"]
+sequence_length = 40
+global_batch_size = 16
+[[data.phases]]
+first_sample = 640
+sequence_length = 20
+restart = ["{MATH}"]
+[model]
+vocab_size = 50304
+[train]
+iters = 94
+micro_batch_size = 1
+global_batch_size = 8
+out_dir = "runs/one"
+"""
+
+
+def megatron_run() -> str:
+    """The same run as far as the Megatron order has it."""
+    lines = RUN.replace("stream", "megatron").splitlines()
+    own = ("lanes", "restart", "block_bytes", "global_batch_size = 16", "skip_samples")
+    return "\n".join(line for line in lines if not line.startswith(own))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RUN)
+    return "run.toml"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
+    capsys.readouterr()
+    assert main(list(command)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def scanned(provenance: Provenance, ids: np.ndarray) -> dict[str, int]:
+    """Samples of each dataset, by looking at every sample."""
+    extents = provenance.source.locate(ids)
+    dataset = extents.dataset[extents.row_splits[:-1]]
+    return {
+        provenance.dataset_name(number): int((dataset == number).sum())
+        for number in np.unique(dataset).tolist()
+    }
+
+
+@pytest.mark.guarantee("describe-order-report")
+def test_a_run_is_described_phase_by_phase(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = printed(capsys, "describe", run_file, "--json")
+    provenance = Provenance(data_of(load_run(run_file), "train"), "train", 8)
+    steps = [[1, 18], [19, 44], [45, 59], [60, 94]]
+    lengths = [16, 16, 40, 20]
+    assert [phase["steps"] for phase in report["phases"]] == steps
+    assert [phase["sequence_length"] for phase in report["phases"]] == lengths
+    skipped = np.r_[80:96, 208:240]
+    tokens: dict[str, int] = {}
+    sizes = {
+        name: sum(shard.num_tokens for shard in provenance.shards(number))
+        for number, name in enumerate(provenance.dataset_names)
+    }
+    for phase in report["phases"]:
+        ids = np.setdiff1d(np.arange(phase["first_sample"], phase["stop"]), skipped)
+        assert phase["samples"] == len(ids)
+        expected = scanned(provenance, ids)
+        found = {entry["dataset"]: entry["samples"] for entry in phase["datasets"]}
+        assert found == expected
+        assert sum(entry["share"] for entry in phase["datasets"]) == pytest.approx(1)
+        for entry in phase["datasets"]:
+            assert entry["dealt"] == entry["samples"] / len(ids)
+            assert entry["tokens"] == entry["samples"] * phase["sequence_length"]
+            before = tokens.get(entry["dataset"], 0)
+            tokens[entry["dataset"]] = before + entry["tokens"]
+            epochs = [before, tokens[entry["dataset"]]]
+            assert entry["epochs"] == [count / sizes[entry["dataset"]] for count in epochs]
+    longer, restarted = report["phases"][2:]
+    assert sum(entry.get("from_remainder", 0) for entry in longer["datasets"]) > 10
+    assert {entry["dataset"] for entry in longer["datasets"] if "carried_tokens" in entry} == {
+        WEB,
+        CODE,
+        MATH,
+    }
+    assert [entry["dataset"] for entry in restarted["datasets"] if "dropped_tokens" in entry] == [
+        MATH
+    ]
+    capsys.readouterr()
+    assert main(["describe", run_file]) == 0
+    words = capsys.readouterr().out
+    title = (
+        "phase 2, first_sample 400, stop 640, skipped 0, sequence_length 40, lanes 16, samples 240"
+    )
+    assert f"{title}\n    steps: 45, 59\n" in words
+    assert "first_sample 160, stop 400, skipped 32," in words
+    assert "from_remainder" in words
+    assert "dropped_tokens" in words
+
+
+@pytest.mark.guarantee("describe-order-report")
+def test_a_blend_schedule_is_in_the_shares(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = RUN.partition("[[data.phases]]")[0] + "[model]" + RUN.partition("[model]")[2]
+    alone = alone.replace("skip_samples = [[80, 96], [208, 240]]", "")
+    schedule = "blend_schedule = [[0, [0.7, 0.3]], [170, [0.1, 0.9]]]\n[model]"
+    Path(run_file).write_text(alone.replace("[model]", schedule))
+    report = printed(capsys, "describe", run_file, "--json", "--last-step", "44")
+    (phase,) = report["phases"]
+    first_rows = 176 / 352  # the segment begins with the next row of 16 lanes
+    web, _ = phase["datasets"]
+    assert web["share"] == pytest.approx(0.7 * first_rows + 0.1 * (1 - first_rows))
+    assert web["dealt"] == pytest.approx(web["share"], abs=0.05)
+
+
+@pytest.mark.guarantee("describe-order-report")
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_an_order_is_measured_in_every_phase(
+    run_file: str, capsys: pytest.CaptureFixture[str], order: str
+) -> None:
+    if order == "megatron":
+        Path(run_file).write_text(megatron_run())
+    arguments = ["order-report", run_file, "--ranks", "4", "--steps", "10"]
+    reports = printed(capsys, *arguments, "--json")
+    assert [report["phase"] for report in reports] == [0, 1, 2, 3]
+    assert [report["first_sample"] for report in reports] == [0, 160, 400, 640]
+    batches = [8, 8, 16, 16] if order == "stream" else [8] * 4
+    assert [report["samples"] for report in reports] == [10 * size for size in batches]
+    assert ["blend" in report for report in reports] == [order == "stream"] * 4
+    # ten steps are some rows of each lane, which keep to the shares
+    drifts = [report.get("blend", {}).get("most_samples_from_its_target", 0) for report in reports]
+    assert max(drifts) < 16
+    assert main(arguments) == 0
+    assert "phase 3, from sample 640 on: " in capsys.readouterr().out
+
+
+@pytest.mark.guarantee("describe-order-report")
+def test_options_that_would_be_passed_over_are_refused(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, message in (
+        (["order-report", run_file, "--seed", "3"], "--seed: run.toml says it; to measure another"),
+        (
+            ["order-report", run_file, "--plot", "r.png"],
+            "--plot: draws one order, and run.toml has 4 phases",
+        ),
+        (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer: is of a dataset"),
+        (["describe", WEB, "--last-step", "3"], "--last-step needs a run file (.toml)"),
+        (["describe", run_file, "--last-step", "95"], "--last-step 95: steps are counted from 1"),
+    ):
+        capsys.readouterr()
+        assert main(command) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.guarantee("describe-order-report")
+def test_phases_of_the_megatron_order_are_counted_too(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(run_file).write_text(megatron_run())
+    report = printed(capsys, "describe", run_file, "--json")
+    provenance = Provenance(data_of(load_run(run_file), "train"), "train", 8)
+    assert len(report["phases"]) == 4
+    for phase in report["phases"]:
+        ids = np.arange(phase["first_sample"], phase["stop"])
+        found = {entry["dataset"]: entry["samples"] for entry in phase["datasets"]}
+        assert found == scanned(provenance, ids)
+
+
+@pytest.mark.guarantee("trace-tells-phase")
+def test_a_trace_says_where_a_sample_joins_runs_of_tokens(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provenance = Provenance(data_of(load_run(run_file), "train"), "train", 8)
+    ids = np.arange(400, 640)
+    extents = provenance.source.locate(ids)
+    traced = provenance.trace(ids)
+    part_of = provenance.trace(ids, (20, 40))
+    joined = 0
+    for number, (sample, part) in enumerate(zip(traced, part_of, strict=True)):
+        rows = slice(*extents.row_splits[number : number + 2].tolist())
+        sizes = extents.stop[rows] - extents.start[rows]
+        ends = np.cumsum(sizes)[:-1]
+        follows = (extents.file[rows][1:] == extents.file[rows][:-1]) & (
+            extents.start[rows][1:] == extents.stop[rows][:-1]
+        )
+        assert list(sample.seams) == ends[~follows].tolist()
+        assert part.seams == tuple(column for column in sample.seams if 20 < column < 40)
+        assert (sample.phase, part.phase) == (2, 2)
+        # each run of a sample begins another document, or another place in it
+        columns = [run.column for run in sample.runs]
+        assert set(sample.seams) <= set(columns)
+        if len(sample.seams) == 1 and not joined:
+            report = printed(capsys, "trace", run_file, "--sample", str(sample.sample), "--json")
+            (listed,) = report["samples"]
+            assert (listed["phase"], listed["seams"]) == (2, list(sample.seams))
+            assert len(listed["runs"]) >= 2
+            assert main(["trace", run_file, "--sample", str(sample.sample)]) == 0
+            words = capsys.readouterr().out
+            assert f", phase 2\n    seams: {sample.seams[0]}\n" in words
+        joined += bool(sample.seams)
+    assert joined > 10
+
+
+@pytest.mark.guarantee("diff-orders-names-differs")
+def test_two_runs_are_compared_phase_by_phase(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = RUN.replace("sequence_length = 20", "sequence_length = 30").replace("0.4", "0.3")
+    Path("other.toml").write_text(changed)
+    first, _, last = RUN.rpartition("[[data.phases]]")
+    Path("shorter.toml").write_text(first + "[model]" + last.partition("[model]")[2])
+    assert main(["diff-orders", run_file, "other.toml"]) == 1
+    words = capsys.readouterr().out
+    assert "they differ from sample 4" in words
+    assert "  phases.3.sequence_length: 20 and 30\n" in words
+    assert "  phases.2.datasets[0]: " in words
+    assert main(["diff-orders", run_file, "shorter.toml", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["first_sample"] == 640
+    assert report["settings"] == {"phases.3": "one from sample 640 on and none"}
+    described = printed(capsys, "describe", run_file, "--json")
+    tokens: dict[str, int] = {}
+    for phase in described["phases"]:
+        for entry in phase["datasets"]:
+            tokens[entry["dataset"]] = tokens.get(entry["dataset"], 0) + entry["tokens"]
+    assert {name: both[0] for name, both in report["tokens"].items()} == tokens
+    assert report["tokens"][WEB][0] != report["tokens"][WEB][1]

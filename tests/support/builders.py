@@ -1,0 +1,192 @@
+"""What tests read, written in one call each: datasets, corpora, tokenizers, configs, run files.
+
+Objects of a bucket: `S3.objects` in servers.py. Pairs that Megatron writes: `write_pair` in oracle.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+from numpy.typing import DTypeLike
+
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter
+from streammega.convert import ConvertReport, convert
+from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.names import MANIFEST
+
+TOKENS = 50
+"""Tokens in a document of `put_dataset`."""
+
+
+def write_dataset(
+    prefix: str | Path, documents: Iterable[Any], dtype: DTypeLike = np.uint16, **options: Any
+) -> str:
+    """A pair of documents of one sequence each; returns its prefix.
+
+    options: of IndexedDatasetWriter.
+    """
+    with IndexedDatasetWriter(str(prefix), dtype, **options) as writer:
+        for tokens in documents:
+            writer.add_document(tokens, [len(tokens)])
+    return str(prefix)
+
+
+def write_random_pair(
+    prefix: str, count: int = 200, longest: int = 100, seed: int = 0, vocab: int = 1000
+) -> list[np.ndarray]:
+    """A pair of random documents of 0..longest tokens; returns their tokens."""
+    rng = np.random.default_rng(seed)
+    documents = [
+        rng.integers(0, vocab, rng.integers(0, longest + 1)).astype(np.uint16) for _ in range(count)
+    ]
+    write_dataset(prefix, documents)
+    return documents
+
+
+def put_dataset(prefix: str, *, seed: int, documents: int = 40) -> str:
+    """Random documents on a local disk with a manifest, as convert leaves them; returns the prefix."""
+    tokens = np.random.default_rng(seed).integers(0, 60_000, (documents, TOKENS))
+    write_dataset(prefix, tokens.astype(np.uint16))
+    stored = Path(f"{prefix}.bin").read_bytes()
+    index = Path(f"{prefix}.idx").read_bytes()
+    counts: Any = {"documents": documents, "sequences": documents, "tokens": documents * TOKENS}
+    shard = ShardEntry(
+        name=prefix.rpartition("/")[2],
+        bytes=len(stored),
+        checksums=[xxhash.xxh3_128_hexdigest(stored)],
+        index_bytes=len(index),
+        index_checksums=[xxhash.xxh3_128_hexdigest(index)],
+        **counts,
+    )
+    manifest = Manifest(kind="bin", dtype="uint16", shards=[shard], **counts)
+    Path(prefix + MANIFEST).write_bytes(manifest.to_json())
+    return prefix
+
+
+def jsonl(records: Iterable[Any]) -> bytes:
+    """A line of JSON for each record; a string is the record of this text."""
+    rows = [{"text": record} if isinstance(record, str) else record for record in records]
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> str:
+    """See `jsonl`; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jsonl(records))
+    return str(path)
+
+
+def write_parquet(path: Path, texts: Sequence[str], **columns: Sequence[Any]) -> str:
+    """Texts, with other columns beside them, in groups of five rows; returns the path."""
+    pq.write_table(pa.table({"text": texts, **columns}), path, row_group_size=5)
+    return str(path)
+
+
+def tar_bytes(*members: tuple[str, bytes]) -> bytes:
+    """A tar of some members, in their order."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def write_tar(path: Path, *members: tuple[str, bytes]) -> str:
+    """A tar of some members, in their order."""
+    path.write_bytes(tar_bytes(*members))
+    return str(path)
+
+
+def convert_bytes(output: Path | str, *inputs: Path | str, **options: Any) -> ConvertReport:
+    """Convert inputs by one worker; each byte of a text is a token."""
+    return convert(list(map(str, inputs)), str(output), tokenizer="bytes", workers=1, **options)
+
+
+def stored_texts(prefix: Path | str) -> list[str]:
+    """The text of each sequence of a dataset that `convert_bytes` made."""
+    items = [
+        item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]
+    ]
+    return [bytes(ids[ids < 256].astype(np.uint8)).decode() for ids in map(np.asarray, items)]
+
+
+def write_tokenizer(path: Path, words: Sequence[str], special: Sequence[str] = ()) -> str:
+    """A tokenizer.json of words, whose ids are their places after [UNK]; returns the path."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def data_config(blend: Any, folder: Path, **settings: Any) -> DataConfig:
+    """Samples of 16 tokens, 400 of them where the order has an end; its cache is in the folder."""
+    defaults: dict[str, Any] = {"sequence_length": 16, "index_cache_dir": folder / "cache"}
+    if settings.get("order") != "stream":
+        defaults["num_samples"] = (400, 0, 0)
+    return DataConfig(blend=blend, **(defaults | settings))
+
+
+def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
+    """FOLDER/run.toml of a small model on the CPU, in FOLDER/run; returns its path.
+
+    Settings of a section replace or add to these; None leaves one out.
+    """
+    defaults: dict[str, dict[str, Any]] = {
+        "data": {"sequence_length": 16, "split": "90,10,0", "index_cache_dir": f"{folder}/cache"},
+        "model": {"vocab_size": 1000, "dim": 16, "layers": 1, "heads": 2},
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "hash_batches": True,
+            "device": "cpu",
+            "out_dir": f"{folder}/run",
+        },
+    }
+    lines = []
+    for section in dict.fromkeys([*defaults, *sections]):
+        settings = defaults.get(section, {}) | sections.get(section, {})
+        lines.append(f"[{section}]")
+        # JSON of scalars and lists is TOML
+        lines += [f"{name} = {json.dumps(v)}" for name, v in settings.items() if v is not None]
+    path = folder / "run.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def write_small_run(folder: Path, prefix: str, **train: Any) -> str:
+    """A run file of 16 steps over one dataset in the Megatron order, evaluated and saved."""
+    often = {"iters": 16, "save_interval": 2, "eval_interval": 8, "eval_iters": 2}
+    return write_run_file(
+        folder, data={"blend": [prefix]}, train=often | {"log_interval": 4} | train
+    )
+
+
+def write_layout_run(folder: Path, **train: Any) -> str:
+    """A run file of 20 steps of four layers over two datasets in the stream order; and these."""
+    for name, count, seed in (("web", 400, 0), ("code", 200, 5)):
+        write_random_pair(str(folder / name), count=count, vocab=100, seed=seed)
+    blend = [[f"{folder}/web", 0.7], [f"{folder}/code", 0.3]]
+    settings: dict[str, Any] = {"iters": 20, "global_batch_size": 16, "lr": 0.003, "timeout": 60.0}
+    return write_run_file(
+        folder,
+        data={"blend": blend, "order": "stream", "eod_id": 3},
+        model={"vocab_size": 100, "layers": 4},
+        train=settings | train,
+        parallel={"bucket_size": 2000},
+    )
