@@ -123,8 +123,9 @@ def _run_in_processes(
     context = multiprocessing.get_context("spawn")
     left = list(numbers)
     deaths = 0
+    has_started = context.RawValue(ctypes.c_bool, False)
     while left:
-        pool = ProcessPoolExecutor(workers, context, _start_process, (task,))
+        pool = ProcessPoolExecutor(workers, context, _start_process, (task, has_started))
         try:
             running = {pool.submit(_run_here, number): number for number in left}
             for future in as_completed(running):
@@ -133,6 +134,12 @@ def _run_in_processes(
                 left.remove(running[future])
                 yield running[future], result
         except BrokenExecutor:
+            processes = _processes(pool)
+            pool.shutdown(wait=True)  # exit codes are known when its thread has joined all
+            # A process that was killed ends by a signal; exit code 1 is an error of Python.
+            is_error = any(process.exitcode == 1 for process in processes)
+            if not has_started.value and is_error:
+                raise ConvertError(_start_failure()) from None
             deaths += 1
             if deaths > MAX_DEATHS:
                 raise ConvertError(
@@ -146,13 +153,27 @@ def _run_in_processes(
             )
         finally:
             # The pool has no call to stop running tasks before Python 3.14.
-            for process in list((getattr(pool, "_processes", None) or {}).values()):
+            for process in _processes(pool):
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_process(task: Task) -> None:
+def _processes(pool: ProcessPoolExecutor) -> list[Any]:
+    return list((getattr(pool, "_processes", None) or {}).values())
+
+
+def _start_failure() -> str:
+    script = getattr(sys.modules["__main__"], "__file__", None) or "the main script"
+    return (
+        f"{script}: the worker processes could not start, because each of them runs this script "
+        f'first. Put the call of streammega.convert under `if __name__ == "__main__":`, or use '
+        f"one worker (workers=1). If it is there already, see the error of a worker above"
+    )
+
+
+def _start_process(task: Task, has_started: Any) -> None:
     global _task
+    has_started.value = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     if sys.platform == "linux":
         # A worker does not outlive its parent, however that ends.
