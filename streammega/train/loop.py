@@ -31,8 +31,9 @@ from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
 from streammega.samples.phases import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
-from streammega.train.checkpoints.checkpoints import Checkpoints, open_place
+from streammega.train.checkpoints.checkpoints import Checkpoints
 from streammega.train.checkpoints.resume import rewinds_of
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.devices import make_ranks, set_numerics
 from streammega.train.evaluation import check_valid_splits, evaluate_all
@@ -87,7 +88,7 @@ class Trainer:
         check_valid_splits(config, self.ranks)
         self.out: OutDir | None = None
         self.checkpoints = Checkpoints(
-            open_place(train.out_dir, config.data.storage),
+            CheckpointStore.open(train.out_dir, config.data.storage),
             train.keep_checkpoints,
             train.timeout,
             before_publish=self._upload_records,

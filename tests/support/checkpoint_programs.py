@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -15,9 +15,8 @@ import torch
 
 from streammega.storage.backends import obstore
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints import shared_place
-from streammega.train.checkpoints.in_bucket import CheckpointBucket
-from streammega.train.checkpoints.on_disk import CheckpointFolder
+from streammega.train.checkpoints import shared_store
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.checkpoints.writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -26,6 +25,12 @@ WRITES = 50
 """Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of
 a few bytes each.
 """
+
+
+def files_of(record: Path) -> Path:
+    """The folder of the files of a checkpoint on a disk."""
+    folder = json.loads(record.read_text())["files"]
+    return record.with_name(folder)
 
 
 def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
@@ -65,8 +70,8 @@ def train_and_die(
 
         return change
 
-    for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
-        setattr(owner, name, counted(getattr(owner, name)))
+    for name in ("replace", "mkdir", "unlink", "rmdir", "fsync"):
+        setattr(os, name, counted(getattr(os, name)))
     for kind, name in (
         (obstore.ObstoreWriter, "commit"),
         (obstore.ObstoreStore, "delete"),
@@ -82,8 +87,7 @@ def train_and_die(
 
         return publish_and_note
 
-    for place in (CheckpointFolder, CheckpointBucket):
-        place.publish = noted(place.publish)  # type: ignore[method-assign]
+    CheckpointStore.publish = noted(CheckpointStore.publish)  # type: ignore[method-assign]
     train_steps(rank, run_file, overrides)
     return changes
 
@@ -119,7 +123,7 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 
     The error's kind and text, or nothing.
     """
-    shared_place.SEEN_WITHIN = patience
+    shared_store.SEEN_WITHIN = patience
     began = time.monotonic()
     try:
         trainer = Trainer(

@@ -32,7 +32,6 @@ from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints.checkpoints import checkpoints, open_place
 from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.files import (
     CHECKSUM,
@@ -43,7 +42,7 @@ from streammega.train.checkpoints.files import (
     parse_metadata,
 )
 from streammega.train.checkpoints.host_copies import HostCopies
-from streammega.train.checkpoints.in_bucket import CheckpointBucket
+from streammega.train.checkpoints.store import CheckpointStore, checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
@@ -52,6 +51,7 @@ from streammega.train.small_objects import read_small
 from tests.support.builders import write_random_pair, write_run_file
 from tests.support.checkpoint_programs import (
     failing_save,
+    files_of,
     hold,
     outcome,
     train_and_die,
@@ -140,7 +140,16 @@ def resumed(run_file: str, *overrides: str) -> Trainer:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Of the records of a folder."""
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def record_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.json"
+
+
+def step_files(folder: Path, step: int) -> Path:
+    return files_of(record_of(folder, step))
 
 
 def cut(path: Path) -> None:
@@ -152,11 +161,12 @@ def metadata_of(path: Path) -> Metadata:
 
 
 def rewrite_position(path: Path, **changes: Any) -> None:
-    """Give a position other values, as if a run had saved them."""
-    position = json.loads(path.read_text()) | changes
+    """Give the position in a record other values, as if a run had saved them."""
+    record = json.loads(path.read_text())
+    position = record["position"] | changes
     del position[CHECKSUM]
     table = Checksums(position.pop(CHECKSUMS))
-    path.write_text(json.dumps(table.add_to(position)))
+    path.write_text(json.dumps(record | {"position": table.add_to(position)}))
 
 
 def flip(path: Path) -> None:
@@ -175,55 +185,54 @@ def items(path: Path) -> list[tuple[str, str]]:
     )
 
 
-def items_with_checksums(path: Path) -> list[tuple[str, str]]:
-    files = json.loads((path / "position.json").read_text())[CHECKSUMS]
+def items_with_checksums(record: Path) -> list[tuple[str, str]]:
+    files = json.loads(record.read_text())["position"][CHECKSUMS]
     return sorted((name, start) for name, starts in files.items() for start in starts)
 
 
-def rename_a_tensor(path: Path) -> None:
-    data = (path / METADATA).read_bytes()
-    (path / METADATA).write_bytes(data.replace(b"model.", b"mo`el."))  # one bit of each
+def rename_a_tensor(record: Path) -> None:
+    path = files_of(record) / METADATA
+    path.write_bytes(path.read_bytes().replace(b"model.", b"mo`el."))  # one bit of each
 
 
-def change_a_digit(path: Path) -> None:
+def change_a_digit(record: Path) -> None:
     """One bit of the samples that were consumed: still a number, and one that a run could have."""
-    text = (path / "position.json").read_text()
-    consumed = json.loads(text)["data"]["consumed_samples"]
-    assert consumed == 48
-    (path / "position.json").write_text(
-        text.replace('"consumed_samples": 48', '"consumed_samples": 40')
-    )
+    text = record.read_text()
+    assert json.loads(text)["position"]["data"]["consumed_samples"] == 48
+    record.write_text(text.replace('"consumed_samples": 48', '"consumed_samples": 40'))
 
 
 def flip_and_hide(before: str, after: str) -> Callable[[Path], None]:
     """One bit of a tensor, and others where its checksum stands."""
 
-    def damage(path: Path) -> None:
-        text = (path / "position.json").read_text()
+    def damage(record: Path) -> None:
+        text = record.read_text()
         assert text.count(before) == 1
-        (path / "position.json").write_text(text.replace(before, after))
-        flip(path)
+        record.write_text(text.replace(before, after))
+        flip(files_of(record))
 
     return damage
 
 
-def remove_checksums(path: Path) -> None:
-    position = json.loads((path / "position.json").read_text())
-    del position[CHECKSUMS], position[CHECKSUM]
-    (path / "position.json").write_text(json.dumps(position))
+def remove_checksums(record: Path) -> None:
+    written = json.loads(record.read_text())
+    del written["position"][CHECKSUMS], written["position"][CHECKSUM]
+    record.write_text(json.dumps(written))
+
+
+def fill_with_zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
 
 
 DAMAGE = {
-    "position": lambda path: (path / "position.json").write_text("{"),
-    "no-position": lambda path: (path / "position.json").unlink(),
-    "metadata": lambda path: cut(path / ".metadata"),
-    "no-metadata": lambda path: (path / ".metadata").unlink(),
-    "cut": lambda path: cut(path / "__0_0.distcp"),
-    "missing": lambda path: (path / "__0_0.distcp").unlink(),
-    "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(
-        bytes((path / "__0_0.distcp").stat().st_size)
-    ),
-    "flipped-bit": flip,
+    "record": lambda record: record.write_text("{"),
+    "metadata": lambda record: cut(files_of(record) / METADATA),
+    "no-metadata": lambda record: (files_of(record) / METADATA).unlink(),
+    "no-files": lambda record: shutil.rmtree(files_of(record)),
+    "cut": lambda record: cut(files_of(record) / "__0_0.distcp"),
+    "missing": lambda record: (files_of(record) / "__0_0.distcp").unlink(),
+    "other-bytes": lambda record: fill_with_zeros(files_of(record) / "__0_0.distcp"),
+    "flipped-bit": lambda record: flip(files_of(record)),
     "flipped-bit-of-metadata": rename_a_tensor,
     "flipped-bit-of-position": change_a_digit,
     "name-in-the-table": flip_and_hide('"__0_0.distcp"', '"__0_1.distcp"'),
@@ -238,14 +247,16 @@ DAMAGE = {
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     run_file: str, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = folder / "step-00000004"
+    before = record_of(folder, 4)
     whole = replace(
         load_run(run_file), train=replace(load_run(run_file).train, out_dir=f"{folder}/../../whole")
     )
-    shutil.copytree(before, Path(whole.train.out_dir) / "checkpoints" / before.name)
+    copied = Path(whole.train.out_dir) / "checkpoints"
+    shutil.copytree(files_of(before), copied / files_of(before).name)
+    shutil.copy(before, copied)
     truth = Trainer(whole, CPU)
     truth.resume()
-    DAMAGE[kind](folder / "step-00000006")
+    DAMAGE[kind](record_of(folder, 6))
     with caplog.at_level(logging.WARNING):
         trainer = resumed(run_file)
     assert trainer.step == 4
@@ -256,16 +267,16 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_every_item_has_a_checksum(folder: Path) -> None:
-    newest = folder / "step-00000006"
-    assert items_with_checksums(newest) == items(newest)
+    newest = record_of(folder, 6)
+    assert items_with_checksums(newest) == items(files_of(newest))
 
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
     run_file: str, folder: Path
 ) -> None:
-    for path in checkpoints(folder):
-        cut(path / "__0_0.distcp")
+    for path in checkpoint_records(folder):
+        cut(files_of(path) / "__0_0.distcp")
     with pytest.raises(
         StateError, match=r"no checkpoint can be read, of steps 6, 4, 2 .*is cut short.*restore one"
     ):
@@ -286,10 +297,10 @@ def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
 
     monkeypatch.setattr(PreadStore, "read", failing)
     with pytest.raises(
-        EndpointError, match=r"step-00000006/__0_0.distcp: the endpoint did not answer"
+        EndpointError, match=r"step-00000006-\w+/__0_0.distcp: the endpoint did not answer"
     ):
         resumed(run_file)
-    assert len(checkpoints(folder)) == 3
+    assert len(checkpoint_records(folder)) == 3
 
 
 @pytest.mark.guarantee("metadata-checkpoints-makes")
@@ -300,7 +311,7 @@ def test_metadata_is_read_without_running_what_it_says(
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    newest = folder / "step-00000006"
+    newest = step_files(folder, 6)
     assert metadata_of(newest).state_dict_metadata
     for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
         with pytest.raises(DamagedError, match="metadata: is"):
@@ -308,12 +319,13 @@ def test_metadata_is_read_without_running_what_it_says(
     assert not (tmp_path / "evil").exists()
     outside = metadata_of(newest)
     for place in outside.storage_data.values():
-        place.relative_path = "../step-00000002/__0_0.distcp"
+        place.relative_path = f"../{step_files(folder, 2).name}/__0_0.distcp"
     forged = pickle.dumps(outside)
     (newest / METADATA).write_bytes(forged)
-    table = json.loads((newest / "position.json").read_text())[CHECKSUMS]
+    record = record_of(folder, 6)
+    table = json.loads(record.read_text())["position"][CHECKSUMS]
     table[METADATA]["0"] = xxhash.xxh3_64_hexdigest(forged)
-    rewrite_position(newest / "position.json", **{CHECKSUMS: table})
+    rewrite_position(record, **{CHECKSUMS: table})
     assert resumed(run_file).step == 4
 
 
@@ -321,20 +333,31 @@ def test_metadata_is_read_without_running_what_it_says(
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def busy(path: Any, *_: Any, **__: Any) -> None:
-        raise OSError(16, "Device or resource busy", ".nfs0001")
+    unlink = os.unlink
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
+    def busy(path: Any, *rest: Any, **options: Any) -> None:
+        if str(path).endswith(".distcp"):
+            raise OSError(16, "Device or resource busy", ".nfs0001")
+        unlink(path, *rest, **options)
+
+    monkeypatch.setattr(os, "unlink", busy)
     Trainer(load_run(run_file, ["train.keep_checkpoints=1"]), CPU).run()
     folder = Path(run_file).parent / "run" / "checkpoints"
-    assert [path.name for path in checkpoints(folder)] == ["step-00000006"], (
-        "what is half removed bears no final name"
+    assert [path.stem for path in checkpoint_records(folder)] == ["step-00000006"], (
+        "what is half removed has no record"
     )
     assert "cannot be removed" in caplog.text
     monkeypatch.undo()
     trainer = resumed(run_file)
     trainer.save()
-    assert names(folder) == ["step-00000006"], "a later save removes it"
+    trainer.close()
+    resumed(run_file).save()
+    assert names(folder) == ["step-00000006"]
+    left = [path.name for path in folder.iterdir() if path.is_dir()]
+    assert step_files(folder, 6).name in left
+    assert {name.rpartition("-")[0] for name in left} == {"step-00000006"}, (
+        "a later save removes it"
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 0.99])
@@ -345,7 +368,7 @@ def test_a_save_for_which_there_is_no_room_says_what_the_system_says(
     words.
     """
     trainer = resumed(run_file)
-    whole = (folder / "step-00000006" / "__0_0.distcp").stat().st_size
+    whole = (step_files(folder, 6) / "__0_0.distcp").stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * whole), before[1]))
     try:
@@ -353,20 +376,22 @@ def test_a_save_for_which_there_is_no_room_says_what_the_system_says(
             trainer.save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "the checkpoint of step 6 cannot be written (File too large); free" in str(caught.value)
+    assert "the checkpoint of step 6 cannot be written (" in str(caught.value)
+    assert "File too large); free" in str(caught.value)
     trainer.save()
     trainer.close()
-    assert [path.name for path in checkpoints(folder)][-1] == "step-00000006"
+    assert [path.stem for path in checkpoint_records(folder)][-1] == "step-00000006"
 
 
 def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
     run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kill between the two renames leaves is mended by the next run."""
+    """The old record is there until the new one takes its name."""
     rename = os.replace
+    before = record_of(folder, 6).read_text()
 
     def killed(source: Any, target: Any) -> None:
-        if str(source).endswith(".partial"):
+        if str(target).endswith("step-00000006.json"):
             raise KeyboardInterrupt
         rename(source, target)
 
@@ -375,8 +400,12 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
     with pytest.raises(KeyboardInterrupt):
         trainer.save()
     monkeypatch.undo()
-    assert "step-00000006" not in names(folder)
-    assert resumed(run_file).step == 6
+    assert record_of(folder, 6).read_text() == before
+    trainer.close()
+    again = resumed(run_file)
+    assert again.step == 6
+    again.save()
+    assert record_of(folder, 6).read_text() != before
 
 
 @pytest.mark.guarantee("evaluated-opened-start")
@@ -450,8 +479,7 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
 def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(
     run_file: str, folder: Path
 ) -> None:
-    position = folder / "step-00000006" / "position.json"
-    rewrite_position(position, rewinds=[4])
+    rewrite_position(record_of(folder, 6), rewinds=[4])
     resumed(run_file, "train.rewind=4").close()
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
     for number in range(3):
@@ -506,18 +534,18 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     overrides = [*out, "train.keep_checkpoints=2"]
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
-    assert first.checkpoints.place.steps() == [4, 6]
+    assert first.checkpoints.store.steps() == [4, 6]
     second = resumed(run_file, *overrides, "train.iters=10")
     assert second.step == 6
     second.run()
     assert all(torch.equal(a, b) for a, b in zip(weights(second), weights(straight), strict=True))
-    assert second.checkpoints.place.steps() == [8, 10]
+    assert second.checkpoints.store.steps() == [8, 10]
     back = resumed(run_file, *overrides, "train.rewind=8")
     assert back.step == 8
-    assert back.checkpoints.place.steps() == [8]
+    assert back.checkpoints.store.steps() == [8]
     back.close()
-    place = back.checkpoints.place
-    if isinstance(place, CheckpointBucket):
+    place = back.checkpoints.store
+    if place.folder is None:
         store = place.draft("any").store
         stored = [item.key for item in store.list("deep/run/")]
         assert "deep/run/metrics.jsonl" in stored
@@ -553,7 +581,7 @@ def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto:
     overrides = on_s3(moto, bucket)
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
-    place = first.checkpoints.place
+    place = first.checkpoints.store
     objects = moto.objects(bucket)
     del objects[f"deep/run/checkpoints/{place.find(6).name}/__0_0.distcp"]
     second = resumed(run_file, *overrides)
@@ -575,8 +603,8 @@ def test_a_flipped_bit_in_an_object_store_falls_back(
     overrides = on_s3(moto, moto.new_bucket())
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
-    place = first.checkpoints.place
-    assert isinstance(place, CheckpointBucket)
+    place = first.checkpoints.store
+    assert place.folder is None
     files = place.draft(place.find(6).name)
     for name in (METADATA, "__0_0.distcp"):
         (tmp_path / name).write_bytes(files.read(name))
@@ -668,7 +696,7 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
         # killed before the old one went, which goes with the next save
         left = [2, 3] if trainer.step == 3 else [3]
         trainer.run()
-        assert trainer.checkpoints.place.steps() in ([3], left), fatal
+        assert trainer.checkpoints.store.steps() in ([3], left), fatal
     assert killed > 0.9 * len(points), "a run may end some changes earlier than another"
 
 
@@ -682,7 +710,7 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     assert gang.run_until(
         begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.004, str(begun)
     )
-    place = open_place(
+    place = CheckpointStore.open(
         load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage
     )
     assert place.steps() == [2]
@@ -699,7 +727,7 @@ def test_signs_that_killed_starts_left_are_removed_by_the_next_start(
     run_file: str, out: list[str]
 ) -> None:
     config = load_run(run_file, out)
-    place = open_place(config.train.out_dir, config.data.storage)
+    place = CheckpointStore.open(config.train.out_dir, config.data.storage)
     place.leave_sign(".shared-0123456789ab")
     Trainer(config, CPU).close()
     assert not place.sees(".shared-0123456789ab")
@@ -724,19 +752,19 @@ def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step
 def test_ranks_agree_on_the_checkpoint_to_resume_from(
     gang: Gang, run_file: str, folder: Path, kind: str
 ) -> None:
-    DAMAGE[kind](folder / "step-00000006")
+    DAMAGE[kind](record_of(folder, 6))
     assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [
         4,
         4,
     ]
-    assert [path.name for path in checkpoints(folder)] == [
+    assert [path.stem for path in checkpoint_records(folder)] == [
         "step-00000004",
         "step-00000006",
         "step-00000008",
     ]
-    newest = items(folder / "step-00000008")
+    newest = items(step_files(folder, 8))
     assert {"__0_0.distcp", "__1_0.distcp"} < {name for name, _ in newest}
-    assert items_with_checksums(folder / "step-00000008") == newest
+    assert items_with_checksums(record_of(folder, 8)) == newest
 
 
 @pytest.mark.guarantee("background-save-fails")
@@ -791,7 +819,7 @@ def place_in_bucket(moto: S3, run_file: str) -> tuple[Any, Objects]:
     """Where a run of a new bucket keeps its checkpoints and its lock, and the bucket."""
     bucket = moto.new_bucket()
     storage = load_run(run_file, on_s3(moto, bucket)).data.storage
-    return open_place(f"s3://{bucket}/run", storage), moto.objects(bucket)
+    return CheckpointStore.open(f"s3://{bucket}/run", storage), moto.objects(bucket)
 
 
 LOCK = "run/lock.json"

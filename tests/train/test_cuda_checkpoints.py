@@ -107,4 +107,4 @@ def test_a_gpu_run_that_is_killed_during_a_background_save_resumes(
     again.resume()
     assert again.step == 2
     again.run()
-    assert again.checkpoints.place.steps() == [2, 4, 6]
+    assert again.checkpoints.store.steps() == [2, 4, 6]

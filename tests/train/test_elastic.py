@@ -20,7 +20,7 @@ import pytest
 
 from streammega.train import __main__ as train_program
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.store import checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain
@@ -272,7 +272,7 @@ def test_sigterm_saves_and_a_restart_goes_on(run_file: Path) -> None:
     codes, log = run_on(run_file, 2, "train.save_interval=0", PATIENT, fault="1:4:term")
     assert codes == [128 + signal.SIGTERM] * 2
     assert "stopped by SIGTERM after step 4, which is saved" in log, log[-3000:]
-    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [
+    assert [path.stem for path in checkpoint_records(run_file.parent / "run" / "checkpoints")] == [
         "step-00000004"
     ]
     codes, log = run_on(run_file, 1, "train.save_interval=0", PATIENT)

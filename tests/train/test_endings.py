@@ -18,7 +18,7 @@ import pytest
 import streammega
 from streammega.errors import GradientError
 from streammega.train.__main__ import main as train_main
-from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.store import checkpoint_records
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.signals import ONE_REQUEST
@@ -67,7 +67,7 @@ def wait_for_steps(run_file: Path, code: Callable[[], int | None], fault: str) -
 
 
 def saved_steps(run_file: Path) -> list[str]:
-    return [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")]
+    return [path.stem for path in checkpoint_records(run_file.parent / "run" / "checkpoints")]
 
 
 @pytest.mark.guarantee("sigterm-ctrl-c")
@@ -81,7 +81,7 @@ def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: s
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert f"[0] stopped by SIGTERM after step {steps}, which is saved" in log
     assert "Traceback" not in log
-    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [
+    assert [path.stem for path in checkpoint_records(run_file.parent / "run" / "checkpoints")] == [
         f"step-{steps:08d}"
     ]
 

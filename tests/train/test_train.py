@@ -27,7 +27,11 @@ from streammega.samples.open import open_source
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoints import checkpoints as checkpoint
+from streammega.train.checkpoints.store import (
+    CheckpointStore,
+    checkpoint_records,
+    read_position,
+)
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import check_pipeline
 from streammega.train.loop import Trainer
@@ -146,7 +150,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
 @pytest.mark.guarantee("metrics-jsonl-line", "checkpoints-atomic-written")
 def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir)
-    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [
+    assert [path.stem for path in checkpoint_records(folder / "checkpoints")] == [
         f"step-{n:08d}" for n in (12, 14, 16)
     ]
     records = read_metrics(folder / "metrics.jsonl")
@@ -154,7 +158,7 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
     assert records[-1]["samples"] == [120, 128]
     said_of_each = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "samples"}
     assert all(said_of_each <= set(record) for record in records)
-    position = json.loads((folder / "checkpoints" / "step-00000016" / "position.json").read_text())
+    position = read_position(folder / "checkpoints" / "step-00000016.json")
     assert position["data"]["consumed_samples"] == 128
 
 
@@ -200,8 +204,8 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_diff
     first.step += 1
     first.save()
     first.close()
-    (saved,) = first.checkpoints.folder.glob("step-*")
-    position = checkpoint.load_position(saved)
+    (saved,) = checkpoint_records(Path(first.config.train.out_dir) / "checkpoints")
+    position = read_position(saved)
     assert len(json.dumps(position["data"])) < 1024
     assert len(position["data_identity"]["datasets"]) == 40
     again = started(4000)
@@ -217,13 +221,15 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_diff
 @pytest.mark.guarantee("nothing-half-written", "checkpoints-atomic-written")
 def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir) / "checkpoints"
-    (folder / "step-00000099.partial").mkdir()
+    killed = folder / "step-00000099-0123abcd"
+    killed.mkdir()
+    (killed / "__0_0.distcp").write_bytes(b"half")
     resumed = Trainer(trained, torch.device("cpu"))
     resumed.resume()
     assert resumed.step == 16
     resumed.save()
-    assert not list(folder.glob("*.partial")), "the next save clears what a kill left"
-    (folder / "step-00000016" / "position.json").write_text("{")
+    assert not killed.exists(), "the next save clears what a kill left"
+    (folder / "step-00000016.json").write_text("{")
     before = Trainer(trained, torch.device("cpu"))
     before.resume()
     assert before.step == 14, "the one before it is taken"
@@ -569,7 +575,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     record, _ = again.train_step()
     assert (record["loss"], record["batch_hash"]) == (before[13]["loss"], before[13]["batch_hash"])
     again.close()
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+    assert sorted(path.stem for path in (folder / "checkpoints").glob("*.json")) == [
         "step-00000012", "step-00000014.rewound", "step-00000016.rewound"
     ]  # fmt: skip
     again.step = 13
@@ -578,7 +584,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     restarted = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
     restarted.resume()
     assert restarted.step == 12, "another rewind"
-    assert "step-00000013.rewound" in {path.name for path in (folder / "checkpoints").iterdir()}
+    assert (folder / "checkpoints" / "step-00000013.rewound.json").exists()
     restarted.train_step()
     restarted.step = 13
     restarted.save()
@@ -599,7 +605,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     )
     skipping.step = 12
     skipping.batches.load_state_dict(
-        checkpoint.load_position(folder / "checkpoints" / "step-00000012")["data"]
+        read_position(folder / "checkpoints" / "step-00000012.json")["data"]
     )
     record, _ = skipping.train_step()
     assert record["samples"] == [112, 120]
@@ -738,8 +744,7 @@ FP16 = [
 
 
 def saved_steps(config: RunConfig) -> list[int]:
-    paths = checkpoint.checkpoints(Path(config.train.out_dir) / "checkpoints")
-    return [checkpoint.step_of(path) for path in paths]
+    return CheckpointStore.open(config.train.out_dir, config.data.storage).steps()
 
 
 @pytest.mark.guarantee("run-diverged-ends")
@@ -779,21 +784,24 @@ def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
 
 @pytest.mark.guarantee("checkpoints-atomic-written")
 def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
-    run_file: str,
+    run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(load_run(run_file), torch.device("cpu"))
     trainer.train_step()
     trainer.save(background=True)
     trainer.checkpoints.wait()
-    folder = trainer.checkpoints.folder
-    (folder / "step-00000000.partial").write_text("a file is in the way")
+    store = trainer.checkpoints.store
+    (Path(trainer.config.train.out_dir) / "checkpoints" / "in-the-way").write_text(
+        "a file where a folder is to be"
+    )
+    monkeypatch.setattr(store, "begin", lambda step: "in-the-way/draft")
     for background in (True, False):
         with pytest.raises(
             StorageError, match=r"cannot be written .* The checkpoints before it are whole"
         ):
             trainer.save(background=background)
             trainer.checkpoints.wait()
-    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000000"]
+    assert store.steps() == [0]
 
 
 @pytest.mark.parametrize(
@@ -849,7 +857,7 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
     trainer.run()
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, steps + 1))
-    assert checkpoint.checkpoints(trainer.checkpoints.folder)[-1].name == f"step-{steps:08d}"
+    assert trainer.checkpoints.store.steps()[-1] == steps
 
 
 def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(

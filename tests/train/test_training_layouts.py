@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.store import checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.support.builders import write_layout_run
+from tests.support.checkpoint_programs import files_of
 from tests.support.gang import Gang
 from tests.support.rank_programs import train
 
@@ -261,9 +262,9 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
         assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
         assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     assert len(records) == 14
-    written = checkpoints(Path(out) / "checkpoints")
+    written = checkpoint_records(Path(out) / "checkpoints")
     assert len(written) == 3
-    first, *others = map(what_is_stored, written)
+    first, *others = (what_is_stored(files_of(record)) for record in written)
     assert all(other == first for other in others), (
         "what a checkpoint holds depends on no layout, optimizer or bucket"
     )

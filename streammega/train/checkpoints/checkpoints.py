@@ -1,6 +1,6 @@
 """The checkpoints of a run, as its loop uses them: saved by all ranks together, in the background.
 
-Where they lie, and how they appear there whole, is `place`; what a save does is `publish`, and what
+Where they are, and how they appear there whole, is `store`; what a save does is `publish`, and what
 a start does is `resume`. The first rank decides what there is; whatever fails on a rank is raised
 on all.
 """
@@ -11,30 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from streammega.config import StorageConfig
-from streammega.storage import join_url, open_store
-from streammega.storage.open import is_remote
 from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.chunks import Chunk
-from streammega.train.checkpoints.files import DamagedError
 from streammega.train.checkpoints.hold import Hold
 from streammega.train.checkpoints.host_copies import HostCopies
-from streammega.train.checkpoints.in_bucket import CheckpointBucket
-from streammega.train.checkpoints.on_disk import CheckpointFolder, checkpoints
-from streammega.train.checkpoints.place import CheckpointPlace
 from streammega.train.checkpoints.publish import CheckpointPublisher
 from streammega.train.checkpoints.resume import CheckpointResumer
-from streammega.train.checkpoints.shared_place import check_shared
+from streammega.train.checkpoints.shared_store import check_shared
 from streammega.train.checkpoints.state import state_to_save
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.parallel_model import ParallelModel
-
-__all__ = ["Checkpoints", "DamagedError", "checkpoints", "load_position", "step_of"]
 
 
 class Checkpoints:
@@ -42,29 +33,29 @@ class Checkpoints:
     the background.
 
     Args:
-        place: where they lie; see `open_place`.
+        store: where they are.
         keep: how many of the last ones are kept.
         timeout: seconds that ranks wait for each other, and for a save or load of which nothing
             moves.
         before_publish: called on the first rank before a checkpoint appears.
 
-    Raises ConfigError if the place is not one for all ranks, or another job uses it.
+    Raises ConfigError if the store is not one for all ranks, or another job uses it.
     """
 
     def __init__(
         self,
-        place: CheckpointPlace,
+        store: CheckpointStore,
         keep: int,
         timeout: float = 600.0,
         before_publish: Callable[[], None] | None = None,
     ) -> None:
-        self.place = place
+        self.store = store
         self._hold: Hold | None = None
         self._all_ranks = AllRanks(_new_group(timeout), timeout)
         self._copies = HostCopies()
-        self._resumer = CheckpointResumer(place, self._all_ranks, keep)
+        self._resumer = CheckpointResumer(store, self._all_ranks, keep)
         self._publisher = CheckpointPublisher(
-            place,
+            store,
             self._all_ranks,
             keep,
             wait_for_values=self._copies.wait,
@@ -77,13 +68,7 @@ class Checkpoints:
         """The step of the last save that was begun, and when (time.monotonic)."""
         # First: a second job must write nothing there, not even a sign.
         self._all_ranks.from_first(self._take_hold)
-        check_shared(place, self._all_ranks)
-
-    @property
-    def folder(self) -> Path:
-        """Where they lie on a disk."""
-        assert isinstance(self.place, CheckpointFolder)
-        return self.place.path
+        check_shared(store, self._all_ranks)
 
     @property
     def failed(self) -> bool:
@@ -159,7 +144,7 @@ class Checkpoints:
 
     def found(self) -> list[int]:
         """Steps of whole checkpoints, rising, as the first rank sees them."""
-        return self._all_ranks.from_first(self.place.steps)
+        return self._all_ranks.from_first(self.store.steps)
 
     def resume(
         self,
@@ -191,25 +176,12 @@ class Checkpoints:
             self._error = error
 
     def _take_hold(self) -> None:
-        self._hold = self.place.hold()
-        self.place.prepare()
+        self._hold = self.store.hold()
+        self.store.prepare()
 
     def _check_hold(self) -> None:
         if self._hold is not None:
             self._hold.check()
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(path.name.removeprefix("step-"))
-
-
-def load_position(path: Path) -> dict[str, Any]:
-    """The step and the loader's state of a checkpoint on a disk, and what else was kept with them.
-
-    Raises StateError.
-    """
-    return CheckpointFolder(path.parent).find(step_of(path)).position
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:
@@ -220,16 +192,3 @@ def _new_group(timeout: float) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return group
-
-
-def open_place(out_dir: str, storage: StorageConfig) -> CheckpointPlace:
-    """The checkpoints of a run in `out_dir`/checkpoints.
-
-    Raises ConfigError for a URL that cannot work.
-    """
-    url = join_url(out_dir, "checkpoints")
-    if is_remote(out_dir):
-        store, key = open_store(url, storage)
-        return CheckpointBucket(store, key)
-    _, path = open_store(url, storage)
-    return CheckpointFolder(Path(path), storage)

@@ -18,8 +18,8 @@ from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.chunks import Chunk, SavePlanner
 from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
 from streammega.train.checkpoints.files import DamagedError, check_files
-from streammega.train.checkpoints.place import CheckpointPlace
-from streammega.train.checkpoints.shared_place import until_seen
+from streammega.train.checkpoints.shared_store import until_seen
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.checkpoints.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class CheckpointPublisher:
     """Writes and publishes the checkpoints of a run.
 
     Args:
-        place: where to.
+        store: where to.
         all_ranks: who writes.
         keep: how many of the last checkpoints are kept.
         wait_for_values: called before values are read: copies from a device may be under way.
@@ -39,7 +39,7 @@ class CheckpointPublisher:
 
     def __init__(
         self,
-        place: CheckpointPlace,
+        store: CheckpointStore,
         all_ranks: AllRanks,
         keep: int,
         *,
@@ -47,7 +47,7 @@ class CheckpointPublisher:
         check_hold: Callable[[], None],
         before_publish: Callable[[], None] | None,
     ) -> None:
-        self.place = place
+        self.store = store
         self._all_ranks = all_ranks
         self._keep = keep
         self._wait_for_values = wait_for_values
@@ -61,7 +61,7 @@ class CheckpointPublisher:
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
             reason = one_line(first_cause(error))
             raise StorageError(
-                f"{self.place.url}: the checkpoint of step {step} cannot be written ({reason}); "
+                f"{self.store.url}: the checkpoint of step {step} cannot be written ({reason}); "
                 f"free space there, or choose another train.out_dir. "
                 f"The checkpoints before it are whole"
             ) from None
@@ -79,12 +79,12 @@ class CheckpointPublisher:
         """Room for a draft; its name."""
         # What others may be writing is not to be removed as left over.
         self._check_hold()
-        return self.place.begin(step)
+        return self.store.begin(step)
 
     def _write(self, draft: str, state: Mapping[str, Chunk]) -> tuple[Metadata, Writer]:
         """Every rank's file of a draft, and on the first rank what says what lies where."""
         group = self._all_ranks.group
-        writer = Writer(self.place.draft(draft), self._all_ranks, on_disk=self.place.on_disk)
+        writer = Writer(self.store.draft(draft), self._all_ranks)
         self._wait_for_values()
         with without_torch_warning():
             metadata = state_dict_saver.save(
@@ -103,24 +103,24 @@ class CheckpointPublisher:
 
         On the first rank.
         """
-        files = self.place.draft(draft)
+        files = self.store.draft(draft)
         until_seen(lambda: check_files(files, metadata), DamagedError)
         if self._before_publish is not None:
             self._before_publish()
         # Again: writing may have taken minutes, in which another job could take over.
         self._check_hold()
-        self.place.publish(step, draft, position)
+        self.store.publish(step, draft, position)
         self._remove_old()
 
     def _remove_old(self) -> None:
-        old_steps = self.place.steps()[: -self._keep]
+        old_steps = self.store.steps()[: -self._keep]
         for step in old_steps:
             try:
-                self.place.remove(step)
+                self.store.remove(step)
             except (OSError, StateError, StorageError) as error:
                 log.warning(
                     "%s: step %d cannot be removed (%s); the new one is whole",
-                    self.place.url,
+                    self.store.url,
                     step,
                     one_line(error),
                 )

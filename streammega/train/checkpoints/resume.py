@@ -28,9 +28,9 @@ from streammega.train.checkpoints.files import (
     check_files,
     read_metadata,
 )
-from streammega.train.checkpoints.place import CheckpointPlace, Found
 from streammega.train.checkpoints.reader import Reader
 from streammega.train.checkpoints.state import state_to_load
+from streammega.train.checkpoints.store import CheckpointStore, SavedCheckpoint
 from streammega.train.parallel_model import ParallelModel
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class CheckpointResumer:
     keep: of those that a rewind sets aside, how many stay.
     """
 
-    def __init__(self, place: CheckpointPlace, all_ranks: AllRanks, keep: int) -> None:
-        self._place = place
+    def __init__(self, store: CheckpointStore, all_ranks: AllRanks, keep: int) -> None:
+        self._store = store
         self._all_ranks = all_ranks
         self._keep = keep
 
@@ -75,7 +75,7 @@ class CheckpointResumer:
         if damaged:
             steps = ", ".join(str(step) for step in damaged)
             raise StateError(
-                f"{self._place.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
+                f"{self._store.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
                 f"restore one, or start anew in another train.out_dir"
             )
         return None
@@ -94,7 +94,7 @@ class CheckpointResumer:
         With `rewind`: those up to it, and those that were trained after rewinding to it. The others
         are set aside.
         """
-        steps = self._place.steps()
+        steps = self._store.steps()
         if rewind is None:
             return steps
         kept: list[int] = []
@@ -107,21 +107,21 @@ class CheckpointResumer:
         if not kept:
             raise ConfigError(
                 f"train.rewind = {rewind}: there is no checkpoint at or before that step "
-                f"in {self._place.url}"
+                f"in {self._store.url}"
             )
         self._set_aside(left, "rewound")
-        self._place.clean_aside(self._keep)
+        self._store.clean_aside(self._keep)
         return kept
 
     def _rewinds_of(self, step: int) -> list[int]:
         try:
-            return rewinds_of(self._place.find(step).position)
+            return rewinds_of(self._store.find(step).position)
         except DamagedError:
             return []
 
     def _set_aside(self, steps: Sequence[int], why: str) -> None:
         for step in steps:
-            name = self._place.set_aside(step, why)
+            name = self._store.set_aside(step, why)
             log.warning("the checkpoint of step %d is set aside as %s", step, name)
 
     def _load(
@@ -131,7 +131,7 @@ class CheckpointResumer:
         found, metadata = self._all_ranks.from_first(lambda: self._examine(step))
         # First: one of another run is refused by what differs, before any of it is read.
         self._all_ranks.call(lambda: accept(found.position))
-        files = self._place.draft(found.name)
+        files = self._store.draft(found.name)
         try:
             state = self._all_ranks.call(lambda: state_to_load(model, optimizer, metadata))
             self._read(files, found, metadata, state)
@@ -144,19 +144,19 @@ class CheckpointResumer:
             raise _unfit(files.url(), cause) from None
         return found.position
 
-    def _examine(self, step: int) -> tuple[Found, Metadata]:
+    def _examine(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
         """A checkpoint whose files are all there, as far as can be told without reading them.
 
         On the first rank.
         """
-        found = self._place.find(step)
-        files = self._place.draft(found.name)
+        found = self._store.find(step)
+        files = self._store.draft(found.name)
         metadata = read_metadata(files, Checksums(found.position[CHECKSUMS]))
         check_files(files, metadata)
         return found, metadata
 
     def _read(
-        self, files: Files, found: Found, metadata: Metadata, state: dict[str, Chunk]
+        self, files: Files, found: SavedCheckpoint, metadata: Metadata, state: dict[str, Chunk]
     ) -> None:
         """Fill the memory of all ranks."""
         group = self._all_ranks.group

@@ -1,5 +1,5 @@
-"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to
-object stores.
+"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, into a
+store.
 
 Each item that it writes gets a checksum on its way. They go with torch's own messages to the first
 rank.
@@ -11,8 +11,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
@@ -44,16 +43,12 @@ class _Stream(io.RawIOBase):
     Args:
         write: takes one piece.
         hexes: takes the checksum of every item, by the offset at which it begins, as text.
-        file: on a disk.
     """
 
-    def __init__(
-        self, write: Any, all_ranks: AllRanks, hexes: dict[str, str], file: IO[bytes] | None = None
-    ) -> None:
+    def __init__(self, write: Any, all_ranks: AllRanks, hexes: dict[str, str]) -> None:
         super().__init__()
         self._write = write
         self._all_ranks = all_ranks
-        self._file = file
         self._hexes = hexes
         self._hash = xxhash.xxh3_64()
         self._written_bytes = 0
@@ -75,13 +70,6 @@ class _Stream(io.RawIOBase):
         self._end_item()
         super().close()
 
-    def fileno(self) -> int:
-        """Of a file on a disk, to be synced."""
-        if self._file is None:
-            raise io.UnsupportedOperation("fileno")
-        self._file.flush()
-        return self._file.fileno()
-
     def write(self, data: Any) -> int:
         """All of it."""
         view = memoryview(data).cast("B")
@@ -101,57 +89,8 @@ class _Stream(io.RawIOBase):
             self._hash.reset()
 
 
-class _Disk(FileSystemBase):
-    """Files of a folder on a disk."""
-
-    def __init__(self, all_ranks: AllRanks) -> None:
-        self._all_ranks = all_ranks
-        self.checksums = Checksums()
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open for writing."""
-        hexes = self.checksums.hexes.setdefault(_final_name(path), {})
-        with (
-            open(path, mode) as file,
-            _Stream(file.write, self._all_ranks, hexes, file) as stream,
-        ):
-            yield stream
-
-    def concat_path(self, path: Any, suffix: str) -> Path:
-        """Of a file in a folder."""
-        return Path(path) / suffix
-
-    def init_path(self, path: Any) -> Path:
-        """Of the folder."""
-        return Path(path)
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        """At once."""
-        Path(path).rename(new_path)
-
-    def mkdir(self, path: Any) -> None:
-        """With its parents, if it is not there: every rank does so, and so each
-        node looks for it.
-        """
-        Path(path).mkdir(parents=True, exist_ok=True)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Ours are always good."""
-        return True
-
-    def exists(self, path: Any) -> bool:
-        """Whether a file is there."""
-        return Path(path).exists()
-
-    def rm_file(self, path: Any) -> None:
-        """Remove it."""
-        Path(path).unlink()
-
-
-class _Objects(FileSystemBase):
-    """Objects of a store.
+class _StoreFiles(FileSystemBase):
+    """The files of a store, for torch.
 
     Each appears whole, when all of it was written: so the metadata needs no name to be renamed
     from.
@@ -164,7 +103,7 @@ class _Objects(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Upload while it is written; what fails half-way leaves nothing."""
+        """Send it while it is written; what fails half-way leaves nothing."""
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
         with (
             atomic_writer(self._store, path) as writer,
@@ -173,7 +112,7 @@ class _Objects(FileSystemBase):
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> str:
-        """The key of an object."""
+        """The key of a file."""
         return f"{path}/{_final_name(suffix)}"
 
     def init_path(self, path: Any) -> str:
@@ -184,7 +123,7 @@ class _Objects(FileSystemBase):
         """It has its final name."""
 
     def mkdir(self, path: Any) -> None:
-        """There are no folders."""
+        """The store makes folders where it has them."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -200,19 +139,19 @@ class _Objects(FileSystemBase):
 
 
 class Writer(FileSystemWriter):
-    """torch's writer of one file a rank, to a disk or a store.
+    """torch's writer of one file a rank.
 
     Args:
-        files: where to; `on_disk`: its keys are paths, whose files are synced.
+        files: where to.
 
     On the first rank `checksums` are those of all ranks when a save has ended.
     """
 
-    def __init__(self, files: Files, all_ranks: AllRanks, *, on_disk: bool) -> None:
-        # Nothing is copied ahead: values are on the host, and torch would make a context on the
+    def __init__(self, files: Files, all_ranks: AllRanks) -> None:
+        # The store syncs its files. Nothing is copied ahead: values are on the host, and torch would make a context on the
         # first GPU for it.
-        super().__init__(files.prefix, sync_files=on_disk, per_thread_copy_ahead=0)
-        self.fs: Any = _Disk(all_ranks) if on_disk else _Objects(files.store, all_ranks)
+        super().__init__(files.prefix, sync_files=False, per_thread_copy_ahead=0)
+        self.fs: Any = _StoreFiles(files.store, all_ranks)
         self.path = self.fs.init_path(files.prefix)
         self._all_ranks = all_ranks
 

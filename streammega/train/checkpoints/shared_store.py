@@ -1,4 +1,4 @@
-"""Whether all ranks see one place, and for how long one waits to see what another wrote."""
+"""Whether all ranks see one store, and for how long one waits to see what another wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from streammega.errors import ConfigError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.place import SIGN, CheckpointPlace
+from streammega.train.checkpoints.store import SIGN, CheckpointStore
 
 SEEN_WITHIN = 60.0
 """Seconds after which what one rank wrote must be seen by the others: clients of NFS look again
@@ -22,7 +22,7 @@ to be asked all the time.
 """
 
 
-def check_shared(place: CheckpointPlace, all_ranks: AllRanks) -> None:
+def check_shared(store: CheckpointStore, all_ranks: AllRanks) -> None:
     """Raise ConfigError unless all ranks see what the first one writes: else each would keep a part
     of every checkpoint.
     """
@@ -33,12 +33,12 @@ def check_shared(place: CheckpointPlace, all_ranks: AllRanks) -> None:
         """(name of the sign, the host that left it), of the first rank."""
         # A new name every time: one that an earlier start left would be seen by all.
         sign = f"{SIGN}{secrets.token_hex(6)}"
-        place.leave_sign(sign)
+        store.leave_sign(sign)
         return sign, socket.gethostname()
 
     sign, first_host = all_ranks.from_first(leave_sign)
-    all_ranks.work(lambda: _look_for(place, sign, first_host))
-    all_ranks.from_first(lambda: place.remove_sign(sign))
+    all_ranks.work(lambda: _look_for(store, sign, first_host))
+    all_ranks.from_first(lambda: store.remove_sign(sign))
 
 
 def until_seen(look: Callable[[], None], unseen: type[Exception]) -> None:
@@ -53,12 +53,12 @@ def until_seen(look: Callable[[], None], unseen: type[Exception]) -> None:
         time.sleep(LOOK_EVERY)
 
 
-def _look_for(place: CheckpointPlace, sign: str, first_host: str) -> None:
+def _look_for(store: CheckpointStore, sign: str, first_host: str) -> None:
     def look() -> None:
         """Raise while the sign is not seen."""
-        if not place.sees(sign):
+        if not store.sees(sign):
             raise ConfigError(
-                f"{place.url}: {socket.gethostname()} does not see what rank 0 wrote there "
+                f"{store.url}: {socket.gethostname()} does not see what rank 0 wrote there "
                 f"on {first_host}; train.out_dir must be one folder for all ranks: "
                 f"on a shared file system, or a URL such as s3://bucket/run"
             )
