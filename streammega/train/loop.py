@@ -31,7 +31,7 @@ from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
 from streammega.samples.phases import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
-from streammega.train.checkpoints.checkpoints import Checkpoints
+from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.checkpoints.resume import rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
@@ -87,7 +87,7 @@ class Trainer:
         self.scale = LossScale() if train.dtype == "float16" else None
         check_valid_splits(config, self.ranks)
         self.out: OutDir | None = None
-        self.checkpoints = Checkpoints(
+        self.checkpoints = Checkpointer(
             CheckpointStore.open(train.out_dir, config.data.storage),
             train.keep_checkpoints,
             train.timeout,

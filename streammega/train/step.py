@@ -20,7 +20,7 @@ from streammega.parallel import RankBatches, Ranks
 from streammega.samples.fields import Batch
 from streammega.samples.source import dataset_of_samples
 from streammega.train.batch_hash import hash_over_ranks
-from streammega.train.checkpoints.checkpoints import Checkpoints
+from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.config import RunConfig
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.parallel_model import ParallelModel
@@ -106,7 +106,7 @@ class TrainStep:
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     scale: LossScale | None
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     requests: StopRequests
     sources: Sequence[str]
 

@@ -15,7 +15,7 @@ import torch
 
 from streammega.storage.backends import obstore
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints import shared_store
+from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.checkpoints.writer import _Stream
 from streammega.train.config import load_run
@@ -123,7 +123,7 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 
     The error's kind and text, or nothing.
     """
-    shared_store.SEEN_WITHIN = patience
+    checkpoint_store.SEEN_WITHIN = patience
     began = time.monotonic()
     try:
         trainer = Trainer(

@@ -32,8 +32,8 @@ from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints.chunks import chunk_of
-from streammega.train.checkpoints.files import (
+from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
     METADATA,
@@ -41,7 +41,7 @@ from streammega.train.checkpoints.files import (
     DamagedError,
     parse_metadata,
 )
-from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.state import chunk_of
 from streammega.train.checkpoints.store import CheckpointStore, checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer

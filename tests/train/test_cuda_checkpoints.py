@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from streammega.gradients.buffers import local_part
-from streammega.train.checkpoints.chunks import chunk_of
 from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.state import chunk_of
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.support.checkpoint_programs import train_slowly

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from streammega.train.checkpoints.chunks import Chunk
+from streammega.train.checkpoints.state import Chunk
 
 log = logging.getLogger(__name__)
 

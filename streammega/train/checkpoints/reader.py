@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.files import Checksums, DamagedError, Files
+from streammega.train.checkpoints.integrity import Checksums, DamagedError, Files
 
 PIECE_BYTES = 8 << 20
 """Of one request."""

@@ -18,18 +18,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.chunks import Chunk, LoadPlanner
-from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
-from streammega.train.checkpoints.files import (
+from streammega.train.checkpoints.integrity import (
     CHECKSUMS,
     Checksums,
     DamagedError,
     Files,
     check_files,
+    first_cause,
+    one_line,
     read_metadata,
+    without_torch_warning,
 )
 from streammega.train.checkpoints.reader import Reader
-from streammega.train.checkpoints.state import state_to_load
+from streammega.train.checkpoints.state import Chunk, LoadPlanner, state_to_load
 from streammega.train.checkpoints.store import CheckpointStore, SavedCheckpoint
 from streammega.train.parallel_model import ParallelModel
 
@@ -57,7 +58,7 @@ class CheckpointResumer:
         accept: Accept,
         rewind: int | None,
     ) -> dict[str, Any] | None:
-        """As `Checkpoints.resume`."""
+        """As `Checkpointer.resume`."""
         damaged: list[int] = []
         last_error: DamagedError | None = None
         oldest_first = self._all_ranks.from_first(lambda: self._choose(rewind))

@@ -16,22 +16,24 @@ import logging
 import os
 import re
 import secrets
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.errors import ObjectNotFoundError, StorageError
+from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store, join_url, open_store
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.open import is_remote
 from streammega.storage.store import atomic_writer
 from streammega.storage.thread_pool import parallel_map
-from streammega.train.checkpoints.files import DamagedError, Files, is_as_written
+from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.hold import Hold, hold_file, hold_object
+from streammega.train.checkpoints.integrity import DamagedError, Files, is_as_written
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,15 @@ _NAMED_FILES = re.compile(r"step-\d{8}-([0-9a-f]{8})?")
 """The folder that a record names, or how the names of all folders of a step begin."""
 DELETED_AT_ONCE = 16
 """Requests: each takes a round trip of tens of milliseconds, and there may be a thousand files."""
+SEEN_WITHIN = 60.0
+"""Seconds after which what one rank wrote must be seen by the others: clients of NFS look again
+after up to a minute.
+"""
+
+LOOK_EVERY = 0.2
+"""Seconds between two looks: on a disk the first sees it, and a file system of the network is not
+to be asked all the time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +297,50 @@ def read_position(record: Path) -> dict[str, Any]:
     """
     store = CheckpointStore(PreadStore(StorageConfig()), str(record.parent))
     return store.find(int(record.stem.removeprefix("step-"))).position
+
+
+def check_shared(store: CheckpointStore, all_ranks: AllRanks) -> None:
+    """Raise ConfigError unless all ranks see what the first one writes: else each would keep a part
+    of every checkpoint.
+    """
+    if all_ranks.group is None:
+        return
+
+    def leave_sign() -> tuple[str, str]:
+        """(name of the sign, the host that left it), of the first rank."""
+        # A new name every time: one that an earlier start left would be seen by all.
+        sign = f"{SIGN}{secrets.token_hex(6)}"
+        store.leave_sign(sign)
+        return sign, socket.gethostname()
+
+    sign, first_host = all_ranks.from_first(leave_sign)
+    all_ranks.work(lambda: _look_for(store, sign, first_host))
+    all_ranks.from_first(lambda: store.remove_sign(sign))
+
+
+def until_seen(look: Callable[[], None], unseen: type[Exception]) -> None:
+    """`look()` until it raises nothing; its error after SEEN_WITHIN seconds."""
+    deadline = time.monotonic() + SEEN_WITHIN
+    while True:
+        try:
+            return look()
+        except unseen:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(LOOK_EVERY)
+
+
+def _look_for(store: CheckpointStore, sign: str, first_host: str) -> None:
+    def look() -> None:
+        """Raise while the sign is not seen."""
+        if not store.sees(sign):
+            raise ConfigError(
+                f"{store.url}: {socket.gethostname()} does not see what rank 0 wrote there "
+                f"on {first_host}; train.out_dir must be one folder for all ranks: "
+                f"on a shared file system, or a URL such as s3://bucket/run"
+            )
+
+    until_seen(look, ConfigError)
 
 
 def _position_in(position: Any, url: str) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from torch.futures import Future
 from streammega.storage import Store
 from streammega.storage.store import atomic_writer
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.failures import root_failure
-from streammega.train.checkpoints.files import Checksums, Files
+from streammega.train.checkpoints.integrity import Checksums, Files, root_failure
 
 PIECE_BYTES = 8 << 20
 """Of one write: small enough to see that something moves."""

@@ -1,12 +1,13 @@
 """The checkpoints of a run, as its loop uses them: saved by all ranks together, in the background.
 
-Where they are, and how they appear there whole, is `store`; what a save does is `publish`, and what
-a start does is `resume`. The first rank decides what there is; whatever fails on a rank is raised
-on all.
+Where they are, and how they appear there whole, is `store`; what a start does is `resume`.
+torch.distributed.checkpoint plans which rank writes which values. The first rank decides what there
+is; whatever fails on a rank is raised on all.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,20 +16,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
+from streammega.errors import StateError, StorageError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.chunks import Chunk
 from streammega.train.checkpoints.hold import Hold
 from streammega.train.checkpoints.host_copies import HostCopies
-from streammega.train.checkpoints.publish import CheckpointPublisher
+from streammega.train.checkpoints.integrity import (
+    DamagedError,
+    check_files,
+    first_cause,
+    one_line,
+    without_torch_warning,
+)
 from streammega.train.checkpoints.resume import CheckpointResumer
-from streammega.train.checkpoints.shared_store import check_shared
-from streammega.train.checkpoints.state import state_to_save
-from streammega.train.checkpoints.store import CheckpointStore
+from streammega.train.checkpoints.state import Chunk, SavePlanner, state_to_save
+from streammega.train.checkpoints.store import CheckpointStore, check_shared, until_seen
+from streammega.train.checkpoints.writer import Writer
 from streammega.train.parallel_model import ParallelModel
 
+log = logging.getLogger(__name__)
 
-class Checkpoints:
+
+class Checkpointer:
     """The checkpoints of a run. Made by all ranks together; saving is collective, and may go on in
     the background.
 
@@ -54,14 +66,8 @@ class Checkpoints:
         self._all_ranks = AllRanks(_new_group(timeout), timeout)
         self._copies = HostCopies()
         self._resumer = CheckpointResumer(store, self._all_ranks, keep)
-        self._publisher = CheckpointPublisher(
-            store,
-            self._all_ranks,
-            keep,
-            wait_for_values=self._copies.wait,
-            check_hold=self._check_hold,
-            before_publish=before_publish,
-        )
+        self._keep = keep
+        self._before_publish = before_publish
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last: tuple[int, float] | None = None
@@ -92,7 +98,7 @@ class Checkpoints:
         self.last = (step, time.monotonic())
         state = self._copies.take(state_to_save(model, optimizer), background=background)
         if not background:
-            self._publisher.save(step, state, position)
+            self._write_and_publish(step, state, position)
             return
         self._thread = threading.Thread(
             target=self._save_in_background,
@@ -170,10 +176,80 @@ class Checkpoints:
         self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]
     ) -> None:
         try:
-            self._publisher.save(step, state, position)
+            self._write_and_publish(step, state, position)
         except BaseException as error:
             # Of a thread: `wait` raises it, and all ranks are told by `failed`.
             self._error = error
+
+    def _write_and_publish(
+        self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]
+    ) -> None:
+        """All ranks write their files, then the first one publishes. Raises StorageError."""
+        try:
+            draft = self._all_ranks.from_first(lambda: self._begin(step))
+            metadata, writer = self._write(draft, state)
+
+            def publish() -> None:
+                self._publish(step, draft, metadata, writer.checksums.add_to(position))
+
+            self._all_ranks.from_first(publish)
+        except (CheckpointException, DamagedError, StorageError, OSError) as error:
+            reason = one_line(first_cause(error))
+            raise StorageError(
+                f"{self.store.url}: the checkpoint of step {step} cannot be written ({reason}); "
+                f"free space there, or choose another train.out_dir. "
+                f"The checkpoints before it are whole"
+            ) from None
+
+    def _begin(self, step: int) -> str:
+        """Room for a draft; its name."""
+        # What others may be writing is not to be removed as left over.
+        self._check_hold()
+        return self.store.begin(step)
+
+    def _write(self, draft: str, state: Mapping[str, Chunk]) -> tuple[Metadata, Writer]:
+        """Every rank's file of a draft, and on the first rank what says what lies where."""
+        group = self._all_ranks.group
+        writer = Writer(self.store.draft(draft), self._all_ranks)
+        self._copies.wait()
+        with without_torch_warning():
+            metadata = state_dict_saver.save(
+                dict(state),
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+        return metadata, writer
+
+    def _publish(
+        self, step: int, draft: str, metadata: Metadata, position: Mapping[str, Any]
+    ) -> None:
+        """Make a draft that all ranks have written a checkpoint; then old ones go.
+
+        On the first rank.
+        """
+        files = self.store.draft(draft)
+        until_seen(lambda: check_files(files, metadata), DamagedError)
+        if self._before_publish is not None:
+            self._before_publish()
+        # Again: writing may have taken minutes, in which another job could take over.
+        self._check_hold()
+        self.store.publish(step, draft, position)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        old_steps = self.store.steps()[: -self._keep]
+        for step in old_steps:
+            try:
+                self.store.remove(step)
+            except (OSError, StateError, StorageError) as error:
+                log.warning(
+                    "%s: step %d cannot be removed (%s); the new one is whole",
+                    self.store.url,
+                    step,
+                    one_line(error),
+                )
 
     def _take_hold(self) -> None:
         self._hold = self.store.hold()
