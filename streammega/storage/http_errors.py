@@ -95,7 +95,8 @@ def short_read(url: str, start: int, stop: int, got: int) -> ShortReadError:
 def truncated(url: str, reason: str) -> ShortReadError:
     """For a range outside of the object: trying again does not help."""
     error = ShortReadError(
-        f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})"
+        f"{url}: the object ends before the bytes that were asked for ({reason}); compare its size "
+        f"with the .idx, and copy or convert it again if it is shorter"
     )
     error.transient = False
     return error

@@ -4,6 +4,7 @@ whole.
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -420,3 +421,40 @@ def test_a_cache_of_fifty_killed_runs_is_sound(
     server: tuple[Running, Path], tmp_path: Path, order: str
 ) -> None:
     kill_at_random_moments(server[0], order, tmp_path, times=50, seed=2)
+
+
+def test_a_cache_dir_that_is_a_file_is_said_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_bytes(b"no folder")
+    cached = PageCache(tmp_path / "cache", 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    source = Source(data_of())
+    if cached is not None:
+        cached.read(0, SIZE, np.empty(SIZE, np.uint8), source)
+    assert "is no folder" in caplog.text
+    assert "free some space" not in caplog.text
+
+
+def test_a_page_that_cannot_be_forgotten_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged page on a disk that fails: its chunk is closed all the same."""
+    out = np.empty(SIZE, np.uint8)
+    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    cached.read(0, SIZE, out, Source(data_of()))
+    del cached
+    [chunk] = tmp_path.glob("chunks/*/0.data")
+    with open(chunk, "r+b") as file:
+        file.write(b"damaged!")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    cached.read(0, SIZE, out, Source(data_of()))
+    np.testing.assert_array_equal(out, data_of())
+    assert len(os.listdir("/proc/self/fd")) == before

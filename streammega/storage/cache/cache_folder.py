@@ -129,11 +129,17 @@ class CacheFolder:
             )
         elif self.usable:
             self.usable = False
-            remedy = "free some space"
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                remedy = "let this user write there, by a common group and umask 002 for instance"
             reason = error.strerror or str(error)
-            self._warn(f"{reason}; going on without a cache ({remedy}, or name another cache_dir)")
+            remedy = "free some space, or name another cache_dir"
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                remedy = (
+                    "let this user write there, by a common group and umask 002 for instance, or "
+                    "name another cache_dir"
+                )
+            elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+                reason = "cache_dir is no folder"
+                remedy = "name a folder"
+            self._warn(f"{reason}; going on without a cache ({remedy})")
 
     def has_disk_space(self, size: int) -> bool:
         """Whether the disk takes so many bytes more and keeps its reserve. Raises OSError."""

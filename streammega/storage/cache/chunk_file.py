@@ -122,9 +122,12 @@ class ChunkFile:
     def forget(self, page: int) -> None:
         """Remove a checksum, so that the page is fetched again. Raises OSError."""
         descriptor = self.open()
-        if descriptor is not None:
-            entry_at = self._table_at + ENTRY_BYTES * (page - self.first)
+        if descriptor is None:
+            return
+        entry_at = self._table_at + ENTRY_BYTES * (page - self.first)
+        try:
             os.pwrite(descriptor, bytes(ENTRY_BYTES), entry_at)
+        finally:
             os.close(descriptor)
 
 
