@@ -203,8 +203,8 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
 
     from streammega.config import StorageConfig
     from streammega.convert.documents import RawDocument
+    from streammega.convert.read.formats import read_slice
     from streammega.convert.read.inputs import find_inputs
-    from streammega.convert.read.readers import read_slice
     from streammega.convert.read.source import Skipped, Slice
     from streammega.convert.tokenize.encode import BatchEncoder
     from streammega.convert.tokenize.tokenizers import load_tokenizer

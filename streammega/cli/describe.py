@@ -220,8 +220,8 @@ def input_report(path: str, storage: StorageConfig) -> Report:
     Raises ObjectNotFoundError, ConvertError.
     """
     from streammega.convert.options import ConvertOptions
+    from streammega.convert.read.formats import read_slice
     from streammega.convert.read.inputs import find_inputs
-    from streammega.convert.read.readers import read_slice
     from streammega.convert.read.source import Skipped, Slice
 
     inputs = find_inputs([path], storage)

@@ -23,7 +23,7 @@ from streammega.convert.job import (
     stored_bytes,
 )
 from streammega.convert.options import ConvertOptions, Runner, digest_of_json
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.source import Input
 from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import (
     check_all_units_done,

@@ -14,9 +14,9 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.read.formats import TEXT_FORMATS, is_compressed
-from streammega.convert.read.inputs import Input
-from streammega.convert.read.source import Skipped
+from streammega.convert.read.compression import compression_of
+from streammega.convert.read.formats import FORMATS
+from streammega.convert.read.source import Input, Skipped
 from streammega.convert.read.stdin import is_pipe
 from streammega.convert.run import plan
 from streammega.convert.tokenize.encode import encoder_of
@@ -36,8 +36,6 @@ SAMPLE_BYTES = 1 << 20
 SHOWN_DOCUMENTS = 3
 SHOWN_TOKENS = 24
 """How much of a document and of a sequence is shown."""
-EVEN_FORMATS = (*TEXT_FORMATS, "megatron", "raw", "npy")
-"""Formats whose documents take as many bytes at their end as in their beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +267,7 @@ def _notes(
         notes.append("duplicates are not looked for in the sample: less may be left")
     if options.kind == "zst":
         notes.append("the bytes of the output are those before their compression")
-    if any(item.format not in EVEN_FORMATS or is_compressed(item.path) for item in inputs):
+    if any(not FORMATS[item.format].is_even or compression_of(item.path) for item in inputs):
         notes.append(
             "the estimate is rough: columns, archives and compressed files hold more or less than "
             "their bytes"

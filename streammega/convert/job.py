@@ -6,7 +6,7 @@ A unit is a stretch of the inputs that one worker handles, planned from their si
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,14 +15,10 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, digest_of_json
-from streammega.convert.read.inputs import Input
-from streammega.convert.read.megatron import dataset_name, document_runs
-from streammega.convert.read.source import Slice
-from streammega.convert.read.text import can_start_at_any_line
-from streammega.dataset.indexed import IndexedDataset
+from streammega.convert.read.formats import FORMATS
+from streammega.convert.read.source import Input, Slice
 from streammega.errors import StorageError
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.open import open_file
 from streammega.storage.store import Bytes
 
 SEGMENT_BYTES = 32 << 20
@@ -157,7 +153,9 @@ def plan_units(
     unit_bytes = _unit_bytes(inputs)
     room = 0
     for item in inputs:
-        for piece, size in _slices(item, unit_bytes, storage):
+        for piece in FORMATS[item.format].cut(item, unit_bytes, UNIT_BYTES, storage):
+            # a slice of a file that is cut fills a unit, whatever its size
+            size = item.size if piece.stop < 0 else unit_bytes
             has_room = bool(units) and size <= room and len(units[-1]) < UNIT_FILES
             if has_room:
                 units[-1].append(piece)
@@ -174,53 +172,6 @@ def _unit_bytes(inputs: Sequence[Input]) -> int:
     # Who sets UNIT_BYTES below the least means it.
     least = min(UNIT_BYTES, LEAST_UNIT_BYTES)
     return max(least, min(UNIT_BYTES, wanted))
-
-
-def _slices(item: Input, unit_bytes: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
-    """(slice, bytes) of an input. A slice of a file that is cut fills a unit, whatever its size."""
-    is_large = item.size > unit_bytes
-    if is_large and can_start_at_any_line(item, storage):
-        for start in range(0, item.size, unit_bytes):
-            stop = min(start + unit_bytes, item.size)
-            yield Slice(input=item, start=start, stop=stop, stored_bytes=stop - start), unit_bytes
-    elif item.format == "megatron":
-        indexed = IndexedDataset(dataset_name(item.path), storage)
-        documents = len(indexed.document_indices) - 1
-        for first, stop in document_runs(indexed, 0, documents, UNIT_BYTES):
-            share = item.size * (stop - first) // documents
-            yield Slice(input=item, start=first, stop=stop, stored_bytes=share), unit_bytes
-    elif item.format == "parquet" and is_large:
-        yield from _row_groups(item, unit_bytes, storage)
-    else:
-        # Of a folder, only the size of its index is known.
-        is_folder = item.format in ("mds", "litdata")
-        yield Slice(input=item, stored_bytes=None if is_folder else item.size), item.size
-
-
-def _row_groups(
-    item: Input, unit_bytes: int, storage: StorageConfig
-) -> Iterator[tuple[Slice, int]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with open_file(item.url, storage, etag=item.etag) as file:
-        try:
-            metadata = pq.ParquetFile(file).metadata
-        except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
-            yield Slice(input=item), unit_bytes
-            return
-        last_group = metadata.num_row_groups - 1
-        sizes = [metadata.row_group(group).total_byte_size for group in range(last_group + 1)]
-        first = 0
-        size = 0
-        for group in range(metadata.num_row_groups):
-            size += sizes[group]
-            if size >= unit_bytes or group == last_group:
-                share = item.size * size // max(1, sum(sizes))
-                piece = Slice(input=item, start=first, stop=group + 1, stored_bytes=share)
-                yield piece, unit_bytes
-                first = group + 1
-                size = 0
 
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:

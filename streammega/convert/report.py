@@ -15,8 +15,8 @@ import streammega
 from streammega.config import StorageConfig
 from streammega.convert.job import HISTOGRAM_BINS, UnitRecord
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.inputs import Input
 from streammega.convert.read.megatron import dataset_name
+from streammega.convert.read.source import Input
 from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.names import strip_suffix
 from streammega.dataset.provenance import ENDING, has_provenance

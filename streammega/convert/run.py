@@ -19,7 +19,7 @@ from streammega.config import StorageConfig
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.read.formats import TEXT_FORMATS
+from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import OwnOutput, described, find_inputs
 from streammega.convert.read.stdin import (
     is_pipe,
@@ -306,7 +306,7 @@ def plan(
     if options.modes is not None:
         # The sequence with the end may be one of those left out.
         metadata = metadata | {"eod_id": None}
-    if any(item.format in TEXT_FORMATS for item in found):
+    if any(FORMATS[item.format].has_text for item in found):
         if tokenizer is None:
             raise ConvertError(
                 "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or "

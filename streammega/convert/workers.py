@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streammega.convert.options import Runner
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.source import Input
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.kernels.parallel import num_threads
 from streammega.storage.open import is_remote

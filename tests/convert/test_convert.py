@@ -24,7 +24,7 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.cli.plotting import latest, restarts, smoothed, sparkline
 from streammega.convert import ConvertReport, convert
-from streammega.convert.read.source import open_stream
+from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
 from tests.support.builders import write_random_pair

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
-from streammega.convert.read.source import PieceReader, decompressed
+from streammega.convert.read.compression import PieceReader, decompressed
 from streammega.errors import ConfigError, ConvertError
 from tests.support.builders import stored_texts
 

@@ -529,7 +529,7 @@ def test_a_package_that_is_missing_is_named(
     suffix: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(fsspec.core.compr, {".lz4": "lz4", ".snappy": "snappy"}[suffix], False)
-    monkeypatch.setattr("streammega.convert.read.source.infer_compression", lambda name: None)
+    monkeypatch.setattr("streammega.convert.read.compression.infer_compression", lambda name: None)
     root = tree(tmp_path, [f"a.jsonl{suffix}"])
     with pytest.raises(ConvertError, match=rf"{suffix} needs .*pip install {package}"):
         convert_bytes(tmp_path / "out", root)

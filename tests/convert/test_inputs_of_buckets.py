@@ -20,8 +20,8 @@ from streammega.config import load_storage
 from streammega.convert import convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.formats import read_slice
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.readers import read_slice
 from streammega.convert.read.source import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
 from tests.support.builders import write_tar

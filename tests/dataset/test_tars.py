@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
-from streammega.convert.read.inputs import Input
-from streammega.convert.read.readers import read_slice
-from streammega.convert.read.source import Skipped, Slice
+from streammega.convert.read.formats import read_slice
+from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.errors import ConvertError
 from tests.support.typed import all_tokens
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from streammega import StorageConfig
+from streammega.convert.read.compression import open_stream
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.source import open_stream
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, one_each
-from streammega.convert.read.formats import is_compressed
-from streammega.convert.read.inputs import Input
-from streammega.convert.read.source import Source
+from streammega.convert.read.compression import compression_of
+from streammega.convert.read.source import Input, Source
 from streammega.dataset.idx import MOST_TOKENS
 from streammega.errors import ConvertError
 
@@ -68,7 +67,7 @@ def _llmc_dtype(head: bytes, file: Input) -> np.dtype[Any] | None:
         return None
     actual = (file.size - LLMC_HEADER_BYTES) // dtype.itemsize
     # the size of a compressed file says nothing of its tokens
-    if actual != num_tokens and not is_compressed(file.path):
+    if actual != num_tokens and not compression_of(file.path):
         raise ConvertError(
             f"{file.path}: its header says {num_tokens:,} tokens, it holds {actual:,}; copy it "
             f"again"

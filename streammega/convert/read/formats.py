@@ -1,29 +1,44 @@
-"""Formats of inputs, and the suffixes that name them and their compressions, in any case."""
+"""The formats of inputs: by which suffixes, or first bytes, each is known, how it is read, and how
+large files of it are divided.
+
+A new format is a function `read_x(source)` that yields documents, in a file of this folder, and its
+line in `FORMATS`.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-Format = Literal[
-    "text",
-    "lines",
-    "jsonl",
-    "csv",
-    "parquet",
-    "arrow",
-    "tar",
-    "megatron",
-    "raw",
-    "npy",
-    "mds",
-    "litdata",
-    "unknown",
-]
-TEXT_FORMATS = ("text", "lines", "jsonl", "csv")
-"""Formats that hold text and nothing else."""
-JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
-JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
+from streammega.config import StorageConfig
+from streammega.convert.documents import RawDocument, Tokens
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.arrays import read_npy, read_raw
+from streammega.convert.read.compression import bare_name, format_suffix
+from streammega.convert.read.mds_litdata import keep_folder, read_litdata, read_mds
+from streammega.convert.read.megatron import cut_documents, read_pair
+from streammega.convert.read.source import (
+    Input,
+    Skipped,
+    Slice,
+    Source,
+    too_large,
+    unreadable,
+    with_line,
+)
+from streammega.convert.read.tables import cut_row_groups, read_arrow, read_csv, read_parquet
+from streammega.convert.read.tar import read_tar
+from streammega.convert.read.text import (
+    JSON_SUFFIXES,
+    cut_lines,
+    read_json,
+    read_text,
+    read_text_lines,
+)
+from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
+from streammega.errors.words import pluralize
+
 PROSE_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".asciidoc", ".org", ".srt")
 MARKUP_SUFFIXES = (
     *(".html", ".htm", ".xhtml", ".xml", ".svg", ".tex", ".bib", ".sty", ".typ"),
@@ -39,8 +54,6 @@ CODE_SUFFIXES = (
     *(".sql", ".proto", ".thrift", ".graphql", ".cmake", ".mk", ".gradle", ".tf", ".nix", ".lean"),
     *(".agda", ".coq", ".dart", ".sol", ".cob", ".cbl", ".tcl", ".vim", ".diff", ".patch"),
 )
-TEXT_SUFFIXES = frozenset((*PROSE_SUFFIXES, *MARKUP_SUFFIXES, *CODE_SUFFIXES))
-"""Files that are one text each."""
 TEXT_NAMES = (
     "readme",
     "license",
@@ -53,61 +66,122 @@ TEXT_NAMES = (
     "dockerfile",
 )
 """Files without a suffix that are one text each."""
-COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz", ".lzma", ".zip", ".lz4", ".snappy")
-"""Of one file. The last two need packages of their own."""
-BY_SUFFIX: dict[str, Format] = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".tar": "tar",
-    ".tgz": "tar",
-    ".bin": "raw",
-    ".npy": "npy",
-    ".csv": "csv",
-    ".tsv": "csv",
-    **dict.fromkeys(JSON_SUFFIXES, "jsonl"),
-    **dict.fromkeys(TEXT_SUFFIXES, "text"),
+Reader = Callable[[Source], Iterator[RawDocument | Tokens]]
+Cutter = Callable[[Input, int, int, StorageConfig], Iterator[Slice]]
+"""Divides an input: (input, wanted bytes of a slice, most bytes of one, storage) -> its slices."""
+
+
+def keep_whole(
+    item: Input, _bytes: int, _max_bytes: int, _storage: StorageConfig
+) -> Iterator[Slice]:
+    """All of an input, as one slice."""
+    yield Slice(input=item, stored_bytes=item.size)
+
+
+class Format(NamedTuple):
+    """A format of inputs.
+
+    signature: (byte, bytes) by which a stream is known. has_text: whether it holds text and nothing
+    else. is_even: whether its documents take as many bytes at its end as in its beginning.
+    """
+
+    read: Reader
+    suffixes: tuple[str, ...] = ()
+    cut: Cutter = keep_whole
+    signature: tuple[int, bytes] | None = None
+    has_text: bool = False
+    is_even: bool = False
+
+
+FORMATS = {
+    "text": Format(
+        read_text,
+        (*PROSE_SUFFIXES, *MARKUP_SUFFIXES, *CODE_SUFFIXES),
+        has_text=True,
+        is_even=True,
+    ),
+    "lines": Format(read_text_lines, cut=cut_lines, has_text=True, is_even=True),
+    "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True, is_even=True),
+    "csv": Format(read_csv, (".csv", ".tsv"), has_text=True, is_even=True),
+    "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1")),
+    "arrow": Format(read_arrow, (".arrow", ".feather", ".ipc"), signature=(0, b"ARROW1")),
+    # POSIX and GNU begin alike at that byte of the first header
+    "tar": Format(read_tar, (".tar", ".tgz"), signature=(257, b"ustar")),
+    # a .bin with an .idx of the same name, which `inputs.py` finds
+    "megatron": Format(read_pair, cut=cut_documents, is_even=True),
+    "raw": Format(read_raw, (".bin",), is_even=True),
+    "npy": Format(read_npy, (".npy",), is_even=True),
+    # folders, which `inputs.py` finds by their index.json
+    "mds": Format(read_mds, cut=keep_folder),
+    "litdata": Format(read_litdata, cut=keep_folder),
 }
-"""A `.bin` with an `.idx` of the same name is "megatron": `inputs.py` finds such pairs."""
-FORMAT_READ_AS: dict[str, Format] = {"text": "text", "lines": "lines", "json": "jsonl"}
+BY_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known.suffixes}
+FORMAT_READ_AS = {"text": "text", "lines": "lines", "json": "jsonl"}
 """The formats that `--as` names: a file is one text, a text a line, or a JSON record a line."""
 
 
-def suffix_of(path: str) -> str:
-    """The last suffix of a path, in small letters; "" without one."""
-    _, suffix = os.path.splitext(path)
-    return suffix.lower()
-
-
-def bare_name(path: str) -> str:
-    """A path without the suffix of its compression."""
-    bare, suffix = os.path.splitext(path)
-    return bare if suffix.lower() in COMPRESSIONS else path
-
-
-def format_suffix(path: str) -> str:
-    """The last suffix that names no compression, in small letters."""
-    return suffix_of(bare_name(path))
-
-
-def format_of(path: str) -> Format:
-    """The format that a path's suffix tells."""
+def format_of(path: str) -> str:
+    """The format that a path's suffix tells; "unknown" where it tells none."""
     if os.path.basename(bare_name(path)).lower() in TEXT_NAMES:
         return "text"
     return BY_SUFFIX.get(format_suffix(path), "unknown")
 
 
-def is_compressed(path: str) -> bool:
-    """Whether a file has to be decompressed from its start."""
-    suffix = suffix_of(path)
-    return suffix in COMPRESSIONS or suffix == ".tgz"
+def read_slice(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[RawDocument | Tokens]:
+    """The documents of a slice, in order.
 
-
-def has_jsonl_suffix(path: str) -> bool:
-    """Whether a file's name says that it has a JSON record a line: .jsonl, .jsonlines, .jl, .ndjson.
-
-    The content of other JSON files says whether they hold lines, arrays, or records over several
-    lines.
+    Raises ConvertError that names the file; with `on_error="skip"` what cannot be read is noted
+    instead, with the number of documents that were read before it: these are kept.
     """
-    return format_suffix(path) in JSON_LINES_SUFFIXES
+    path = piece.input.path
+    source = Source(piece, options, storage, skipped)
+    last: RawDocument | Tokens | None = None
+    documents = 0
+    try:
+        for item in FORMATS[piece.input.format].read(source):
+            if isinstance(item, Tokens):
+                documents += len(item.documents)
+                last = item.with_origins(path) if options.origins and item.origins is None else item
+                yield last
+                continue
+            if max(len(item.data), item.size) > options.max_record_bytes and _is_too_large(
+                item, options
+            ):
+                document = with_line(item, storage) if options.on_error == "stop" else item
+                source.fault("too large", too_large(document.where, options))
+                continue
+            documents += 1
+            last = item
+            yield item
+    except FileNotFoundError:
+        raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
+    except Exception as error:  # the libraries under it raise whatever they like
+        message = str(error)
+        if not isinstance(error, StreammegaError):
+            message = unreadable(path, error, storage, _end_of(last))
+        elif options.on_error == "stop" or not isinstance(error, ConvertError):
+            # storage that fails makes no file unreadable: it would be left out for good
+            raise
+        if options.on_error == "stop":
+            raise ConvertError(message) from None
+        kept = f"{pluralize(documents, 'document')} of it, read before that, kept"
+        skipped.add("unreadable file", f"{message}; {kept}")
+
+
+def _is_too_large(document: RawDocument, options: ConvertOptions) -> bool:
+    """The ending of a line is not part of its record."""
+    data = document.data
+    if document.record:
+        data = data.removesuffix(b"\n").removesuffix(b"\r")
+    return (len(data) or document.size) > options.max_record_bytes
+
+
+def _end_of(last: RawDocument | Tokens | None) -> str:
+    """Where the last document ends that could be read, for a message."""
+    if not isinstance(last, RawDocument):
+        return ""
+    if last.offset >= 0:
+        return f" behind the line that begins at byte {last.offset:,}"
+    return f" behind line {last.line:,}" if last.line else f" behind {last.path!r}"

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.formats import FORMAT_READ_AS, Format, format_of
+from streammega.convert.read.formats import FORMAT_READ_AS, format_of
+from streammega.convert.read.source import Input
 from streammega.convert.read.walk import (
     Place,
     Row,
@@ -56,26 +57,6 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """The words by which the datasets library knows splits in names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """One input file (of mds and litdata, one folder). `etag`: changes when it does; `size` in
-    bytes.
-
-    path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
-    """
-
-    path: str
-    format: Format
-    size: int
-    etag: str
-    query: str = field(default="", repr=False)
-
-    @property
-    def url(self) -> str:
-        """Where it is read."""
-        return self.path + self.query
 
 
 @dataclass(kw_only=True)
@@ -312,7 +293,7 @@ class _Files:
             self._skipped.add("manifests without their shards", *sorted(manifests))
         return sorted(found, key=lambda item: item.input.path)
 
-    def _input(self, row: Row, file_format: Format) -> Input:
+    def _input(self, row: Row, file_format: str) -> Input:
         row = self._with_size(row)
         return Input(
             path=row.path + self._place.chain,
@@ -400,7 +381,7 @@ class _Files:
         return self._place.file(path)
 
 
-def _loader_index(data: bytes) -> tuple[Format, set[str]] | None:
+def _loader_index(data: bytes) -> tuple[str, set[str]] | None:
     """The format of a folder with such an index.json, and the files that it names; None: it is the
     index of neither.
     """

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.compression import decompressed
 from streammega.convert.read.fields import MISSING, first_value
-from streammega.convert.read.source import Source, decompressed, escapes_folder
+from streammega.convert.read.source import Input, Slice, Source, escapes_folder
 from streammega.errors import ConvertError
 from streammega.storage.open import open_file
 
@@ -49,6 +51,13 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     """Items of a folder of litdata chunks."""
     for where, item in _litdata_items(source):
         yield _document(item, where, source.options)
+
+
+def keep_folder(
+    item: Input, _bytes: int, _max_bytes: int, _storage: StorageConfig
+) -> Iterator[Slice]:
+    """A folder as a whole: only the size of its index is known."""
+    yield Slice(input=item)
 
 
 def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | Tokens:

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import StorageConfig
 from streammega.convert.documents import Tokens, origins_in
-from streammega.convert.read.source import Source
+from streammega.convert.read.source import Input, Slice, Source
 from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import DOCUMENT, DocumentOrigins, concat_origins
@@ -50,6 +51,17 @@ def read_pair(source: Source) -> Iterator[Tokens]:
             source_bytes=tokens.nbytes,
             origins=None if shards is None else _origins(shards, first_document, end_document),
         )
+
+
+def cut_documents(
+    item: Input, _bytes: int, max_bytes: int, storage: StorageConfig
+) -> Iterator[Slice]:
+    """Slices of documents that lie end to end."""
+    indexed = IndexedDataset(dataset_name(item.path), storage)
+    documents = len(indexed.document_indices) - 1
+    for first, stop in document_runs(indexed, 0, documents, max_bytes):
+        stored = item.size * (stop - first) // documents
+        yield Slice(input=item, start=first, stop=stop, stored_bytes=stored)
 
 
 def _origins(shards: Sequence[ShardDocuments], first: int, stop: int) -> DocumentOrigins:

@@ -1,44 +1,48 @@
-"""What a reader gets: a slice of an input as a `Source`, which opens, decompresses and counts.
-
-Compressed files are read to the end of all their members. A file that is cut short, or is followed
-by something else, gives every byte before that and then an error; the libraries' own file objects
-lose what they had read, or take what follows a member of .bz2 and .xz for its end.
-"""
+"""What a reader gets: a slice of an input as a `Source`, which opens it and counts its faults."""
 
 from __future__ import annotations
 
-import bz2
 import io
-import lzma
-import sys
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
-
-import zstandard
-from fsspec.utils import infer_compression
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.formats import suffix_of
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.compression import open_stream
 from streammega.errors import ConvertError
-from streammega.errors.redaction import redact, redact_urls, split_query, without_queries
+from streammega.errors.redaction import redact, redact_urls, without_queries
 from streammega.errors.words import in_one_line, without_controls
 from streammega.storage.open import is_remote, open_file
 
-BUFFER_BYTES = 1 << 20
-READ_BY_FSSPEC = {".lz4": "lz4", ".snappy": "python-snappy"}
-"""Suffixes, and the packages that they need."""
+GLOB_CHARS = "*?["
+"""What makes a pattern of a name, if nothing is called just that."""
 MAX_MESSAGES = 1000
 """Messages of skipped records in a report: a corpus may have millions."""
 MAX_KINDS = 100
 """Kinds of archive members in a report: names may end in anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One input file (of mds and litdata, one folder). format: its name in `formats.py`. size: in
+    bytes. etag: changes when it does.
+
+    path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
+    """
+
+    path: str
+    format: str
+    size: int
+    etag: str
+    query: str = field(default="", repr=False)
+
+    @property
+    def url(self) -> str:
+        """Where it is read."""
+        return self.path + self.query
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,59 +123,6 @@ class Source:
         self.skipped.add(kind, message, count)
 
 
-@contextmanager
-def open_stream(
-    path: str,
-    storage: StorageConfig,
-    etag: str = "",
-    note: Callable[[int], None] | None = None,
-) -> Iterator[Any]:
-    """The decompressed bytes of a file, by its suffix; plain files can be sought in.
-
-    etag: of the object that the conversion found; "": of the one that is there now. note: called
-    with the number of stored bytes that were just read. Raises ConvertError if the bytes cannot be
-    read, ObjectChangedError if the object is another one.
-    """
-    name, _ = split_query(path)
-    suffix = suffix_of(name)
-    with open_file(path, storage, _compression(name, suffix), etag, note) as file:
-        if suffix in DECOMPRESSORS:
-            yield PieceReader(decompressed(file, suffix))
-        elif suffix == ".zip":
-            member = _only_member(file, name)
-            yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
-        else:
-            yield file
-
-
-def _compression(name: str, suffix: str) -> str | None:
-    """The compression that fsspec undoes, by fsspec's name; None: the stored bytes are read.
-
-    Raises ConvertError where a package is missing.
-    """
-    if suffix not in READ_BY_FSSPEC:
-        return None
-    compression: str | None = infer_compression(name)
-    # fsspec knows only what is installed
-    if compression is None:
-        raise ConvertError(
-            f"{name}: {suffix} needs the package {READ_BY_FSSPEC[suffix]}: pip install "
-            f"{READ_BY_FSSPEC[suffix]}, or decompress it"
-        )
-    return compression
-
-
-def _only_member(file: Any, name: str) -> Any:
-    archive = zipfile.ZipFile(file)
-    names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    if len(names) != 1:
-        raise ConvertError(
-            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "
-            f"--exclude"
-        )
-    return archive.open(names[0])
-
-
 def escapes_folder(name: str) -> bool:
     """Whether a name in an archive or index leads out of its folder."""
     return name.startswith("/") or ".." in name.split("/")
@@ -197,88 +148,9 @@ def unreadable(path: str, error: Exception, storage: StorageConfig, where: str =
     return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"
 
 
-CHUNK_BYTES = 16 << 10
-"""Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
+READ_BYTES = 1 << 20
 COUNTED_BYTES = 4 << 20
 """Bytes in which lines are counted at a time."""
-PIECE_BYTES = 1 << 20
-"""Bytes that bzip2 and xz give at once, at most: a few of theirs may stand for very many."""
-GZIP = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
-"""16 tells zlib that there is a gzip header."""
-DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    ".gz": GZIP,
-    ".tgz": GZIP,
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".lzma": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-}
-"""By suffix, what decompresses one member."""
-
-
-def decompressed(file: Any, suffix: str) -> Iterator[bytes]:
-    """The bytes of a compressed file, a piece at a time.
-
-    Raises EOFError where it is cut short, OSError where it is damaged.
-    """
-    data = file.read(CHUNK_BYTES)
-    while data:
-        decompressor = DECOMPRESSORS[suffix]()
-        while not decompressor.eof:
-            # zlib and zstd give all at once, the others are asked again
-            needs_input = getattr(decompressor, "needs_input", True)
-            if needs_input and not data:
-                data = file.read(CHUNK_BYTES)
-                if not data:
-                    raise EOFError("it is cut short")
-            limit = (PIECE_BYTES,) if hasattr(decompressor, "needs_input") else ()
-            try:
-                yield decompressor.decompress(data, *limit)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-                raise OSError(str(error)) from None
-            data = b""
-        # zeros pad a file, to whole blocks for instance
-        data = decompressor.unused_data.lstrip(b"\0")
-        while not data and (data := file.read(CHUNK_BYTES)):
-            data = data.lstrip(b"\0")
-
-
-class PieceReader:
-    """A file whose bytes come in pieces.
-
-    An error that a piece raises is raised by the next read, when all before it has been read.
-    """
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._ready = memoryview(b"")
-        self._error: Exception | None = None
-
-    def read(self, size: int | None = -1) -> bytes:
-        """As many bytes as asked for; fewer at the end, and before an error."""
-        left = sys.maxsize if size is None or size < 0 else size
-        found: list[memoryview] = []
-        while left and (self._ready or self._has_more()):
-            piece = self._ready[:left]
-            self._ready = self._ready[left:]
-            left -= len(piece)
-            found.append(piece)
-        if not found and left and self._error is not None:
-            raise self._error
-        return b"".join(found)
-
-    def _has_more(self) -> bool:
-        while not self._ready and self._error is None:
-            try:
-                self._ready = memoryview(next(self._pieces))
-            except StopIteration:
-                return False
-            except Exception as error:  # of whatever library
-                self._error = error
-        return bool(self._ready)
-
-
-READ_BYTES = 1 << 20
 
 
 class LongLine(NamedTuple):

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from streammega.convert.read.source import PieceReader, decompressed
+from streammega.convert.read.compression import PieceReader, compression_of_bytes, decompressed
+from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.text import BYTE_ORDER_MARK
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.storage.open import is_remote
@@ -25,12 +26,8 @@ log = logging.getLogger(__name__)
 KEPT = "input-"
 """Begins the names of kept inputs in the work folder."""
 READ_BYTES = 1 << 20
-PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""How a stream that begins so is compressed."""
 SIGN_BYTES = 16
 """Of the beginning of a stream that a message shows."""
-TAR_SIGN_AT = 257
-"""Where the first header of a tar has its sign: that of POSIX and GNU begin alike."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd/")
 
 
@@ -111,7 +108,7 @@ def _keep(item: str, number: int, work: str, read_as: str | None) -> str:
     try:
         with _open(item) as pipe:
             head = pipe.read(READ_BYTES)
-            packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
+            packed = compression_of_bytes(head)
             # a file without a suffix is read as `--as` says
             suffix = _suffix(head, packed, item) if read_as is None else ""
             kept = os.path.join(work, f"{KEPT}{number}{suffix}{packed}")
@@ -143,12 +140,11 @@ def _suffix(head: bytes, packed: str, item: str) -> str:
             raise ConvertError(f"{_name(item)}: cannot be decompressed ({error})") from None
     if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"["):
         return ".json"
-    if head.startswith(b"PAR1"):
-        return ".parquet"
-    if head.startswith(b"ARROW1"):
-        return ".arrow"
-    if head.startswith(b"ustar", TAR_SIGN_AT):
-        return ".tar"
+    for known in FORMATS.values():
+        if known.signature is not None:
+            place, signature = known.signature
+            if head.startswith(signature, place):
+                return known.suffixes[0]
     raise ConvertError(
         f"{_name(item)}: begins with {head[:SIGN_BYTES]!r}, which is neither JSON nor Parquet, "
         f"Arrow or tar; say how it is read: --as text (one text), lines (a text a line) or json, or "

@@ -8,15 +8,25 @@ from typing import Any
 
 import numpy as np
 
+from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.compression import format_suffix
 from streammega.convert.read.fields import id_fields, listed, names_of, splits
-from streammega.convert.read.formats import format_suffix
-from streammega.convert.read.source import LongLine, Source, read_lines, too_large, unreadable
+from streammega.convert.read.source import (
+    Input,
+    LongLine,
+    Slice,
+    Source,
+    read_lines,
+    too_large,
+    unreadable,
+)
 from streammega.convert.read.text import BYTE_ORDER_MARK
 from streammega.dataset.provenance import LINE
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
+from streammega.storage.open import open_file
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
@@ -59,6 +69,36 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
                 where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
                 message = unreadable(source.path, error, source.storage, where)
                 source.fault("unreadable row", message, stop_row - row)
+
+
+def cut_row_groups(
+    item: Input, slice_bytes: int, _max_bytes: int, storage: StorageConfig
+) -> Iterator[Slice]:
+    """Slices of a large Parquet file: row groups of so many bytes together."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole = Slice(input=item, stored_bytes=item.size)
+    if item.size <= slice_bytes:
+        yield whole
+        return
+    with open_file(item.url, storage, etag=item.etag) as file:
+        try:
+            metadata = pq.ParquetFile(file).metadata
+        except (pa.ArrowException, OSError):  # its reader says what is wrong
+            yield whole
+            return
+        last_group = metadata.num_row_groups - 1
+        sizes = [metadata.row_group(group).total_byte_size for group in range(last_group + 1)]
+        first = 0
+        size = 0
+        for group, group_bytes in enumerate(sizes):
+            size += group_bytes
+            if size >= slice_bytes or group == last_group:
+                stored = item.size * size // max(1, sum(sizes))
+                yield Slice(input=item, start=first, stop=group + 1, stored_bytes=stored)
+                first = group + 1
+                size = 0
 
 
 def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:

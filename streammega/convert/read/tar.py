@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 import tarfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -20,33 +19,29 @@ import numpy as np
 
 from streammega.convert.documents import RawDocument, Tokens, one_each
 from streammega.convert.read.arrays import load_npy
-from streammega.convert.read.fields import listed
-from streammega.convert.read.formats import (
+from streammega.convert.read.compression import (
     COMPRESSIONS,
-    JSON_LINES_SUFFIXES,
-    JSON_SUFFIXES,
-    bare_name,
-    suffix_of,
-)
-from streammega.convert.read.source import (
-    DECOMPRESSORS,
-    LongLine,
     PieceReader,
-    Source,
+    bare_name,
+    compression_of,
+    compression_of_bytes,
     decompressed,
+)
+from streammega.convert.read.fields import listed
+from streammega.convert.read.source import (
+    GLOB_CHARS,
+    LongLine,
+    Source,
     escapes_folder,
     read_lines,
     too_large,
 )
-from streammega.convert.read.text import BYTE_ORDER_MARK
-from streammega.convert.read.walk import GLOB_CHARS
+from streammega.convert.read.text import BYTE_ORDER_MARK, JSON_LINES_SUFFIXES, JSON_SUFFIXES
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
 
 READ_BYTES = 1 << 20
-_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
-"""How gzip, bzip2, xz and lzma begin."""
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Of members that are documents, where none was named."""
 MAX_NAMES = 20
@@ -95,10 +90,10 @@ def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
     Raises ConvertError for an archive that is damaged, cut short, or followed by something else.
     """
     head = file.read(tarfile.BLOCKSIZE)
-    if _COMPRESSED.match(head):
+    compression = compression_of_bytes(head)
+    if compression:
         raise ConvertError(
-            f"{path}: is compressed, and its name does not say so; rename it to .tar.gz, .tar.bz2 "
-            f"or .tar.xz"
+            f"{path}: is compressed, and its name does not say so; rename it to .tar{compression}"
         )
     rest = iter(lambda: file.read(READ_BYTES), b"")
     stream = PieceReader(itertools.chain([head], rest))
@@ -137,8 +132,9 @@ def _documents_of(
     max_bytes = source.options.max_record_bytes
     suffix = document_suffix(member.name)
     file: Any = archive.extractfile(member)
-    if suffix_of(member.name) in DECOMPRESSORS:
-        file = PieceReader(decompressed(file, suffix_of(member.name)))
+    compression = compression_of(member.name)
+    if compression and COMPRESSIONS[compression].start is not None:
+        file = PieceReader(decompressed(file, compression))
     try:
         if suffix in JSON_LINES_SUFFIXES:
             for number, line in enumerate(read_lines(b"", file, max_bytes), 1):

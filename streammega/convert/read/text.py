@@ -15,10 +15,11 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.formats import has_jsonl_suffix, is_compressed
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.compression import compression_of, format_suffix
 from streammega.convert.read.source import (
+    Input,
     LongLine,
+    Slice,
     Source,
     read_lines,
     skip_line,
@@ -29,6 +30,9 @@ from streammega.errors import ConvertError, StreammegaError
 from streammega.storage.object_file import expect_end
 from streammega.storage.open import file_system
 
+JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
+"""Of files with a JSON record a line. What other JSON files hold, their content says."""
+JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 HEAD_BYTES = 64 << 10
 """Of a JSON file, from which it is told whether it holds lines."""
 READ_BYTES = 1 << 20
@@ -49,7 +53,7 @@ def read_text(source: Source) -> Iterator[RawDocument]:
     """A file that is one text."""
     item = source.piece.input
     max_bytes = source.options.max_record_bytes
-    if item.size > max_bytes and not is_compressed(item.path):
+    if item.size > max_bytes and not compression_of(item.path):
         yield RawDocument(data=b"", path=item.path, size=item.size)
         return
     parts: list[bytes] = []
@@ -72,7 +76,7 @@ def read_json(source: Source) -> Iterator[RawDocument]:
     """JSON records: a record a line, or `read_values`."""
     with source.open() as file:
         head = b""
-        if source.piece.stop < 0 and not has_jsonl_suffix(source.path):
+        if source.piece.stop < 0 and format_suffix(source.path) not in JSON_LINES_SUFFIXES:
             head = file.read(HEAD_BYTES)
             if not holds_lines(head):
                 yield from read_values(head, file, source.path, source.options)
@@ -80,14 +84,23 @@ def read_json(source: Source) -> Iterator[RawDocument]:
         yield from _documents_of_lines(file, head, source, is_json=True)
 
 
-def can_start_at_any_line(item: Input, storage: StorageConfig) -> bool:
-    """Whether each line of an input is a document, so that several workers can read parts of it.
+def cut_lines(
+    item: Input, slice_bytes: int, _max_bytes: int, storage: StorageConfig
+) -> Iterator[Slice]:
+    """Slices of a large file whose lines are documents, so that several workers can read it.
 
     Raises ConvertError if its beginning cannot be read.
     """
-    if item.format not in ("lines", "jsonl") or is_compressed(item.path):
-        return False
-    if item.format == "lines" or has_jsonl_suffix(item.path):
+    if item.size <= slice_bytes or compression_of(item.path) or not _has_lines(item, storage):
+        yield Slice(input=item, stored_bytes=item.size)
+        return
+    for start in range(0, item.size, slice_bytes):
+        stop = min(start + slice_bytes, item.size)
+        yield Slice(input=item, start=start, stop=stop, stored_bytes=stop - start)
+
+
+def _has_lines(item: Input, storage: StorageConfig) -> bool:
+    if item.format == "lines" or format_suffix(item.path) in JSON_LINES_SUFFIXES:
         return True
     try:
         system, name = file_system(item.url, storage)

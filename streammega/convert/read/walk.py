@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import format_of
+from streammega.convert.read.source import GLOB_CHARS
 from streammega.errors import ConvertError, EndpointError
 from streammega.errors.redaction import split_query, without_queries
 from streammega.storage.backends.fsspec import driver_error
@@ -21,8 +22,6 @@ from streammega.storage.object_file import StoreFiles
 from streammega.storage.open import file_system, is_remote, local_path
 from streammega.storage.retry import RetryPolicy, endpoint_of
 
-GLOB_CHARS = "*?["
-"""What makes a pattern of a name, if nothing is called just that."""
 FILE = "file"
 FOLDER = "folder"
 SPECIAL = "pipes, sockets and devices"

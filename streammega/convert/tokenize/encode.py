@@ -15,8 +15,9 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.compression import suffix_of
 from streammega.convert.read.fields import origin_of, texts_at
-from streammega.convert.read.formats import format_of, suffix_of
+from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Skipped, with_line
 from streammega.convert.tokenize.chat import ChatEncoder, find_template
 from streammega.convert.tokenize.chat_templates import Rendered

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.read.inputs import CLAIM, PROBE, Input
+from streammega.convert.read.inputs import CLAIM, PROBE
+from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, marked, strip_suffix

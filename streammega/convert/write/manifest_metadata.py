@@ -10,7 +10,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import Manifest, read_manifest

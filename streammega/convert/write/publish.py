@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 from streammega.convert.job import load_json, save_json
 from streammega.convert.options import digest_of_bytes
-from streammega.convert.read.inputs import Input
+from streammega.convert.read.source import Input
 from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
 from streammega.convert.write.shards import ShardLayout
 from streammega.dataset.manifest import Manifest, ShardEntry

@@ -25,7 +25,7 @@ from streammega.convert.job import (
     stored_bytes,
     unit_name,
 )
-from streammega.convert.read.readers import read_slice
+from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Skipped
 from streammega.convert.tokenize.encode import encoder_of, eod_of
 from streammega.convert.write.document_order import (

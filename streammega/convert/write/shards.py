@@ -18,8 +18,8 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import bounds_of
 from streammega.convert.job import Job, UnitRecord, load_json, save_json
 from streammega.convert.options import digest_of_json
-from streammega.convert.read.inputs import Input
 from streammega.convert.read.megatron import dataset_name
+from streammega.convert.read.source import Input
 from streammega.convert.tokenize.encode import eod_of
 from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination

@@ -1,0 +1,201 @@
+"""Compressions of files: by suffix, how each begins and what decompresses it.
+
+Compressed files are read to the end of all their members. A file that is cut short, or is followed
+by something else, gives every byte before that and then an error; the libraries' own file objects
+lose what they had read, or take what follows a member of .bz2 and .xz for its end.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import os
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import zstandard
+from fsspec.utils import infer_compression
+
+from streammega.config import StorageConfig
+from streammega.errors import ConvertError
+from streammega.errors.redaction import split_query
+from streammega.storage.open import open_file
+
+CHUNK_BYTES = 16 << 10
+"""Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
+PIECE_BYTES = 1 << 20
+"""Bytes that bzip2 and xz give at once, at most: a few of theirs may stand for very many."""
+BUFFER_BYTES = 1 << 20
+
+
+class Compression(NamedTuple):
+    """How files of a suffix are decompressed.
+
+    start: makes what decompresses one member. signature: how such a file begins. package: of the
+    library by which fsspec decompresses it.
+    """
+
+    start: Callable[[], Any] | None = None
+    signature: bytes = b""
+    package: str = ""
+
+
+COMPRESSIONS = {
+    # 16 tells zlib that there is a gzip header
+    ".gz": Compression(partial(zlib.decompressobj, 16 + zlib.MAX_WBITS), rb"\x1f\x8b"),
+    ".bz2": Compression(bz2.BZ2Decompressor, rb"BZh\d(1AY&SY|\x17rE8P\x90)"),
+    ".xz": Compression(lzma.LZMADecompressor, rb"\xfd7zXZ"),
+    ".lzma": Compression(lzma.LZMADecompressor, rb"\x5d\0\0\x80"),
+    ".zst": Compression(lambda: zstandard.ZstdDecompressor().decompressobj(), rb"\x28\xb5\x2f\xfd"),
+    ".zip": Compression(),
+    ".lz4": Compression(package="lz4"),
+    ".snappy": Compression(package="python-snappy"),
+}
+
+
+def suffix_of(path: str) -> str:
+    """The last suffix of a path, in small letters; "" without one."""
+    _, suffix = os.path.splitext(path)
+    return suffix.lower()
+
+
+def compression_of(path: str) -> str:
+    """The suffix of a file's compression, by which it is in COMPRESSIONS; "" of a plain file."""
+    suffix = suffix_of(path)
+    if suffix == ".tgz":
+        return ".gz"
+    return suffix if suffix in COMPRESSIONS else ""
+
+
+def compression_of_bytes(head: bytes) -> str:
+    """The suffix of the compression of a file that begins so; "" where none does."""
+    for suffix, compression in COMPRESSIONS.items():
+        if compression.signature and re.match(compression.signature, head, re.DOTALL):
+            return suffix
+    return ""
+
+
+def bare_name(path: str) -> str:
+    """A path without the suffix of its compression."""
+    bare, suffix = os.path.splitext(path)
+    return bare if suffix.lower() in COMPRESSIONS else path
+
+
+def format_suffix(path: str) -> str:
+    """The last suffix that names no compression, in small letters."""
+    return suffix_of(bare_name(path))
+
+
+@contextmanager
+def open_stream(
+    path: str,
+    storage: StorageConfig,
+    etag: str = "",
+    note: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """The decompressed bytes of a file, by its suffix; plain files can be sought in.
+
+    etag: of the object that the conversion found; "": of the one that is there now. note: called
+    with the number of stored bytes that were just read. Raises ConvertError if the bytes cannot be
+    read, ObjectChangedError if the object is another one.
+    """
+    name, _ = split_query(path)
+    suffix = compression_of(name)
+    compression = COMPRESSIONS.get(suffix, Compression())
+    name_in_fsspec = None
+    if compression.package:
+        name_in_fsspec = infer_compression(name)
+        if name_in_fsspec is None:  # it knows only what is installed
+            raise ConvertError(
+                f"{name}: {suffix} needs the package {compression.package}: pip install "
+                f"{compression.package}, or decompress it"
+            )
+    with open_file(path, storage, name_in_fsspec, etag, note) as file:
+        if compression.start is not None:
+            yield PieceReader(decompressed(file, suffix))
+        elif suffix == ".zip":
+            member = _only_member(file, name)
+            yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
+        else:
+            yield file
+
+
+def _only_member(file: Any, name: str) -> Any:
+    archive = zipfile.ZipFile(file)
+    names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    if len(names) != 1:
+        raise ConvertError(
+            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "
+            f"--exclude"
+        )
+    return archive.open(names[0])
+
+
+def decompressed(file: Any, suffix: str) -> Iterator[bytes]:
+    """The bytes of a compressed file, a piece at a time.
+
+    suffix: of the compression. Raises EOFError where it is cut short, OSError where it is damaged.
+    """
+    start = COMPRESSIONS[suffix].start
+    assert start is not None, suffix
+    data = file.read(CHUNK_BYTES)
+    while data:
+        decompressor = start()
+        while not decompressor.eof:
+            # zlib and zstd give all at once, the others are asked again
+            needs_input = getattr(decompressor, "needs_input", True)
+            if needs_input and not data:
+                data = file.read(CHUNK_BYTES)
+                if not data:
+                    raise EOFError("it is cut short")
+            limit = (PIECE_BYTES,) if hasattr(decompressor, "needs_input") else ()
+            try:
+                yield decompressor.decompress(data, *limit)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise OSError(str(error)) from None
+            data = b""
+        # zeros pad a file, to whole blocks for instance
+        data = decompressor.unused_data.lstrip(b"\0")
+        while not data and (data := file.read(CHUNK_BYTES)):
+            data = data.lstrip(b"\0")
+
+
+class PieceReader:
+    """A file whose bytes come in pieces.
+
+    An error that a piece raises is raised by the next read, when all before it has been read.
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._ready = memoryview(b"")
+        self._error: Exception | None = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        """As many bytes as asked for; fewer at the end, and before an error."""
+        left = sys.maxsize if size is None or size < 0 else size
+        found: list[memoryview] = []
+        while left and (self._ready or self._has_more()):
+            piece = self._ready[:left]
+            self._ready = self._ready[left:]
+            left -= len(piece)
+            found.append(piece)
+        if not found and left and self._error is not None:
+            raise self._error
+        return b"".join(found)
+
+    def _has_more(self) -> bool:
+        while not self._ready and self._error is None:
+            try:
+                self._ready = memoryview(next(self._pieces))
+            except StopIteration:
+                return False
+            except Exception as error:  # of whatever library
+                self._error = error
+        return bool(self._ready)
