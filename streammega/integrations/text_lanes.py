@@ -19,7 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.integrations.read_ahead import ReadAhead
 from streammega.integrations.text_samples import Ids, TextPlace, TextSamples
 from streammega.integrations.webdataset import STATE_VERSION, TextStream
-from streammega.order.state import canonical
+from streammega.order.state import canonical_json
 from streammega.samples.fields import Batch, batch_fields
 
 COUNTS = ("consumed_samples", "batch_offset")
@@ -84,7 +84,7 @@ class LanedTextStream(TextStream):
             "consumed_samples": self._consumed,
             "batch_offset": self._offset,
             "places": write_places(self._places),
-            "identity": canonical(self._identity()),
+            "identity": canonical_json(self._identity()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

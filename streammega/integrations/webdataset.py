@@ -31,7 +31,7 @@ from streammega.integrations.text_samples import TextPlace, TextSamples, webdata
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
 from streammega.order.schedule import batch_schedule
-from streammega.order.state import canonical, describe_differences
+from streammega.order.state import canonical_json, describe_differences
 from streammega.samples.fields import Batch, batch_fields
 
 __all__ = ["TextStream", "loader_stage", "webdataset_texts"]
@@ -161,7 +161,7 @@ class TextStream:
             "text": self._place.text,
             "token": self._place.token,
             "text_digest": self._place.digest,
-            "identity": canonical(self._identity()),
+            "identity": canonical_json(self._identity()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

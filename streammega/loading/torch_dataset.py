@@ -281,7 +281,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def state_dict(self, num_batches: int | None = None, *others: Any) -> dict[str, Any]:
         """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset",
-        "identity", "fingerprint"}.
+        "order", "fingerprint"}.
 
         Counts what was handed out; after the last batch of an iteration that has ended, the
         position is the first sample. Under a DataLoader with workers only the caller knows what was
@@ -316,12 +316,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def state_at(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
         return self.steps.state(consumed)
-
-    def identity_at(self, consumed: int) -> dict[str, Any]:
-        """What defines the order of all samples before `consumed`, whole: a state has long lists of
-        it folded into digests.
-        """
-        return self.steps.identity(consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out.

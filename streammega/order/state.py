@@ -1,15 +1,18 @@
-"""The resumable state of a stream: one integer, and the identity of the order it counts in.
+"""The resumable state of a run: how many samples it has handed out, and which order counts them.
 
-Long lists of an identity are folded into digests, and phases into a chain of them, so that a state
-stays under 1 KB.
+An identity describes an order: its settings, and a digest of each dataset. A state holds a short
+identity whole. In a longer one, each long list is a number of items and digests: a state is under
+1 KB for any number of datasets and phases.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -17,234 +20,42 @@ from streammega.errors import StateError
 
 PHASES = "phases"
 """The entry of an identity that has the later phases of a run: {number: what defines it}."""
-MOST_CHARACTERS = 720
-"""Of an identity that stays whole, as JSON text within JSON: with the other entries of a state, and
-those of a DataLoader worker, it is under 1 KB.
+STATE_VERSION = 1
+KEYS = ("version", "consumed_samples", "batch_offset", "order", "fingerprint")
+"""Of every state, whatever its order: checkpoints that keep one entry a key (torch's DCP) then hand a
+state of another order over, and it is refused here, in words.
 """
-LONG_LIST = 160
-"""Characters of a list that is worth folding: what it is folded into has about as many."""
+MAX_WHOLE_IDENTITY = 720
+"""Characters of an identity that a state holds whole, as JSON text within JSON."""
+MAX_WHOLE_ENTRY = 100
+"""Characters of an entry that stays whole in a longer identity. A digested one has about as many."""
 GROUPS = 8
-"""Digests of stretches of a list, by which a mismatch says where it lies."""
-GROUP_DIGITS = 6
-"""Hex digits of each: enough to find a place. Whether lists are equal, 32 digits of all say."""
-
-
-def canonical(value: Any) -> str:
-    """A value as JSON text, the same for equal ones."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def digest_of(value: Any, digits: int = 32) -> str:
-    """A digest of a value's JSON, so many hex digits."""
-    return hashlib.blake2b(canonical(value).encode(), digest_size=digits // 2).hexdigest()
-
-
-def folded(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as a state holds it: itself where that is short, else with its long lists folded.
-
-    A folded list is {"count", "digest"} and digests of GROUPS stretches of it, end to end: as
-    "items", or of datasets with their shares as "contents" and "weights". Phases are a chain.
-    """
-    # Twice: in a state it is text within JSON, where each quote takes another character.
-    if len(json.dumps(canonical(identity))) <= MOST_CHARACTERS:
-        return dict(identity)
-    short = {}
-    for name, value in identity.items():
-        short[name] = _fold(value) if _is_long(value) else value
-    if short.get(PHASES):
-        short[PHASES] = chain_of(short[PHASES])
-    return short
-
-
-def is_folded(value: Any) -> bool:
-    """Whether a value of an identity stands for a list."""
-    return isinstance(value, Mapping) and "count" in value and "digest" in value
-
-
-def has_folded(identity: Mapping[str, Any]) -> bool:
-    """Whether an identity of a state is less than that of an order."""
-    return any(is_folded(value) for value in identity.values())
-
-
-def folded_differences(
-    name: str,
-    saved: Mapping[str, Any],
-    current: Any,
-    names: Mapping[str, str] = MappingProxyType({}),
-) -> list[str]:
-    """Lines that say how a list differs from the one that was folded; none where they are equal.
-    names: see `describe_differences`.
-    """
-    if name == PHASES:
-        return chain_differences(saved, current)
-    count = saved["count"]
-    if not isinstance(current, list | tuple):
-        return [f"{name}: the checkpoint has {count} of them, this run {json.dumps(current)}"]
-    if len(current) != count:
-        return [f"{name}: the checkpoint has {count} of them, this run {len(current)}"]
-    here = _fold(current)
-    if here == dict(saved):
-        return []
-    lines = []
-    for column in sorted(set(saved) | set(here)):
-        if column in ("count", "digest"):
-            continue
-        stretches = _stretches(str(saved.get(column)), str(here.get(column)), count)
-        for first, last in stretches:
-            first_name, last_name = (_with_name(number, name, names) for number in (first, last))
-            where = f"numbers {first_name} to {last_name}"
-            if first == last:
-                where = f"number {first_name}"
-            lines.append(f"{name}: their {column} differ, of {where} (of 0 to {count - 1})")
-    return lines or [f"{name}: the checkpoint has other ones, by their digest"]
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(canonical(value)) > LONG_LIST
-
-
-def _fold(values: Sequence[Any]) -> dict[str, Any]:
-    """A list in about LONG_LIST characters."""
-    short: dict[str, Any] = {"count": len(values), "digest": digest_of(list(values))}
-    texts = [value for value in values if isinstance(value, str) and "*" in value]
-    if len(texts) < len(values):
-        return short | {"items": _digests_of_groups(values)}
-    # apart: one weight that changes changes the share of every dataset
-    columns = [text.partition("*") for text in texts]
-    contents = [content for content, _, _ in columns]
-    weights = [weight for _, _, weight in columns]
-    return short | {
-        "contents": _digests_of_groups(contents),
-        "weights": _digests_of_groups(weights),
-    }
-
-
-def _with_name(number: int, list_name: str, names: Mapping[str, str]) -> str:
-    """A number of a list, and the name of the dataset that it is of, if it is of one."""
-    name = names.get(f"{list_name}[{number}]")
-    return str(number) if name is None else f"{number} ({name!r})"
-
-
-def _digests_of_groups(values: Sequence[Any]) -> str:
-    """The digests of all groups, end to end."""
-    digests = []
-    for first, stop in _groups(len(values)):
-        digests.append(digest_of(list(values[first:stop]), GROUP_DIGITS))
-    return "".join(digests)
-
-
-def _groups(count: int) -> Iterator[tuple[int, int]]:
-    """[first, stop) of each group of a list."""
-    groups = min(GROUPS, count)
-    for number in range(groups):
-        yield number * count // groups, (number + 1) * count // groups
-
-
-def _stretches(saved: str, current: str, count: int) -> list[tuple[int, int]]:
-    """(first, last) of neighbouring groups whose digests differ."""
-    stretches: list[tuple[int, int]] = []
-    for number, (first, stop) in enumerate(_groups(count)):
-        digits = slice(number * GROUP_DIGITS, (number + 1) * GROUP_DIGITS)
-        if saved[digits] == current[digits]:
-            continue
-        if stretches and stretches[-1][1] == first - 1:
-            first, _ = stretches.pop()
-        stretches.append((first, stop - 1))
-    return stretches
-
-
-LINKS = 8
-"""The last so many links are kept by themselves, to say which phase differs."""
-LINK_DIGITS = 6
-
-
-def chain_of(phases: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state holds of phases {number: what defines it}, in about 130 characters: {"count",
-    "digest": the last link, "links": the beginnings of the last few}.
-    """
-    links = _links(phases)
-    digits = [link[:LINK_DIGITS] for link in links[-LINKS:]]
-    return {"count": len(links), "digest": links[-1], "links": "".join(digits)}
-
-
-def chain_differences(saved: Mapping[str, Any], current: Any) -> list[str]:
-    """A line that says from which phase on a run differs from a chain; none where it does not."""
-    phases = current if isinstance(current, Mapping) else {}
-    count = saved["count"]
-    if len(phases) == count and _links(phases)[-1] == saved["digest"]:
-        return []
-    links = _links(phases)
-    text = str(saved["links"])
-    kept = [text[at : at + LINK_DIGITS] for at in range(0, len(text), LINK_DIGITS)]
-    first_kept = count - len(kept)
-    for place, link in enumerate(kept, first_kept):
-        if place >= len(links) or links[place][:LINK_DIGITS] != link:
-            return [_line(place, first_kept, count, phases)]
-    return [_line(count, first_kept, count, phases)]
-
-
-def _line(place: int, first_kept: int, count: int, phases: Mapping[str, Any]) -> str:
-    """Which phase differs, as far as the links tell."""
-    number = str(place + 1)
-    if place == count:
-        return (
-            f"phases.{number}: the checkpoint is before it, this run {json.dumps(phases[number])}"
-        )
-    if number not in phases:
-        return (
-            f"phases.{number}: the checkpoint has {count} phases behind it, this run {len(phases)}"
-        )
-    here = json.dumps(phases[number])
-    if place == first_kept > 0:
-        return f"phases.1 to {number}: one of them is another in the checkpoint"
-    return f"phases.{number}: the checkpoint has another one than this run, {here}"
-
-
-def _links(phases: Mapping[str, Any]) -> list[str]:
-    """A digest of each phase and all before it, 32 hex digits each, in the order of the phases."""
-    links: list[str] = []
-    before = ""
-    for number in range(1, len(phases) + 1):
-        text = json.dumps([before, phases.get(str(number))], sort_keys=True, separators=(",", ":"))
-        before = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        links.append(before)
-    return links
-
-
-STATE_VERSION = 4
-"""4: the digest of a dataset is also of its first and last tokens. No earlier version is read."""
-READABLE = "readable_identity"
-"""What a state is given by who kept the whole identity beside it: for messages alone."""
-
-KEYS = ("version", "consumed_samples", "batch_offset", "identity", "fingerprint")
+"""Stretches of a list with a digest each, by which a mismatch says where it lies."""
+GROUP_DIGITS = 5
+_DIGESTED = re.compile(r"(\d+) items: ([0-9a-f]{32}(?: [0-9a-f]+)+)")
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A state that was read, and is whole.
-
-    Nothing is known yet of whether it counts in the order of this run.
-    """
+    """A state that was read and is undamaged, of whatever order."""
 
     consumed: int
     offset: int
-    identity: Mapping[str, Any]
-    readable: Mapping[str, Any] | None = None
-    """The identity before it was folded, where it was kept."""
+    order: Mapping[str, Any]
+    """The identity of its order, with long lists digested."""
 
     @property
     def lanes(self) -> int | None:
         """The lanes of a stream order; None for other orders."""
-        lanes = self.identity.get("lanes")
+        lanes = self.order.get("lanes")
         return lanes if type(lanes) is int and lanes > 0 else None
 
-    def check(
-        self, identity: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def check(self, identity: Mapping[str, Any], names: Mapping[str, str] = NO_NAMES) -> None:
         """Raise StateError, listing what differs, unless `identity` describes the order this state
         counts in. names: of this run's datasets, by their paths in the identity: "datasets[0]".
         """
-        differences = self._differences(identity, names)
+        differences = describe_differences(self.order, identity, names)
         if differences:
             raise StateError(
                 "the checkpoint counts samples of another order, so its position means nothing "
@@ -253,52 +64,28 @@ class SavedState:
                 + "\nrestore these settings, or start a new run without the data state"
             )
 
-    def _differences(self, identity: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-        if not has_folded(self.identity):
-            return describe_differences(self.identity, identity, names=names)
-        lines = _differences_of_folded(self.identity, identity, names)
-        if lines and self.readable is not None:
-            return describe_differences(self.readable, identity, names=names) or lines
-        return lines
-
 
 def make_state(
     identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0
 ) -> dict[str, Any]:
-    """A JSON-able state under 1 KB: version, consumed_samples, the identity as JSON, and its
-    fingerprint. Long lists of the identity are folded: `keep_readable` keeps them beside it.
-
-    Its keys are the same for every order, so that checkpoints which keep one entry a key (torch's
-    DCP) hand a state of another order over to be refused here, in words. `batch_offset`: how many
-    of the consumed samples belong to a global batch that is not finished.
+    """A JSON-able state under 1 KB. batch_offset: how many of the consumed samples belong to a
+    global batch that is not finished.
     """
-    short = folded(identity)
+    order: Mapping[str, Any] = identity
+    # Twice: in a state it is text within JSON, where each quote takes another character.
+    if len(json.dumps(canonical_json(identity))) > MAX_WHOLE_IDENTITY:
+        order = {name: _short_entry(value) for name, value in identity.items()}
     return {
         "version": STATE_VERSION,
         "consumed_samples": consumed_samples,
         "batch_offset": batch_offset,
-        "identity": canonical(short),
-        "fingerprint": fingerprint(short),
+        "order": canonical_json(order),
+        "fingerprint": _digest(order),
     }
 
 
-def keep_readable(state: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What to keep beside a state of this identity, so that a mismatch says what differs and not
-    only where; None where the state holds all of it.
-    """
-    return dict(identity) if has_folded(json.loads(state["identity"])) else None
-
-
-def with_readable(state: Mapping[str, Any], readable: Any) -> Mapping[str, Any]:
-    """A state to load with what `keep_readable` gave; None: without it."""
-    return state if readable is None else {**state, READABLE: readable}
-
-
 def parse_state(state: Mapping[str, Any]) -> SavedState:
-    """A state as `make_state` made it.
-
-    Raises StateError for an empty, foreign or damaged state.
-    """
+    """A state as `make_state` made it. Raises StateError for an empty, foreign or damaged one."""
     if not isinstance(state, Mapping):
         raise StateError(
             f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() "
@@ -320,89 +107,112 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             f"the data state has version {version!r}, this release reads version {STATE_VERSION}; "
             "resume with the release that saved it, or start a new run without the data state"
         )
-    for name in ("consumed_samples", "batch_offset"):
-        count = state[name]
+    consumed, offset = state["consumed_samples"], state["batch_offset"]
+    for name, count in (("consumed_samples", consumed), ("batch_offset", offset)):
         if type(count) is not int or count < 0:
             raise StateError(f"{name} of the data state is {count!r}, not a count")
-    consumed = state["consumed_samples"]
-    offset = state["batch_offset"]
     if offset > consumed:
         raise StateError(
             f"batch_offset {offset} of the data state is more than its {consumed} consumed samples"
         )
-    identity = _parse_identity(state["identity"])
-    if identity is None or fingerprint(identity) != state["fingerprint"]:
+    try:
+        order = json.loads(state["order"])
+    except (TypeError, ValueError):
+        order = None
+    if not isinstance(order, dict) or _digest(order) != state["fingerprint"]:
         raise StateError(
             "the data state does not match its own fingerprint; the checkpoint is damaged or was "
             "edited"
         )
-    return SavedState(
-        consumed=consumed,
-        offset=offset,
-        identity=identity,
-        readable=_readable(state.get(READABLE), identity),
-    )
+    return SavedState(consumed=consumed, offset=offset, order=order)
 
 
-def fingerprint(identity: Mapping[str, Any]) -> str:
-    """A digest of an identity, 32 hex digits."""
-    return digest_of(identity)
+def canonical_json(value: Any) -> str:
+    """A value as JSON text, the same for equal ones."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def describe_differences(
-    saved: Any, current: Any, path: str = "", names: Mapping[str, str] = MappingProxyType({})
+    saved: Any, current: Any, names: Mapping[str, str] = NO_NAMES, path: str = ""
 ) -> list[str]:
-    """Lines `path: checkpoint has X, this run Y` for all leaves that differ. names: of datasets, by
+    """Lines `path: the checkpoint has X, this run Y`, for all that differs. names: of datasets, by
     their paths.
     """
-    if path == PHASES:  # one may have none: each phase of the other is a line
-        saved = saved or {}
-        current = current or {}
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        lines = []
-        for name in dict.fromkeys([*saved, *current]):
-            inner_path = f"{path}.{name}" if path else str(name)
-            lines += describe_differences(saved.get(name), current.get(name), inner_path, names)
-        return lines
-    are_lists = isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple))
-    if are_lists and len(saved) == len(current):
-        lines = []
-        for number, (item, current_item) in enumerate(zip(saved, current, strict=True)):
-            lines += describe_differences(item, current_item, f"{path}[{number}]", names)
-        return lines
-    # As JSON: what was saved came through it, and has lists for tuples.
-    saved_text = json.dumps(saved, sort_keys=True)
-    current_text = json.dumps(current, sort_keys=True)
-    if saved_text == current_text:
+    digested = _DIGESTED.fullmatch(saved) if isinstance(saved, str) else None
+    is_container = isinstance(current, list | tuple | Mapping)
+    if digested and is_container and len(current) == int(digested[1]):
+        return _differences_of_digests(digested, current, names, path)
+    if canonical_json(saved) == canonical_json(current):
         return []
-    where = f"{path} ({names[path]!r})" if path in names else path
-    return [f"{where}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
-
-
-def _differences_of_folded(
-    saved: Mapping[str, Any], current: Mapping[str, Any], names: Mapping[str, str]
-) -> list[str]:
-    """As `describe_differences`, for an identity that has folded lists."""
+    if path == PHASES:  # a run without any has no such entry
+        saved, current = saved or {}, current or {}
+    items = []
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        for name in {**saved, **current}:
+            item_path = f"{path}.{name}" if path else str(name)
+            items.append((item_path, saved.get(name), current.get(name)))
+    elif isinstance(saved, list | tuple) and isinstance(current, list | tuple):
+        pairs = zip(saved, current, strict=True) if len(saved) == len(current) else ()
+        items = [(f"{path}[{number}]", *pair) for number, pair in enumerate(pairs)]
+    if not items:
+        where = f"{path} ({names[path]!r})" if path in names else path
+        return [f"{where}: the checkpoint has {_shown(saved)}, this run {_shown(current)}"]
     lines = []
-    for name in dict.fromkeys([*saved, *current]):
-        value = saved.get(name)
-        if isinstance(value, Mapping) and is_folded(value):
-            lines += folded_differences(name, value, current.get(name), names)
-        else:
-            lines += describe_differences(value, current.get(name), name, names)
+    for item_path, item, other in items:
+        lines += describe_differences(item, other, names, item_path)
     return lines
 
 
-def _readable(kept: Any, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What was kept beside a state, if it is the identity that the state has folded."""
-    is_of_state = isinstance(kept, Mapping) and canonical(folded(kept)) == canonical(identity)
-    return kept if is_of_state else None
+def _differences_of_digests(
+    saved: re.Match[str],
+    current: Sequence[Any] | Mapping[str, Any],
+    names: Mapping[str, str],
+    path: str,
+) -> list[str]:
+    """Between which items a list of this run differs from a digested one of as many items."""
+    whole, *groups = saved[2].split()
+    if _digest(current) == whole:
+        return []
+    labels = []
+    for item in current if isinstance(current, Mapping) else range(len(current)):
+        name = names.get(f"{path}[{item}]")
+        labels.append(str(item) if name is None else f"{item} ({name!r})")
+    differing = []
+    for digest, values, group in zip(groups, _groups(current), _groups(labels), strict=True):
+        if digest != _digest(values)[:GROUP_DIGITS]:
+            differing += group
+    first, last = (differing or labels)[0], (differing or labels)[-1]
+    where = f"number {first} differs" if first == last else f"some of {first} to {last} differ"
+    return [f"{path}: of {len(current)} items, {where}"]
 
 
-def _parse_identity(identity: Any) -> Mapping[str, Any] | None:
-    """The identity of a state, which is JSON text of a mapping. None for anything else."""
-    try:
-        plain = json.loads(identity)
-    except (TypeError, ValueError):
-        return None
-    return plain if isinstance(plain, Mapping) else None
+def _short_entry(value: Any) -> Any:
+    """An entry of an identity, as one that is too long holds it."""
+    if not isinstance(value, list | tuple | Mapping):
+        return value
+    if len(canonical_json(value)) <= MAX_WHOLE_ENTRY:
+        return value
+    groups = [_digest(group)[:GROUP_DIGITS] for group in _groups(value)]
+    return f"{len(value)} items: {' '.join([_digest(value), *groups])}"
+
+
+def _groups(values: Sequence[Any] | Mapping[str, Any]) -> list[list[Any]]:
+    """The items of a list or mapping in GROUPS stretches, or one for each item."""
+    items = list(values.values() if isinstance(values, Mapping) else values)
+    count = min(GROUPS, len(items))
+    bounds = [number * len(items) // count for number in range(count + 1)]
+    return [items[first:stop] for first, stop in pairwise(bounds)]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(canonical_json(value).encode(), digest_size=16).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    """A value of an identity as a message shows it."""
+    digested = _DIGESTED.fullmatch(value) if isinstance(value, str) else None
+    if digested:
+        return f"{digested[1]} items"
+    text = json.dumps(value)
+    is_long = isinstance(value, list | tuple | Mapping) and len(text) > MAX_WHOLE_IDENTITY
+    return f"{len(value)} items" if is_long else text

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from streammega.gradients.loss_scale import LossScale
-from streammega.order.state import with_readable
 from streammega.parallel import RankBatches
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
@@ -151,8 +150,7 @@ class Trainer:
 
         def accept(position: dict[str, Any]) -> None:
             check_model(self.config, position)
-            readable = position.get("data_identity")
-            self.batches.load_state_dict(with_readable(position["data"], readable))
+            self.batches.load_state_dict(position["data"])
 
         position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
         if position is None:
@@ -279,7 +277,6 @@ class Trainer:
         position = position_of(
             self.config,
             self.step,
-            self.loader,
             self.batches.state_dict(),
             rewinds=self.rewinds,
             record=record,

@@ -9,8 +9,6 @@ from typing import Any
 
 from streammega.errors import StateError
 from streammega.gradients.loss_scale import LossScale
-from streammega.loading import StreamLoader
-from streammega.order.state import keep_readable
 from streammega.train.config import RunConfig
 from streammega.train.metrics import finite
 from streammega.train.schedule import step_numbers_of
@@ -21,7 +19,6 @@ log = logging.getLogger(__name__)
 def position_of(
     config: RunConfig,
     step: int,
-    loader: StreamLoader,
     data: dict[str, Any],
     *,
     rewinds: Sequence[int],
@@ -35,9 +32,6 @@ def position_of(
     """
     consumed = data["consumed_samples"]
     position: dict[str, Any] = {"step": step, "data": data, "model": asdict(config.model)}
-    readable = keep_readable(data, loader.dataset.identity_at(consumed))
-    if readable is not None:
-        position["data_identity"] = readable
     ahead = phases_ahead(config, consumed)
     if ahead:
         position["phases_ahead"] = ahead

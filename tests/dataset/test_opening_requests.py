@@ -162,10 +162,10 @@ def test_a_blend_is_the_same_by_listings_and_without(
     identities = []
     for config in (listed, dataclasses.replace(listed, blend=local)):
         loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
-        identities.append(loader.state_dict()["identity"])
+        identities.append(loader.state_dict()["order"])
     monkeypatch.setattr(ObstoreStore, "list_between", lambda *arguments: None)
     loader = StreamLoader(listed, micro_batch_size=1, global_batch_size=1)
-    assert [loader.state_dict()["identity"]] * 2 == identities
+    assert [loader.state_dict()["order"]] * 2 == identities
 
 
 def test_where_too_much_lies_between_datasets_they_are_looked_up(
@@ -371,7 +371,7 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
                 batch["tokens"].numpy().tobytes()
                 for _, batch in zip(range(10), loader, strict=False)
             ]
-            found.append((batches, loader.state_dict()["identity"]))
+            found.append((batches, loader.state_dict()["order"]))
     local = IndexedDataset(str(root / "b" / kind / "web"))
     url = f"s3://b/{kind}/web"
     opened = IndexedDataset(

@@ -92,7 +92,7 @@ def test_what_is_appended_joins_where_it_is_looked_for(web: str) -> None:
         grow(web, "d")
         read |= take(loader, 100)
         state = loader.state_dict()
-    assert len(state["identity"]) < 1000
+    assert len(state["order"]) < 1000
     assert versions_in(config) == [
         (20, [f"{web}@1", f"{web}@1..2"]),
         (40, [f"{web}@1", f"{web}@1..2", f"{web}@2..4"]),

@@ -641,7 +641,7 @@ def test_states_have_the_same_keys_in_every_order(config: DataConfig) -> None:
         state = StreamLoader(replace(config, order=order), **SIZES).state_dict()
         keys.add(tuple(state))
         assert all(type(value) in (int, str) for value in state.values())
-        assert json.loads(state["identity"])["order"] == order
+        assert json.loads(state["order"])["order"] == order
     assert len(keys) == 1
 
 

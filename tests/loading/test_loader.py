@@ -191,7 +191,7 @@ def resume_again_and_again(
 def test_the_state_is_small_and_readable(config: DataConfig) -> None:
     state = loaders(config, 1, 1)[0].state_dict()
     assert len(json.dumps(state)) < 1024
-    assert json.loads(state["identity"])["seed"] == 1234
+    assert json.loads(state["order"])["seed"] == 1234
 
 
 @pytest.mark.guarantee("refused-differs-another", "4-identity-defines", "number-samples-belongs")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from streammega.errors import ConfigError, StateError
 from streammega.order.sharding import check_batch_sizes, check_resume, rank_samples
-from streammega.order.state import make_state, parse_state
 
 
 @pytest.mark.guarantee("stream-layout-global", "2-micro-steps")
@@ -68,51 +65,3 @@ def test_half_a_global_batch_resumes_only_where_the_rest_divides() -> None:
     check_resume(4, 2, 2)
     with pytest.raises(StateError, match="4 samples into a global batch"):
         check_resume(4, 3, 2)
-
-
-IDENTITY = {
-    "order": "megatron",
-    "seed": 1,
-    "sequence_length": 64,
-    "datasets": [{"digest": "aa", "weight": 0.3}],
-}
-
-
-@given(consumed=st.integers(0, 10**12))
-def test_a_state_survives_json_and_says_where_to_go_on(consumed: int) -> None:
-    saved = parse_state(json.loads(json.dumps(make_state(IDENTITY, consumed))))
-    saved.check(IDENTITY)
-    assert (saved.consumed, saved.offset) == (consumed, 0)
-
-
-@pytest.mark.guarantee("refused-differs-another")
-def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
-    state = make_state(IDENTITY, 7)
-    other = {**IDENTITY, "seed": 2, "datasets": [{"digest": "bb", "weight": 0.3}]}
-    with pytest.raises(StateError) as caught:
-        parse_state(state).check(other)
-    text = str(caught.value)
-    assert "seed: the checkpoint has 1, this run 2" in text
-    assert 'datasets[0].digest: the checkpoint has "aa", this run "bb"' in text
-    assert "sequence_length" not in text
-    assert "weight" not in text
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({}, "empty"),
-        ({"version": 1}, "lacks"),
-        ({**make_state(IDENTITY, 3), "version": 99}, "version 99"),
-        ({**make_state(IDENTITY, 3), "consumed_samples": -1}, "not a count"),
-        ({**make_state(IDENTITY, 3), "consumed_samples": "3"}, "not a count"),
-        ({**make_state(IDENTITY, 3), "fingerprint": "00"}, "damaged"),
-        ({**make_state(IDENTITY, 3), "identity": []}, "damaged"),
-        ({**make_state(IDENTITY, 3), "identity": "{"}, "damaged"),
-        ({**make_state(IDENTITY, 3), "batch_offset": 4}, "more than its 3"),
-        ([1, 2], "is a list"),
-    ],
-)
-def test_states_that_are_none_are_refused(state: dict[str, object], message: str) -> None:
-    with pytest.raises(StateError, match=message):
-        parse_state(state)

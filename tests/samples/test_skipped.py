@@ -488,7 +488,7 @@ def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
     for row_number, sample in enumerate(dataset.sample_ids(132).tolist()):
         batch = dataset.batch(132)
         oracle.check(sample, {name: field[row_number] for name, field in batch.items()})
-    begun = [dataset.identity_at(at).get("skip_documents", []) for at in (48, 96, 108)]
+    begun = [dataset.samples.identity(at).get("skip_documents", []) for at in (48, 96, 108)]
     assert [[first for first, _ in lists] for lists in begun] == [[], [48], [48, 96]]
 
 
@@ -893,8 +893,8 @@ def test_a_dataset_that_joins_later_changes_no_list_of_the_past(
     loader.load_state_dict(state)
     for _ in range(6):
         loader.take()
-    assert '[0,"1 documents' in state["identity"]
-    assert '[0,"3 documents' in loader.state_dict()["identity"]
+    assert '[0,"1 documents' in state["order"]
+    assert '[0,"3 documents' in loader.state_dict()["order"]
 
 
 @pytest.mark.guarantee("lists-past-kept")
@@ -908,7 +908,7 @@ def test_states_stay_small_with_many_lists(corpus: tuple[Path, Documents]) -> No
     loader = StreamLoader(
         replace(config, skip_documents=other), micro_batch_size=4, global_batch_size=GLOBAL
     )
-    with pytest.raises(StateError, match=r"skip_documents: .* differ, of numbers 52 to 59"):
+    with pytest.raises(StateError, match=r"skip_documents: of 60 items, some of 52 to 59 differ"):
         loader.load_state_dict(state)
 
 

@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(
 
 
 @pytest.mark.guarantee("states-many-datasets")
-def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_differs(
+def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_where_they_differ(
     run_file: str,
 ) -> None:
     def started(tokens_of_last: int) -> Trainer:
@@ -207,13 +207,12 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_diff
     (saved,) = checkpoint_records(Path(first.config.train.out_dir) / "checkpoints")
     position = read_position(saved)
     assert len(json.dumps(position["data"])) < 1024
-    assert len(position["data_identity"]["datasets"]) == 40
     again = started(4000)
     again.resume()
     assert again.batches.consumed_samples == first.batches.consumed_samples
     again.close()
     other = started(6000)
-    with pytest.raises(StateError, match=r"datasets\[39\] \('mock://\S+'\): the checkpoint has"):
+    with pytest.raises(StateError, match=r"datasets: of 40 items, some of 35 \('mock://"):
         other.resume()
     other.close()
 
