@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from streammega.order.quality import FetchPlan, ShuffleQuality
     from streammega.order.schedule import BatchSchedule
     from streammega.order.stream_order import StreamOrder
-    from streammega.samples.source import SampleSource
+    from streammega.samples.source import SampleSource, SegmentSource
 
 WINDOW_STEPS = 32
 """Global batches over which the drift of domain shares is measured."""
@@ -196,10 +196,8 @@ def phase_reports(
 
     A rank is told by every `dp_size`-th sample. Raises ConfigError for sizes below 1.
     """
-    from streammega.samples.phases import Phased, source_at
-
     _check_sizes(ranks=dp_size, steps=steps)
-    starts = list(source.starts) if isinstance(source, Phased) else [0]
+    starts = [segment.first_sample for segment in source.segments]
     if source.num_samples is not None:
         end = min(end, source.num_samples)
     reports = []
@@ -210,7 +208,7 @@ def phase_reports(
         batch = schedule.size_at(start)
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
-        reports.append(_measure(source_at(source, start), ids, batch, dp_size, phase))
+        reports.append(_measure(source.segments[number], ids, batch, dp_size, phase))
     return reports
 
 
@@ -221,7 +219,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _measure(
-    source: SampleSource,
+    segment: SegmentSource,
     ids: NDArray[np.int64],
     global_batch_size: int,
     dp_size: int,
@@ -229,17 +227,16 @@ def _measure(
 ) -> OrderReport:
     """Figures of samples of one phase."""
     from streammega.order.quality import places_of, shuffle_quality
-    from streammega.samples.lanes import LaneSource
 
-    config = source.config
+    config = segment.config
     samples = len(ids)
-    extents = source.locate(ids)
-    starts, total = _file_starts(source)
+    extents = segment.locate(ids)
+    starts, total = _file_starts(segment)
     places = places_of(extents, starts, config.sequence_length)
     # of fewer places than samples nothing could be drawn without repeating
     population = max(total, samples)
     window = WINDOW_STEPS * global_batch_size
-    order = source.order if isinstance(source, LaneSource) else None
+    order = segment.order
     first_datasets = extents.dataset[extents.row_splits[:-1]]
     prefixes, drift = _blend_drift(first_datasets, order)
     open_bytes = 0
@@ -249,7 +246,7 @@ def _measure(
         samples=samples,
         quality=shuffle_quality(places, total, window),
         full=shuffle_quality(_fully_shuffled(population, samples), population, window),
-        plan=_plan_of_a_rank(config, source, order, ids[ids % dp_size == 0]),
+        plan=_plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0]),
         open_bytes=open_bytes,
         blend_prefixes=prefixes,
         blend_drift=drift,
@@ -260,7 +257,7 @@ def _measure(
 
 
 def _plan_of_a_rank(
-    config: DataConfig, source: SampleSource, order: StreamOrder | None, ids: NDArray[np.int64]
+    config: DataConfig, segment: SegmentSource, order: StreamOrder | None, ids: NDArray[np.int64]
 ) -> FetchPlan | None:
     """What one rank would fetch for its samples: in the stream order whole blocks, each open in a
     lane of its own; else every sample by itself.
@@ -272,14 +269,14 @@ def _plan_of_a_rank(
 
     if order is not None and (order.lanes_per_run > 1).any():
         return None
-    itemsize = max(file.dtype.itemsize for files in source.files for file in files)
+    itemsize = max(file.dtype.itemsize for files in segment.files for file in files)
     holders = ids
     block_tokens = config.sequence_length
     if order is not None:
         holders = order.lane_of(ids)
         block_tokens = config.block_bytes // itemsize
     extra_tokens = int(config.add_extra_token)
-    return fetch_plan(source.locate(ids), holders, itemsize, block_tokens, extra_tokens)
+    return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
 def report_values(report: OrderReport, dp_size: int) -> Report:
@@ -398,12 +395,12 @@ def _fully_shuffled(total: int, count: int) -> Any:
     return np.random.default_rng(0).choice(total, count, replace=False)
 
 
-def _file_starts(source: SampleSource) -> tuple[list[NDArray[np.int64]], int]:
+def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
     """Samples before each file of each dataset, and of all."""
-    length = source.config.sequence_length
+    length = segment.config.sequence_length
     starts: list[NDArray[np.int64]] = []
     samples_before = 0
-    for files in source.files:
+    for files in segment.files:
         starts_of_files: list[int] = []
         for file in files:
             starts_of_files.append(samples_before)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from streammega.loading.micro_steps import BalancedBatches
     from streammega.order.schedule import StepNumbers
     from streammega.samples.document_names import DocumentName
-    from streammega.samples.document_uses import TracedRun
-    from streammega.samples.provenance import Provenance
+    from streammega.samples.provenance import Provenance, TracedRun
     from streammega.train.config import RunConfig
 
 MOST_FOUND = 100
@@ -282,11 +281,10 @@ class TracedRunFile:
         """The step of a sample, its phase if the run has several, and where the ranks are known the
         one that reads it.
         """
-        from streammega.samples.phases import Phased
-
         place: Report = {"sample": sample, "step": self.steps.step_of(sample)}
-        if isinstance(self.provenance.source, Phased):
-            place["phase"] = self.provenance.phase_of(sample)
+        source = self.provenance.source
+        if len(source.segments) > 1:
+            place["phase"] = source.segment_number(sample)
         if self.ranks is not None:
             place["rank"] = self._rank_of(sample, self.ranks)
         return place

@@ -25,7 +25,7 @@ from streammega.integrations.frameworks import check_phases, not_installed
 from streammega.integrations.lightning_losses import LogsSourceLosses
 from streammega.integrations.trained_batches import TrainedBatches
 from streammega.loading import StreamLoader
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import split_blend
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that Lightning is published under; their classes know nothing of each other."""

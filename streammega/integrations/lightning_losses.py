@@ -10,7 +10,7 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.loading.source_losses import SourceLosses
-from streammega.samples.phases import source_names
+from streammega.samples.segments import source_names
 
 log = logging.getLogger(__name__)
 

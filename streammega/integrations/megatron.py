@@ -27,9 +27,8 @@ from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
-from streammega.samples.phases import source_names
-from streammega.samples.source import SampleSource, sample_fields
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import source_names, split_blend
+from streammega.samples.source import SampleSource
 
 LEAST_LANES = 1024
 """Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
@@ -177,7 +176,7 @@ class FullValidation:
             yield next(self._batches)
         last = whole_rounds * self._dp_size + self._dp_rank
         if last < self._total:  # the ranks before the end of a round that not all take part in
-            yield sample_fields(self._samples, np.array([last], np.int64))
+            yield self._samples.segment_at(last).sample_fields(np.array([last]))
 
     @cached_property
     def _samples(self) -> SampleSource:

@@ -23,7 +23,7 @@ from streammega.integrations.frameworks import check_phases, imported
 from streammega.integrations.megatron import MegatronBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import split_blend
 
 BRIDGE = "megatron-bridge"
 """The extra that brings it."""

@@ -23,7 +23,6 @@ from streammega.integrations.frameworks import imported
 from streammega.integrations.megatron_arguments import eod_id, pad_id
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
-from streammega.samples.source import sample_fields
 
 NAME = "StreamGPTDataset"
 
@@ -158,7 +157,7 @@ class StreamGPTSamples:
         for number in (numbers.min(initial=0), numbers.max(initial=0)):
             if not 0 <= number < len(self):
                 raise IndexError(f"sample {number} of {len(self)} in {self.samples.split}")
-        batch = sample_fields(self.samples, numbers)
+        batch = self.samples.sample_fields(numbers)
         rows = zip(*(field.unbind() for field in batch.values()), strict=True)
         return [dict(zip(batch, row, strict=True)) for row in rows]
 

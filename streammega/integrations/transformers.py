@@ -22,7 +22,7 @@ from streammega.integrations.accelerate import NotDealtOut, StreamDataLoader
 from streammega.integrations.frameworks import check_phases, imported
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import split_blend
 
 NO_LOSS = -100
 """The label of a token that is not learned, in all losses of transformers and torch."""

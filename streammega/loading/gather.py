@@ -33,7 +33,6 @@ from streammega.samples.excluded import SkippedColumns
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
-from streammega.samples.source import dataset_ids
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 
 PLAIN_BYTES = 1 << 20
@@ -158,7 +157,7 @@ class Gatherer:
         self._skipped = steps.samples.skipped
         self._packed = are_packed(reading.files)
         files_of_dataset = [len(files) for files in steps.samples.files]
-        self._dataset_of_file = np.repeat(dataset_ids(steps.samples), files_of_dataset)
+        self._dataset_of_file = np.repeat(steps.samples.segments[0].dataset_ids, files_of_dataset)
 
     def gather(self, slab: PlannedSlab) -> Slab:
         """A slab whose bytes are all there."""

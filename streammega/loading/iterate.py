@@ -34,7 +34,7 @@ def iterate_batches(
         check: raises if this iteration is over; called before each batch.
         read: (engine) -> (position, batch): the batches of an engine, on a device for instance.
     """
-    steps.begin(start)
+    steps.attach(start)
     next_sample: int | None = start
     while next_sample is not None:
         next_sample = yield from _until_data_change(steps, next_sample, make_engine, check, read)
@@ -50,16 +50,16 @@ def _until_data_change(
     """The same as far as nothing is appended; returns the sample where it then goes on. None: at the
     end of the data.
     """
-    joined_at = steps.joined_at
-    for steps_of_phase, positions, start in steps.by_phase(
+    segments = steps.samples.segments
+    for steps_here, positions, start in steps.by_segment(
         steps.positions(first_sample), first_sample
     ):
-        engine = make_engine(steps_of_phase, positions, start)
+        engine = make_engine(steps_here, positions, start)
         with closing(engine):
             for consumed, batch in read(engine):
                 check()
-                steps.reach(consumed)
-                if steps.joined_at != joined_at:
+                steps.advance_to(consumed)
+                if steps.samples.segments is not segments:
                     return consumed
                 yield consumed, batch, engine
                 del batch  # its memory is free as soon as the caller lets go

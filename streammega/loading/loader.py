@@ -216,7 +216,7 @@ class StreamLoader:
         if self._following is None:
             self._following = self.dataset.positions()
         position = next(self._following)
-        self.dataset.steps.reach(position)
+        self.dataset.steps.advance_to(position)
         self.dataset.advance(position)
 
     @property
@@ -241,7 +241,7 @@ class StreamLoader:
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
         """The dtype of "ids": the widest of all files."""
-        files = all_files(self.dataset.samples)
+        files = all_files(self.dataset.samples.files)
         return np.result_type(*(file.dtype for file in files))
 
     @cached_property
@@ -250,7 +250,7 @@ class StreamLoader:
         beside "ids".
         """
         samples = self.dataset.samples
-        return samples.skipped is not None or has_modes(all_files(samples))
+        return samples.skipped is not None or has_modes(all_files(samples.files))
 
     @property
     def consumed_samples(self) -> int:

@@ -7,7 +7,6 @@ the dataset itself: what an iteration reads cannot change under it.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,32 +22,35 @@ from streammega.kernels.balance import add_document_costs
 from streammega.order.schedule import BatchSchedule, SampleLengths
 from streammega.order.sharding import balanced_places, check_resume, rank_samples
 from streammega.order.state import make_state
-from streammega.samples.auto_append import FollowingSource
 from streammega.samples.documents import open_bounds
 from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
-from streammega.samples.lanes import LaneSource, StreamSource
 from streammega.samples.loss_masks import NO_SEAMS, Seams
-from streammega.samples.phases import Phased, PhasedSource, source_at
-from streammega.samples.source import SampleSource, all_files, file_of_rows, sample_fields, seams_of
+from streammega.samples.source import (
+    SampleSource,
+    SegmentSource,
+    all_files,
+    file_of_rows,
+    seams_of,
+)
 
 Integers = NDArray[np.int64]
 
 
-def attention_costs(source: SampleSource, sample_ids: Integers) -> Integers:
+def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
     """The squared tokens of the documents of each sample, added up; int64 [samples].
 
     All else that a sample costs is the same for all of them. Documents are those of the `.idx`; of
     the Megatron order, which shuffles sequences, they are its sequences. Raises FormatError for an
     index whose sequences lie in no order, StorageError.
     """
-    extents = source.locate(sample_ids)
+    extents = segment.locate(sample_ids)
     rows = rows_of(extents)
     # The extra token of a sample is a label alone.
-    inputs_end = np.minimum(rows.column + rows.size, source.config.sequence_length)
+    inputs_end = np.minimum(rows.column + rows.size, segment.config.sequence_length)
     num_inputs = np.maximum(inputs_end - rows.column, 0)
-    files = all_files(source)
-    number_of_file = file_of_rows(source, extents)
+    files = all_files(segment.files)
+    number_of_file = file_of_rows(segment.files, extents)
     costs = np.zeros(len(extents), np.int64)
     in_bounds = np.zeros(len(num_inputs), np.bool_)
     documents_of_file = [file.documents for file in files]
@@ -106,12 +108,10 @@ def _dealt(
 ) -> Integers:
     """`BalancedBatches.sample_ids`, worked out."""
     sample_ids = np.arange(first, first + size, dtype=np.int64)
-    costs = attention_costs(source_at(samples, first), sample_ids)
+    costs = attention_costs(samples.segment_at(first), sample_ids)
     return first + balanced_places(costs, micro_batch_size, dp_size)
 
 
-_IN_LANES = (StreamSource, PhasedSource)
-"""Whose order is of lanes, which a state brings along."""
 NO_END = 1 << 62
 """The end of a stream that has none: more samples than any run consumes."""
 
@@ -182,7 +182,7 @@ class MicroSteps:
     @property
     def lanes(self) -> int:
         """Lanes of the stream order; 0 for other orders."""
-        return self.samples.lanes if isinstance(self.samples, _IN_LANES) else 0
+        return self.samples.lanes
 
     def tokens_before(self, sample: int) -> int:
         """Tokens of all samples before one, of those that are skipped too."""
@@ -191,7 +191,7 @@ class MicroSteps:
 
     def sequence_length_at(self, sample: int) -> int:
         """Tokens of a sample: those of its phase."""
-        return source_at(self.samples, sample).config.sequence_length
+        return self.samples.segment_at(sample).config.sequence_length
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
@@ -220,7 +220,7 @@ class MicroSteps:
 
     def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
         assert self._balanced is not None
-        self.reach(consumed)  # what is dealt out is remembered
+        self.advance_to(consumed)  # what is dealt out is remembered
         offset = self.schedule.offset_at(consumed)
         batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
         ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
@@ -228,19 +228,19 @@ class MicroSteps:
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        self.reach(consumed)
-        samples = source_at(self.samples, consumed)
-        return sample_fields(samples, self.sample_ids(consumed), bounds=True)
+        self.advance_to(consumed)
+        segment = self.samples.segment_at(consumed)
+        return segment.sample_fields(self.sample_ids(consumed), bounds=True)
 
     def seams(self, consumed: int) -> Seams:
         """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
         run of tokens to another. Of the order alone.
         """
-        self.reach(consumed)
-        samples = source_at(self.samples, consumed)
-        if not (isinstance(samples, LaneSource) and samples.order.has_remainders):
+        self.advance_to(consumed)
+        segment = self.samples.segment_at(consumed)
+        if not segment.has_remainders:
             return NO_SEAMS
-        return seams_of(samples, samples.locate(self.sample_ids(consumed)))
+        return seams_of(segment.files, segment.locate(self.sample_ids(consumed)))
 
     def parts(self, start: int) -> Iterator[range]:
         """The micro-steps from `start` on, as ranges between the skipped samples."""
@@ -257,34 +257,28 @@ class MicroSteps:
         """The micro-steps from `start` on, one by one."""
         return itertools.chain.from_iterable(self.parts(start))
 
-    def by_phase(
+    def by_segment(
         self, positions: Iterator[int], start: int
     ) -> Iterator[tuple[MicroSteps, Iterator[int], int]]:
-        """The micro-steps at `positions`, of an iteration from `start` on, phase by phase: (those
-        of the phase, its positions, where the iteration begins in it).
+        """The micro-steps at `positions`, of an iteration from `start` on, by segment: (those of the
+        segment, its positions, where the iteration begins in it).
 
-        Each is read to its end before the next: what is open in one phase is nothing to another.
+        Each is read to its end before the next: what is open in one is nothing to another.
         """
         samples = self.samples
-        if not isinstance(samples, Phased):
-            yield self, positions, start
-            return
-        for phase, positions_of_phase in itertools.groupby(positions, samples.phase_at):
-            source = samples.phases[phase]
-            begin = max(start, samples.starts[phase])
-            steps = replace(self, samples=source, config=source.config)
-            yield steps, positions_of_phase, begin
+        for number, positions_here in itertools.groupby(positions, samples.segment_number):
+            here = samples.of_segment(number)
+            begin = max(start, here.segments[0].first_sample)
+            yield replace(self, samples=here, config=here.config), positions_here, begin
 
-    def begin(self, start: int) -> None:
-        """Reading begins at `start`: what joined before is known, and nothing more does.
+    def attach(self, start: int) -> None:
+        """Note that reading goes on at `start`: what was appended before is known, and nothing more
+        is looked for there.
 
-        Raises StateError where something joined later, within what is a step now.
+        Raises StateError where data was appended later, within what is a step now.
         """
-        samples = self.samples
-        if not isinstance(samples, FollowingSource):
-            return
-        samples.begin(start)
-        for first_sample in samples.joined_at:
+        self.samples.attach(start)
+        for first_sample in self.samples.appended_at:
             if first_sample > start and self.schedule.offset_at(first_sample):
                 raise StateError(
                     f"newer versions joined at sample {first_sample}, ahead of sample {start}, and "
@@ -293,37 +287,11 @@ class MicroSteps:
                     f"then looked for anew"
                 )
 
-    def reach(self, sample: int) -> None:
-        """Have what joins up to a sample be known, before it is handed out: newer versions are
-        looked for at the ends of steps that `follow` says, in their order, by whoever comes there
-        first.
+    def advance_to(self, sample: int) -> bool:
+        """Take in the data that is appended up to a sample, before that is handed out. Returns
+        whether there are other segments now: what was planned before is of the order without them.
         """
-        samples = self.samples
-        if not isinstance(samples, FollowingSource):
-            return
-        assert self.config.follow is not None
-        while True:
-            end = self._next_look(samples.looked, self.config.follow.every_samples)
-            if end > sample:
-                return
-            samples.look(end)
-
-    @property
-    def joined_at(self) -> list[int]:
-        """The samples at which something joined, as far as that is known. What was planned when it
-        was less is of the order without it.
-        """
-        samples = self.samples
-        return samples.joined_at if isinstance(samples, FollowingSource) else []
-
-    def _next_look(self, looked: int, every_samples: int) -> int:
-        """The first end of a step after `looked` at which newer versions are looked for."""
-        multiple = looked - looked % every_samples
-        while True:
-            end = self.schedule.end_of_step(multiple)
-            if end > looked:
-                return end
-            multiple += every_samples
+        return self.samples.advance_to(sample, self.schedule)
 
     def after(self, start: int, num_batches: int) -> int:
         """The position after so many micro-batches from `start`.
@@ -352,7 +320,7 @@ class MicroSteps:
         Within a balanced batch it also says how large that is: another size, or none of it
         balanced, would have begun with other samples. Between batches nobody need know.
         """
-        self.reach(consumed - 1)
+        self.advance_to(consumed - 1)
         identity = self.samples.identity(consumed)
         if self.config.balance_batches and self.schedule.offset_at(consumed):
             identity["balanced_batch"] = self.schedule.size_at(consumed)
@@ -391,14 +359,8 @@ class MicroSteps:
         """The micro-steps of global batches that are counted from sample `origin`."""
         return replace(self, schedule=replace(self.schedule, origin=origin))
 
-    def in_lanes(self, lanes: int | None) -> MicroSteps:
+    def with_lanes(self, lanes: int | None) -> MicroSteps:
         """The micro-steps of a state in so many lanes, unless the config names its own; None or 0:
         these.
         """
-        samples = self.samples
-        if not lanes or lanes == self.lanes or not isinstance(samples, _IN_LANES):
-            return self
-        # of its own: those of the iteration that runs stay as they are
-        samples = copy.copy(samples)
-        samples.adopt_lanes(lanes)
-        return replace(self, samples=samples)
+        return replace(self, samples=self.samples.with_lanes(lanes or 0))

@@ -19,7 +19,6 @@ from streammega.loading.rank_args import WHOLE, KeptParts
 from streammega.loading.spans import FileTable
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
-from streammega.samples.lanes import LaneSource
 from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
@@ -148,10 +147,9 @@ def whole_pieces(
     """Which datasets' pieces are fetched whole: those of the datasets drawn most first, as long as
     memory lasts.
     """
-    source = steps.samples
-    if not isinstance(source, LaneSource):
+    order = steps.samples.segment_at(start).order
+    if order is None:
         return WholePieces()
-    order = source.order
     if order.lanes % steps.step_samples:
         # this rank shares its lanes with others: a piece would be fetched by each of them
         return WholePieces()
@@ -333,7 +331,7 @@ def plan_reading(
     batches hold ids as they are stored. Raises ConfigError for a budget that cannot hold a micro-batch.
     """
     storage = steps.config.storage
-    files = through_cache(all_files(steps.samples), storage)
+    files = through_cache(all_files(steps.samples.files), storage)
     table = table_of(files, steps)
     sample_tokens = steps.config.sequence_length + 1
     batch_tokens = steps.micro_batch_size * sample_tokens

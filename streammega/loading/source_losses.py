@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.samples.phases import source_names
+from streammega.samples.segments import source_names
 
 
 class SourceLosses:

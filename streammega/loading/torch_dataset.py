@@ -30,7 +30,7 @@ from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams
 from streammega.samples.open import open_source
-from streammega.samples.phases import names_in_identity
+from streammega.samples.segments import names_in_identity
 from streammega.samples.source import SampleSource, dataset_of_samples
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         sample_ids = self.sample_ids(consumed)
         if sample_ids.size:
-            self.steps.reach(int(np.max(consumed)))
+            self.steps.advance_to(int(np.max(consumed)))
         extents = self.samples.locate(sample_ids.reshape(-1))
         return dataset_of_samples(self.samples, extents).reshape(sample_ids.shape)
 
@@ -205,7 +205,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if worker is not None and worker.id > 0:
             return Iteration(_no_batches())  # worker 0 reads; torch passes over the others
         begun = self._state.begin()
-        self.steps = self.steps.in_lanes(begun.lanes).from_origin(begun.origin)
+        self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
         return Iteration(self._batches(self.steps, begun, is_sent_unseen(self)))
 
@@ -269,7 +269,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
-        steps.begin(consumed_samples)
+        steps.attach(consumed_samples)
         steps.check_position(consumed_samples)
         steps.check_ahead(consumed_samples)
         self._put(consumed_samples, steps)
@@ -323,8 +323,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         Raises StateError for another order, and changes nothing.
         """
         saved = parse_state(state)
-        steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
-        steps.begin(saved.consumed)
+        steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
+        steps.attach(saved.consumed)
         identity = steps.identity(saved.consumed)
         saved.check(identity, names_in_identity(steps.samples.config, steps.split))
         size = steps.schedule.size_at(saved.consumed)

@@ -75,7 +75,7 @@ def ids_tell_fields(steps: MicroSteps) -> bool:
         or config.seams != "joined"
         or not config.add_extra_token
     )
-    files = all_files(steps.samples)
+    files = all_files(steps.samples.files)
     some_unlearned = steps.samples.skipped is not None or has_modes(files) or are_packed(files)
     return not asks_for_more and not some_unlearned
 

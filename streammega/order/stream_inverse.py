@@ -4,14 +4,13 @@ is looked through, and no log of a run is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from streammega.kernels.stream import RUN, lane_draw_counts, samples_of_draws, samples_using
 from streammega.order.epoch_layout import Integers, Records
-from streammega.order.epoch_remainder import EpochRemainder
 from streammega.order.extents import Extents
 from streammega.order.stream_order import PhasedOrder, StreamOrder
 
@@ -19,7 +18,7 @@ EPOCHS_AT_ONCE = 4096
 """Epochs whose readings are asked for by one call of the kernel: bounds the memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TokenUses:
     """Which samples read tokens that were asked for, and which of these; int64 [uses] each.
 
@@ -51,68 +50,65 @@ def uses_in_phase(
         parts.append(_uses_in_epochs(order, dataset, (file, start, stop), (first, last), end))
     runs = np.concatenate(parts)
     # One that reads two parts of a file comes once for each of them.
-    return _sorted_uses(runs["item"] + order.first_sample, runs["start"], runs["stop"])
+    uses = TokenUses(runs["item"] + order.first_sample, runs["start"], runs["stop"])
+    return concatenate_uses([uses])
 
 
 def samples_using_tokens(
     order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> TokenUses:
-    """The same over all phases of a run. `dataset`: its number over all of them.
-
-    What an epoch had left where samples or lanes changed is found in the phases that read it. Of a
-    sample that joins runs of tokens each run is a reading.
-    """
-    uses = [np.empty((3, 0), np.int64)]
-    for phase, column, phase_end in _phases_with(order, dataset, end):
-        found = uses_in_phase(phase, column, file, start, stop, phase_end)
-        uses.append(np.array([found.sample, found.start, found.stop]))
-    # The token behind a sample's last is read with it.
-    extra = order.phases[0].extra
-    joined = _samples_of_remainders(order, dataset, (file, start - extra, stop), end)
-    if len(joined):
-        uses.append(_within(order.locate(joined), joined, (dataset, file, start, stop)))
-    return _sorted_uses(*np.concatenate(uses, axis=1))
-
-
-def _sorted_uses(sample: Integers, start: Integers, stop: Integers) -> TokenUses:
-    order = np.lexsort((stop, start, sample))
-    return TokenUses(sample=sample[order], start=start[order], stop=stop[order])
-
-
-def _phases_with(
-    order: PhasedOrder, dataset: int, end: int
-) -> Iterator[tuple[StreamOrder, int, int]]:
-    """(phase, place of a dataset in it, its end) of those that have the dataset, up to a sample."""
+    """The same over all phases of a run. `dataset`: its number over all of them."""
+    uses = []
     for phase, phase_end in zip(order.phases, order.ends, strict=True):
-        columns = np.flatnonzero(phase.dataset_numbers == dataset)
         phase_end = end if phase_end is None else min(end, phase_end)
-        if len(columns) and phase.first_sample < phase_end:
-            yield phase, int(columns[0]), phase_end
+        uses.append(all_uses_in_phase(phase, dataset, file, start, stop, phase_end))
+    return concatenate_uses(uses)
 
 
-def _samples_of_remainders(
-    order: PhasedOrder, dataset: int, tokens: tuple[int, int, int], end: int
+def all_uses_in_phase(
+    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> TokenUses:
+    """The same of one phase, with what earlier ones had left of epochs in progress. `dataset`: its
+    number over all phases. Of a sample that joins runs of tokens each run is a use.
+    """
+    columns = np.flatnonzero(order.dataset_numbers == dataset)
+    if not len(columns) or order.first_sample >= end:
+        return concatenate_uses([])
+    column = int(columns[0])
+    uses = [uses_in_phase(order, column, file, start, stop, end)]
+    # the token behind a sample's last is read with it
+    joined = _samples_of_remainder(order, column, (file, start - order.extra, stop), end)
+    if len(joined):
+        within = _within(order.locate(joined), joined, (dataset, file, start, stop))
+        uses.append(TokenUses(*within))
+    return concatenate_uses(uses)
+
+
+def concatenate_uses(uses: Sequence[TokenUses]) -> TokenUses:
+    """Several in one, in the order of samples."""
+    parts = [np.empty((3, 0), np.int64)]
+    parts += [np.array([part.sample, part.start, part.stop]) for part in uses]
+    sample, start, stop = np.concatenate(parts, axis=1)
+    order = np.lexsort((stop, start, sample))
+    return TokenUses(sample[order], start[order], stop[order])
+
+
+def _samples_of_remainder(
+    order: StreamOrder, column: int, tokens: tuple[int, int, int], end: int
 ) -> Integers:
     """The samples before `end` that read tokens (file, start, stop) as what former epochs had left,
     ascending.
     """
-    found = [np.empty(0, np.int64)]
-    former: EpochRemainder | None = None
-    numbers = np.empty(0, np.int64)
-    for phase, column, phase_end in _phases_with(order, dataset, end):
-        remainder = phase.remainders[column]
-        if remainder is None:
-            continue
-        if remainder is not former:  # phases that go on have the same
-            former = remainder
-            numbers = remainder.samples_with(*tokens)
-        lane, draw = remainder.lane_of(numbers)
-        samples = np.empty(len(numbers), np.int64)
-        # own draws of the lane begin behind those of the remainder
-        samples_of_draws(lane, draw - remainder.lane_counts[lane], column, phase.tree, samples)
-        is_here = (samples >= 0) & (samples < phase_end - phase.first_sample)
-        found.append(samples[is_here] + phase.first_sample)
-    return np.unique(np.concatenate(found))
+    remainder = order.remainders[column]
+    if remainder is None:
+        return np.empty(0, np.int64)
+    numbers = remainder.samples_with(*tokens)
+    lane, draw = remainder.lane_of(numbers)
+    samples = np.empty(len(numbers), np.int64)
+    # own draws of the lane begin behind those of the remainder
+    samples_of_draws(lane, draw - remainder.lane_counts[lane], column, order.tree, samples)
+    is_here = (samples >= 0) & (samples < end - order.first_sample)
+    return np.unique(samples[is_here] + order.first_sample)
 
 
 def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:

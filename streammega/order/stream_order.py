@@ -424,6 +424,80 @@ def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder
     return PhasedOrder(phases=phases)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamUsage:
+    """What samples of one phase take from each of its datasets; int64 [datasets] each.
+
+    samples: how many. from_remainder: of these, those of what former epochs had left, cut anew.
+    first_epoch, last_epoch: all others are of epochs [first, last), by their numbers, which are not
+    used again when a dataset begins anew; equal where there are none. carried_tokens: tokens that
+    former epochs had left, where this phase cuts them anew; unused_tokens: of these, those that make
+    no sample and wait for the next change. dropped_tokens: tokens that former epochs had left and a
+    restart passes over.
+    """
+
+    samples: Integers
+    from_remainder: Integers
+    first_epoch: Integers
+    last_epoch: Integers
+    carried_tokens: Integers
+    unused_tokens: Integers
+    dropped_tokens: Integers
+
+
+def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> StreamUsage:
+    """What [start, stop) spans of samples of a phase, in their order, take from its datasets.
+
+    Cost: two walks of the blending tree in each lane for every span, whatever their length.
+    """
+    columns = len(order.datasets)
+    usage = StreamUsage(
+        samples=np.zeros(columns, np.int64),
+        from_remainder=np.zeros(columns, np.int64),
+        first_epoch=order.first_epochs.copy(),
+        last_epoch=order.first_epochs.copy(),
+        carried_tokens=np.zeros(columns, np.int64),
+        unused_tokens=np.zeros(columns, np.int64),
+        dropped_tokens=np.zeros(columns, np.int64),
+    )
+    remainder_draws = np.zeros((order.lanes, columns), np.int64)
+    for column, remainder in enumerate(order.remainders):
+        if remainder is not None:
+            remainder_draws[:, column] = remainder.lane_counts
+    for start, stop in spans:
+        before = order.counts(start - order.first_sample)
+        after = order.counts(stop - order.first_sample)
+        usage.samples[:] += (after - before).sum(axis=0)
+        cut_anew = np.minimum(after, remainder_draws) - np.minimum(before, remainder_draws)
+        usage.from_remainder[:] += cut_anew.sum(axis=0)
+    if spans:
+        before = order.counts(spans[0][0] - order.first_sample)
+        after = order.counts(spans[-1][1] - order.first_sample)
+        _add_epochs(order, before - remainder_draws, after - remainder_draws, usage)
+    for column in range(columns):
+        left, is_read = order.left_before(column)
+        if left is not None and is_read:
+            usage.carried_tokens[column] = left.tokens
+            usage.unused_tokens[column] = left.tokens - left.samples * left.length
+        elif left is not None:
+            usage.dropped_tokens[column] = left.tokens
+    return usage
+
+
+def _add_epochs(order: StreamOrder, before: Integers, after: Integers, usage: StreamUsage) -> None:
+    """Add the epochs that lanes draw from between two counts of their draws, [lanes, datasets];
+    negative counts are of remainders.
+    """
+    before = np.maximum(before, 0)
+    after = np.maximum(after, 0)
+    draws = after > before
+    for column in np.flatnonzero(draws.any(axis=0)).tolist():
+        here = draws[:, column]
+        epochs = order.layout.epochs_of_draws(before[:, column], column)
+        usage.first_epoch[column] += epochs[here].min()
+        usage.last_epoch[column] += order.epochs_of(np.where(here, after[:, column], 0), column)
+
+
 def default_lanes(global_batch_size: int) -> int:
     """The smallest multiple of the global batch that is at least 1024."""
     return global_batch_size * -(-MIN_LANES // global_batch_size)

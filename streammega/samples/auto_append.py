@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig, par
 from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
-from streammega.order.schedule import check_in_samples
+from streammega.order.schedule import BatchSchedule, check_in_samples
 from streammega.samples.append_log import (
     FollowRecord,
     Joined,
@@ -29,9 +28,11 @@ from streammega.samples.append_log import (
     same_phases,
 )
 from streammega.samples.document_names import with_names_read
-from streammega.samples.lanes import digests_of
-from streammega.samples.phases import PhasedSource, numbers_of
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import dataset_names, segments_of, split_blend
+from streammega.samples.source import SampleSource, SegmentSource
+from streammega.samples.stream_source import StreamSource, digests_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,113 +312,133 @@ def _shared(
     return [*changed, share * sum(weights[place] for place in places)]
 
 
-log = logging.getLogger(__name__)
-
-
-class FollowingSource(PhasedSource):
-    """The phases of a config, and those in which newer versions joined: as the record of the run
-    says, to which `look` adds. What is known of the order only grows: samples that were located
-    lie where they did.
+class AutoAppendSource(SampleSource):
+    """The stream of a config, and of the segments in which newer versions joined: as the record of
+    the run says, to which `advance_to` adds. What is known of the order only grows: samples that were
+    located lie where they did.
     """
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
         check_follows_something(config)
         # now: whoever writes a name more into a file of them must not change what was read already
-        self._asked = with_names_read(config, split)
-        config = self._asked
-        self._looked = record_of(config).newest()
-        super().__init__(with_joined(config, self._looked), split, global_batch_size)
+        self._named = with_names_read(config, split)
+        self._split = split
+        self._looked = record_of(self._named).newest()
+        whole = with_joined(self._named, self._looked)
+        # the one attribute that changes, at once: other threads locate samples meanwhile
+        self._source = StreamSource(
+            whole, split, global_batch_size, dataset_ids=self._dataset_ids(whole)
+        )
 
     @property
-    def looked(self) -> int:
-        """The last sample at which newer versions were looked for, if this follows any."""
-        return self._looked.sample
+    def config(self) -> DataConfig:
+        """The config of the run, with the segments in which something joined."""
+        return self._source.config
 
     @property
-    def joined_at(self) -> list[int]:
+    def segments(self) -> Sequence[SegmentSource]:
+        """Those of the config, and those that joined, as far as they are known."""
+        return self._source.segments
+
+    @property
+    def appended_at(self) -> list[int]:
         """The samples at which newer versions joined."""
         return [phase.first_sample for phase in self._looked.phases]
 
-    def begin(self, sample: int) -> None:
-        """Reading begins at a sample, or goes on there: of what joined before it the record alone
-        says, and nothing more will.
+    def with_lanes(self, lanes: int) -> SampleSource:
+        """The same in the lanes of a saved state, unless the config names its own."""
+        source = copy.copy(self)
+        source._source = self._source.with_lanes(lanes)
+        return source
+
+    def attach(self, sample: int) -> None:
+        """Note that reading goes on at a sample: of what joined before it the record alone says, and
+        nothing more will.
 
         Raises ConfigError for the record of another run.
         """
-        record = record_of(self._asked)
-        record.begin(self._run)
+        record = record_of(self._named)
+        first = self._source.segments[0]
+        assert first.order is not None
+        # what tells the record of this run from others: not where its data lies
+        digests = digests_of(first.order, first.files)
+        record.begin({"seed": self.config.seed, "datasets": digests})
         self._take_in(record.newest())
         if self._looked.sample < sample - 1:
             self._looked = replace(self._looked, sample=sample - 1)
 
-    def look(self, sample: int) -> None:
+    def advance_to(self, sample: int, schedule: BatchSchedule) -> bool:
+        """Take in what joins up to a sample: newer versions are looked for at the ends of steps that
+        `follow` says, in their order, by whoever comes there first.
+
+        Raises StorageError, FormatError, ConfigError.
+        """
+        assert self._named.follow is not None
+        every_samples = self._named.follow.every_samples
+        segments = self.segments
+        while True:
+            looked = self._looked.sample
+            multiple = looked - looked % every_samples
+            end = schedule.end_of_step(multiple)
+            while end <= looked:
+                multiple += every_samples
+                end = schedule.end_of_step(multiple)
+            if end > sample:
+                return self.segments is not segments
+            self._look(end)
+
+    def _look(self, sample: int) -> None:
         """Take in what joins at a sample, the end of a step: what the record says, or if nobody was
         there before, what there is now, which is then written to it.
 
         In the order of samples: what joined before must be known. Phases that have begun stay as
-        they are. Raises StorageError, FormatError, ConfigError.
+        they are.
         """
-        record = record_of(self._asked)
+        record = record_of(self._named)
         looked = record.at(sample)
-        tried: list[FollowingSource] = []
+        tried: list[tuple[Looked, StreamSource]] = []
         if looked is None:
 
             def try_it(found: Looked) -> None:
-                tried.append(self._grown(found))
+                tried.append((found, self._with(found)))
 
-            looked = record.write(look(self._asked, self._looked, sample, try_it))
+            looked = record.write(look(self._named, self._looked, sample, try_it))
             for left_out in looked.left_out:
                 log.warning("sample %d: left out until it can be read: %s", sample, left_out)
         self._take_in(looked, tried)
 
-    def _take_in(self, looked: Looked, tried: Sequence[FollowingSource] = ()) -> None:
-        """Go by what was found. tried: this with it, perhaps, which need not be opened again."""
-        if same_phases(looked, self._looked):
-            self._looked = looked
-            return
-        opened = [source for source in tried if same_phases(source._looked, looked)]
-        grown = opened[0] if opened else self._grown(looked)
-        for phase in looked.phases[len(self._looked.phases) :]:
-            names = [f"{item.name}@{item.after}..{item.until}" for item in phase.joined]
-            log.info("from sample %d on: %s joined", phase.first_sample, ", ".join(names))
-        # at once: other threads locate samples meanwhile, all of which lie where they did
-        self.__dict__.update(grown.__dict__)
+    def _take_in(self, looked: Looked, tried: Sequence[tuple[Looked, StreamSource]] = ()) -> None:
+        """Go by what was found. tried: sources with it, perhaps, which need not be opened again."""
+        if not same_phases(looked, self._looked):
+            opened = [source for found, source in tried if same_phases(found, looked)]
+            source = opened[0] if opened else self._with(looked)
+            for phase in looked.phases[len(self._looked.phases) :]:
+                names = [f"{item.name}@{item.after}..{item.until}" for item in phase.joined]
+                log.info("from sample %d on: %s joined", phase.first_sample, ", ".join(names))
+            self._source = source
         self._looked = looked
 
-    def _grown(self, looked: Looked) -> FollowingSource:
-        """This with what joined."""
-        grown = copy.copy(self)
-        grown._looked = looked
-        grown._open(with_joined(self._asked, looked), self.lanes)
-        return grown
+    def _with(self, looked: Looked) -> StreamSource:
+        """The stream with what joined."""
+        whole = with_joined(self._named, looked)
+        return self._source.with_config(whole, self._dataset_ids(whole))
 
-    @property
-    def _run(self) -> dict[str, Any]:
-        """What tells the record of this run from others: not where its data lies."""
-        digests = digests_of(self.phases[0].order, self.files)
-        return {"seed": self.config.seed, "datasets": digests}
-
-    def _take_lanes(self, lanes: int) -> None:
-        super()._take_lanes(lanes)
-        self.joined_ids = self._joined_ids()
-        for source in self.phases:
-            source.joined_ids = self.joined_ids
-
-    def _joined_ids(self) -> NDArray[np.int64]:
+    def _dataset_ids(self, whole: DataConfig) -> NDArray[np.int64]:
         """The "dataset_id" of each dataset: of those that joined, that of the first dataset of the
         config that is a version of the same.
         """
-        own = numbers_of(self._asked, self.split)
+        own = dataset_names(segments_of(self._named, self._split))
+        number_of = {name: number for number, name in enumerate(own)}
         first_of_growing: dict[str, int] = {}
-        for (prefix, _), number in own.items():
+        for number, (prefix, _) in enumerate(own):
             growing = VersionName.parse(prefix)
             if growing is not None:
                 first_of_growing.setdefault(_spelled(growing.prefix), number)
         ids = []
-        for name in self._number_of:
+        for name in dataset_names(segments_of(whole, self._split)):
             growing = VersionName.parse(name[0])
-            if name in own or growing is None:
-                ids.append(own[name])
+            if name in number_of or growing is None:
+                ids.append(number_of[name])
             else:
                 ids.append(first_of_growing[_spelled(growing.prefix)])
         return np.array(ids, np.int64)

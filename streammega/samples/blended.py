@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 
 from streammega.config import MOST_DATASETS, DataConfig
 from streammega.dataset import cached_arrays
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import ArrayKind, damaged_array
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.extents import merge_extents
 from streammega.order.megatron import blend_indices, normalized
-from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
+from streammega.order.megatron_inverse import samples_of_blend
+from streammega.order.stream_inverse import TokenUses
+from streammega.samples.document_names import DocumentName
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
-from streammega.samples.source import read_samples, sample_fields
-from streammega.samples.token_file import TokenFile
+from streammega.samples.source import SegmentSource, SegmentUsage, Span
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 """Megatron's names of the arrays, and those of the cached files."""
@@ -36,7 +38,7 @@ KEY_DIGITS = 12
 """Digits of a dataset's key in the identity of a blend: states stay small."""
 
 
-class BlendedDataset(torch.utils.data.Dataset[Batch]):
+class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     """Samples of several datasets in Megatron's order: sample k is sample dataset_sample_index[k]
     of dataset_index[k].
 
@@ -59,6 +61,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         self.weights = list(weights) if size is None else normalized(weights)
         self.config: DataConfig = datasets[0].config
         self.split = datasets[0].split
+        self.files = [dataset.files[0] for dataset in datasets]
+        self.prefixes = [dataset.indexed.prefix for dataset in datasets]
         _ = self._indices  # a blend that cannot be served is refused now
 
     def __len__(self) -> int:
@@ -78,7 +82,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             fields = self.datasets[dataset_id][int(sample[0])]
         else:
             # what is skipped goes by the samples of the blend
-            batch = sample_fields(self, np.array([number], np.int64))
+            batch = self.sample_fields(np.array([number], np.int64))
             fields = {name: field[0] for name, field in batch.items()}
         if index is None:  # what fills up a batch: there is no loss on it
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
@@ -99,19 +103,6 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
     def num_samples(self) -> int:
         """Samples of the blend."""
         return len(self)
-
-    @cached_property
-    def skipped(self) -> SkippedTokens | None:
-        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
-        of these datasets has.
-        """
-        prefixes = [dataset.indexed.prefix for dataset in self.datasets]
-        return skipped_tokens(self.config, self.split, prefixes, self.files)
-
-    @cached_property
-    def files(self) -> Sequence[Sequence[TokenFile]]:
-        """The files of each dataset."""
-        return [dataset.files[0] for dataset in self.datasets]
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """The token runs of samples, int64 [n], each in [0, len(self))."""
@@ -148,12 +139,6 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         """Samples of each dataset."""
         return np.array([len(dataset) for dataset in self.datasets], np.int64)
 
-    def read(self, sample_ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each
-        has.
-        """
-        return read_samples(self, sample_ids)
-
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest and weight of each dataset."""
         first = self.datasets[0].order_identity()
@@ -162,15 +147,39 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             f"{dataset.identity_key(dataset.key)[:KEY_DIGITS]}*{weight:.8g}"
             for dataset, weight in zip(self.datasets, self.weights, strict=True)
         ]
-        return (
-            shared
-            | skips_identity(self.skipped, consumed)
-            | {
-                "num_samples": len(self),
-                "exhaustive": self.size is None,
-                "datasets": parts,
-            }
+        return shared | {
+            "num_samples": len(self),
+            "exhaustive": self.size is None,
+            "datasets": parts,
+        }
+
+    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+        """The dataset index is looked through."""
+        samples = np.zeros(len(self.datasets), np.int64)
+        for start, stop in spans:
+            samples += np.bincount(self.dataset_index[start:stop], minlength=len(self.datasets))
+        total = sum(self.weights)
+        return SegmentUsage(
+            numbers=range(len(self.datasets)),
+            shares=[float(weight / total) for weight in self.weights],
+            samples=samples,
+            tokens_per_epoch=[dataset.shape.tokens_per_epoch for dataset in self.datasets],
+            remainders=[{} for _ in self.datasets],
         )
+
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """Of the document's dataset, as far as the blend takes its samples."""
+        dataset = self.datasets[name.dataset]
+        uses = dataset.document_uses(shards, name, len(dataset))
+        sample_of = samples_of_blend(
+            self.dataset_index, self.dataset_sample_index, name.dataset, uses.sample
+        )
+        # what the blend does not take comes after its end
+        samples = np.array([sample_of.get(one, end) for one in uses.sample.tolist()], np.int64)
+        before = samples < end
+        return TokenUses(samples[before], uses.start[before], uses.stop[before])
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""

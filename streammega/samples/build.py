@@ -15,8 +15,8 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, check_numbering, num_units_of
 from streammega.samples.packed import check_bins
+from streammega.samples.segments import SplitBlend, split_blend
 from streammega.samples.source import OPENERS
-from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.token_file import check_tokenizers
 from streammega.storage.thread_pool import parallel_map
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import SharedFolder, damaged_array
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
@@ -32,13 +33,14 @@ from streammega.order.megatron import (
     index_kinds,
     locate_gpt,
 )
+from streammega.order.megatron_inverse import gpt_readings
+from streammega.order.stream_inverse import TokenUses, concatenate_uses
+from streammega.samples.document_names import DocumentName
 from streammega.samples.documents import DocumentBounds
-from streammega.samples.excluded import SkippedTokens, skipped_tokens, skips_identity
-from streammega.samples.fetch import Ids
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import modes_of_dataset
 from streammega.samples.packed import a_row_for_each, check_bins, without_padding
-from streammega.samples.source import read_samples, sample_fields
+from streammega.samples.source import SegmentSource, SegmentUsage, Span
 from streammega.samples.token_file import TokenFile
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def _checked_ids(
     )
 
 
-class GPTDataset(torch.utils.data.Dataset[Batch]):
+class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     """Samples of `sequence_length` tokens from one split of a dataset, in Megatron's order.
 
     `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape
@@ -128,6 +130,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         split: str = "train",
     ) -> None:
         self.indexed = indexed
+        self.prefixes: Sequence[str] = [indexed.prefix]
         self.config = config
         self.split = split
         check_bins([(indexed.prefix, indexed.bin_tokens)], config)
@@ -180,7 +183,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
                 f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} "
                 f"({self.split})"
             )
-        batch = sample_fields(self, np.array([number], np.int64))
+        batch = self.sample_fields(np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:  # what fills up a batch: there is no loss on it
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
@@ -211,6 +214,11 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         """All three of them."""
         return self._indices
 
+    @property
+    def datasets(self) -> list[GPTDataset]:
+        """Itself, as a blend has several."""
+        return [self]
+
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """The token runs of samples, int64 [n], each in [0, len(self)).
 
@@ -238,12 +246,36 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         filled = without_padding(extents, [file], numbers)
         return a_row_for_each(filled, file) if masks_sequences else filled
 
-    @cached_property
-    def skipped(self) -> SkippedTokens | None:
-        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
-        of this dataset has.
-        """
-        return skipped_tokens(self.config, self.split, [self.indexed.prefix], self.files)
+    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+        """All samples are of this dataset."""
+        samples = sum(stop - start for start, stop in spans)
+        return SegmentUsage(
+            numbers=[0],
+            shares=[1.0],
+            samples=np.array([samples], np.int64),
+            tokens_per_epoch=[self.shape.tokens_per_epoch],
+            remainders=[{}],
+        )
+
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """The built indices are looked through."""
+        found = []
+        for unit in _units_of(self, shards, name):
+            extra = int(self._has_extra_token)
+            uses = gpt_readings(
+                self.indices, unit.length, extra, unit.number, unit.start, unit.stop
+            )
+            before = uses.sample < end
+            found.append(
+                TokenUses(
+                    uses.sample[before],
+                    uses.start[before] + unit.shift,
+                    uses.stop[before] + unit.shift,
+                )
+            )
+        return concatenate_uses(found)
 
     @cached_property
     def _lengths(self) -> NDArray[np.int32]:
@@ -262,10 +294,6 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         """Whether a sample has a token after its last; one that is a bin has none."""
         return self.config.add_extra_token and not self.is_packed
 
-    def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
-        """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
-        return read_samples(self, sample_ids)
-
     @cached_property
     def digest(self) -> str:
         """What the order depends on in this dataset, and nothing of where it lies: dtype and
@@ -283,11 +311,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define this order, and what is not seen of its samples, for the state of
-        a loader.
-        """
-        dataset = {"dataset": self.identity_key(self.digest)}
-        return self.order_identity() | dataset | skips_identity(self.skipped, consumed)
+        """The scalars that define this order, for the state of a loader."""
+        return self.order_identity() | {"dataset": self.identity_key(self.digest)}
 
     def identity_key(self, order_digest: str) -> str:
         """A digest of a digest of the order, and of what the dataset holds: 16 hex digits."""
@@ -349,3 +374,39 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         """Without the indices: each process maps the cached files by itself."""
         mapped = ("_indices", "_lengths", "_offsets")
         return {name: value for name, value in self.__dict__.items() if name not in mapped}
+
+
+class _Unit(NamedTuple):
+    """Tokens [start, stop) of what the Megatron order shuffles, which has `length` tokens; in their
+    document they lie `shift` tokens further on.
+    """
+
+    number: int
+    length: int
+    start: int
+    stop: int
+    shift: int
+
+
+def _units_of(
+    dataset: GPTDataset, shards: Sequence[ShardDocuments], name: DocumentName
+) -> Iterator[_Unit]:
+    """What of a document lies in which units of the Megatron order: its sequences, or the bin of a
+    packed dataset.
+    """
+    documents = shards[name.shard]
+    earlier = shards[: name.shard]
+    bin_tokens = dataset.indexed.bin_tokens
+    if bin_tokens is not None:
+        bins_before = sum(shard.num_tokens // bin_tokens for shard in earlier)
+        for run in documents.tokens_of(name.document):
+            number, start = divmod(run.file_start, bin_tokens)
+            stop = start + run.stop - run.start
+            yield _Unit(bins_before + number, bin_tokens, start, stop, run.start - start)
+        return
+    first = sum(shard.num_sequences for shard in earlier)
+    tokens_before = 0
+    for sequence in documents.sequences_of(name.document):
+        length = int(dataset.indexed.sequence_lengths[first + sequence])
+        yield _Unit(first + sequence, length, 0, length, tokens_before)
+        tokens_before += length

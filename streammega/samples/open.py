@@ -18,14 +18,12 @@ from streammega.kernels.parallel import num_threads
 from streammega.order import Extents
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
-from streammega.samples.auto_append import FollowingSource
-from streammega.samples.blended import BlendedDataset
+from streammega.samples.auto_append import AutoAppendSource
 from streammega.samples.build import SplitDataset, build_datasets, build_split
 from streammega.samples.gpt import GPTDataset, shared_folder
-from streammega.samples.lanes import StreamSource
-from streammega.samples.phases import PhasedSource
-from streammega.samples.restarted import RestartedPhases, built_phases
+from streammega.samples.megatron_source import build_phases, open_megatron_segments
 from streammega.samples.source import SampleSource
+from streammega.samples.stream_source import StreamSource
 
 
 def open_source(config: DataConfig, split: str, global_batch_size: int) -> SampleSource:
@@ -35,9 +33,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     check_in_samples(config.phases_of(split))
     if config.order == "stream":
         if config.follows(split):
-            return FollowingSource(config, split, global_batch_size)
-        if config.phases_of(split):
-            return PhasedSource(config, split, global_batch_size)
+            return AutoAppendSource(config, split, global_batch_size)
         return StreamSource(config, split, global_batch_size)
     asked = config.num_samples[SPLITS.index(split)] if config.num_samples else None
     takes_everything = split == "valid" and config.full_validation
@@ -48,20 +44,20 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
     if asked is not None and config.phases_of(split):
-        return RestartedPhases(config, split, asked)
-    source = build_split(config, split, asked)
-    if isinstance(source, list):
+        return open_megatron_segments(config, split, asked)
+    samples = build_split(config, split, asked)
+    if isinstance(samples, list):
         raise ConfigError(
             "multiple_validation_sets makes several datasets: open each by a config of its own, "
             "or build_datasets"
         )
-    if source is None:
+    if samples is None:
         raise ConfigError(
             f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
             f"{split}"
         )
-    _ = source.skipped  # names that no document has are told of now
-    return source
+    _ = samples.skipped  # names that no document has are told of now
+    return SampleSource(config, [samples])
 
 
 def locate(
@@ -113,11 +109,15 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
     """
     if config.order == "stream":
         return
-    splits = _built(config)
-    datasets = [part for split in splits for part in _parts(split)]
-    for split in splits:  # a blend's own indices are built with it
-        if isinstance(split, BlendedDataset):
-            _publish(config, split.index_files())
+    datasets: list[GPTDataset] = []
+    for split in _built(config):
+        several = split if isinstance(split, list) else [split]
+        for samples in several:
+            if samples is None:
+                continue
+            if samples.datasets != [samples]:  # a blend's own indices are built with it
+                _publish(config, samples.index_files())
+            datasets += samples.datasets
     # threads: the kernels that build hold no GIL
     with ThreadPoolExecutor(num_threads()) as pool:
         futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]
@@ -130,17 +130,9 @@ def _built(config: DataConfig) -> list[SplitDataset | None]:
     if not config.phases:
         return list(build_datasets(config))
     train, valid, test = config.num_samples or (0, 0, 0)
-    phases = built_phases(config, "train", train)
+    phases = build_phases(config, "train", train)
     others = build_datasets(replace(config, phases=()), (0, valid, test))
     return [*phases, *others]
-
-
-def _parts(split: object) -> list[GPTDataset]:
-    if isinstance(split, BlendedDataset):
-        return split.datasets
-    if isinstance(split, list):
-        return split
-    return [split] if isinstance(split, GPTDataset) else []
 
 
 def _prepare_one(dataset: GPTDataset) -> Prepared:

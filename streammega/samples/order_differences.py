@@ -128,7 +128,7 @@ def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
     nothing = np.empty((3, 0), np.int64)
     if source.skipped is None:
         return nothing
-    found = source.skipped.columns(runs_of(source, extents), ids)
+    found = source.skipped.columns(runs_of(source.files, extents), ids)
     return nothing if found is None else found.joined()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,21 +23,59 @@ from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.samples.auto_append import recorded
 from streammega.samples.document_names import BlendShards, DocumentName
-from streammega.samples.document_uses import (
-    DocumentReading,
-    DocumentReadings,
-    TracedRun,
-    TracedSample,
-)
 from streammega.samples.fetch import Ids
-from streammega.samples.lanes import StreamSource
-from streammega.samples.loss_masks import NO_SEAMS, Seams
+from streammega.samples.loss_masks import NO_SEAMS
 from streammega.samples.open import locate_checked, open_source
-from streammega.samples.phases import Phased, PhasedSource, prefixes_of, source_at
-from streammega.samples.source import SampleSource, read_samples, seams_of
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import prefixes_of, split_blend
+from streammega.samples.source import SampleSource, seams_of
 
 Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    """Consecutive tokens of one document within a sample.
+
+    dataset, shard: names, without secrets. name: the same in numbers. start, stop: tokens of the
+    document, which has `document_tokens`. column: the token of the sample at which they begin.
+    shard_start: the token of the shard at which they lie. origin: where the document came from, if
+    the shard has it. skipped: training does not see them (skip_documents).
+    """
+
+    dataset: str
+    shard: str
+    name: DocumentName
+    start: int
+    stop: int
+    document_tokens: int
+    column: int
+    shard_start: int
+    origin: DocumentOrigin | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSample:
+    """A sample of the global stream, and what its tokens are, in their order; with the extra one,
+    which is a label alone.
+
+    phase: the number of its phase. seams: the tokens of it, by their column, that do not follow
+    those before them in their file: where lengths or lanes changed, samples join what was left.
+    """
+
+    sample: int
+    runs: tuple[TracedRun, ...]
+    phase: int = 0
+    seams: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentReading:
+    """One sample that reads tokens [start, stop) of a document."""
+
+    sample: int
+    start: int
+    stop: int
 
 
 class Provenance:
@@ -86,7 +125,8 @@ class Provenance:
                     f"tokens {first_column}:{last_column} are none: a sample has {width}"
                 )
             extents = cut_extents(extents, [(first_column, min(last_column, width))])
-        seams = self._seams(extents)
+        has_seams = self.source.has_remainders  # others' orders follow no file anyway
+        seams = seams_of(self.source.files, extents) if has_seams else NO_SEAMS
         samples = []
         for number, sample in enumerate(ids.tolist()):
             own_seams = seams.column[seams.sample == number] + first_column
@@ -94,7 +134,7 @@ class Provenance:
                 TracedSample(
                     sample=sample,
                     runs=tuple(self._runs_of(extents, number, first_column, sample)),
-                    phase=self.phase_of(sample),
+                    phase=self.source.segment_number(sample),
                     seams=tuple(own_seams.tolist()),
                 )
             )
@@ -102,22 +142,18 @@ class Provenance:
 
     def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
         """Token ids of samples, [samples, S + extra], and how many of them each has; these are
-        read.
+        read. Of samples of several phases as wide as the longest.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
-        if not isinstance(self.source, Phased):
-            return read_samples(self.source, ids)
-        return _read_phases(self.source, ids)
-
-    def phase_of(self, sample: int) -> int:
-        """The number of the phase that holds a sample."""
-        return self.source.phase_at(sample) if isinstance(self.source, Phased) else 0
-
-    def _seams(self, extents: Extents) -> Seams:
-        """Where samples join runs of tokens: in the others' orders they follow no file anyway."""
-        if not isinstance(self.source, PhasedSource):
-            return NO_SEAMS
-        return seams_of(self.source, extents)
+        if len(self.source.segments) == 1:
+            return self.source.segments[0].read(ids)
+        parts = [self.source.segment_at(sample).read(np.array([sample])) for sample in ids.tolist()]
+        widest = max((tokens.shape[1] for tokens, _ in parts), default=0)
+        dtypes = [tokens.dtype for tokens, _ in parts]
+        found = np.zeros((len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64)
+        for row, (tokens, _) in enumerate(parts):
+            found[row, : tokens.shape[1]] = tokens[0]
+        return found, np.array([valid[0] for _, valid in parts], np.int64)
 
     def find(self, name: str, number: int) -> list[DocumentName]:
         """The documents of that number in a dataset or shard: by the name of a dataset, numbered
@@ -148,14 +184,10 @@ class Provenance:
         samples = self.source.num_samples
         if end is None and samples is None:
             raise ConfigError("the stream has no end: say up to which sample it is looked for")
-        limits = [limit for limit in (end, samples) if limit is not None]
-        last = min(limits)
-        return self._readings.of(name, last)
-
-    @cached_property
-    def _readings(self) -> DocumentReadings:
-        extra_token = self.config.add_extra_token
-        return DocumentReadings(self.source, self._shards, extra_token=extra_token)
+        last = min(limit for limit in (end, samples) if limit is not None)
+        uses = self.source.document_uses(self.shards(name.dataset), name, last)
+        columns = zip(uses.sample.tolist(), uses.start.tolist(), uses.stop.tolist(), strict=True)
+        return [DocumentReading(sample=sample, start=a, stop=b) for sample, a, b in columns]
 
     def dataset_name(self, dataset: int) -> str:
         """A dataset as the config names it, without secrets."""
@@ -182,7 +214,7 @@ class Provenance:
             return None
         file = self._first_files[name.dataset]
         token = runs[0].file_start
-        if self._has_shards_as_files:
+        if self.source.has_file_per_shard:
             return skipped.since_of(file + name.shard, token)
         return skipped.since_of(
             file, token + int(self._shards.token_bounds(name.dataset)[name.shard])
@@ -255,34 +287,13 @@ class Provenance:
             skipped=since is not None and since <= sample,
         )
 
-    @property
-    def _has_shards_as_files(self) -> bool:
-        """Whether the shards of a dataset are files to the order: Megatron reads all as one."""
-        return isinstance(self.source, StreamSource | PhasedSource)
-
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
         """(shard, token of it) of a token of a file as extents name it."""
-        if self._has_shards_as_files:
+        if self.source.has_file_per_shard:
             return file, start
         bounds = self._shards.token_bounds(dataset)
         shard = int(np.searchsorted(bounds, start, side="right")) - 1
         return shard, start - int(bounds[shard])
-
-
-def _read_phases(source: SampleSource, ids: Integers) -> tuple[Ids, Integers]:
-    """Token ids of samples of several phases, as wide as the longest, and how many each has."""
-    parts = [
-        read_samples(source_at(source, sample), ids[at : at + 1])
-        for at, sample in enumerate(ids.tolist())
-    ]
-    widest = max((tokens.shape[1] for tokens, _ in parts), default=0)
-    dtypes = [tokens.dtype for tokens, _ in parts]
-    found = np.zeros((len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64)
-    valid = np.zeros(len(ids), np.int64)
-    for at, (tokens, count) in enumerate(parts):
-        found[at, : tokens.shape[1]] = tokens[0]
-        valid[at] = count[0]
-    return found, valid
 
 
 LOOKED_AT = 16 << 20

@@ -1,163 +1,368 @@
-"""What every order gives the layers above: samples by global number, their reads,
-and an identity.
+"""What every order gives the layers above: samples by their global numbers, where they lie, their
+fields, and an identity. A source has one or more segments, each of which holds from a sample on.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.order import Extents
+from streammega.order.extents import merge_extents
+from streammega.order.schedule import BatchSchedule
+from streammega.order.state import PHASES
+from streammega.order.stream_inverse import TokenUses, concatenate_uses
+from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import new_memory, sequence_fields
-from streammega.samples.excluded import SkippedColumns, SkippedTokens
+from streammega.samples.document_names import DocumentName
+from streammega.samples.excluded import (
+    SkippedColumns,
+    SkippedTokens,
+    skipped_tokens,
+    skips_identity,
+)
 from streammega.samples.fetch import Ids, fetch_ids, rows_of
 from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
+Integers = NDArray[np.int64]
+Span = tuple[int, int]
+"""Samples [start, stop)."""
 OPENERS = 16
 """Pairs of a blend that are opened at once."""
+IDENTITY_OF_RUN = ("order", "order_version", "split", "seed", "add_extra_token", "drop_last")
+"""The entries of an identity that are the same in every segment."""
 
 
-class SampleSource(Protocol):
-    """Samples in an order. `files[d]` are the files of dataset d that extents refer to."""
+class SegmentUsage(NamedTuple):
+    """What samples of one segment take from each of its datasets, in the order of its blend.
+
+    numbers: of the datasets over all segments. shares: their parts of the weights. samples: int64
+    [datasets]. tokens_per_epoch: of the split. remainders: of each dataset the counts that only an
+    order has which cuts unread epochs anew; empty for others.
+    """
+
+    numbers: Sequence[int]
+    shares: Sequence[float]
+    samples: Integers
+    tokens_per_epoch: Sequence[int]
+    remainders: Sequence[dict[str, int]]
+
+
+class SegmentSource(ABC):
+    """Samples of one split in one order over open files; they keep their numbers in the whole stream.
+
+    `files[d]` are the files of dataset d that extents refer to. Datasets are numbered over all
+    segments of a run, in the order in which they first appear.
+    """
 
     config: DataConfig
+    """With the sequence length of this segment."""
+    split: str
+    files: Sequence[Sequence[TokenFile]]
+    prefixes: Sequence[str]
+    """The name of each dataset."""
+    first_sample: int = 0
+    order: StreamOrder | None = None
+    """None of the Megatron order, whose samples are in built indices."""
+    has_file_per_shard: bool = False
+    """Whether extents refer to the shards of a dataset as files of their own, not as one."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int | None:
+        """The sample behind the last that it could have; None: it has no end."""
+
+    @abstractmethod
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie."""
+
+    @abstractmethod
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """What defines the order of the samples before `consumed` (None: of all): small, JSON-able,
+        without where the data lies.
+        """
+
+    @abstractmethod
+    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+        """What spans of samples take from the datasets."""
+
+    @abstractmethod
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """The samples before `end` that read tokens of a document, and which tokens of it. shards:
+        of its dataset.
+        """
+
+    def later_identity(self) -> dict[str, Any]:
+        """What defines it after the first segment: without what all segments share."""
+        identity = self.identity()
+        changing = {name: identity[name] for name in identity if name not in IDENTITY_OF_RUN}
+        return {"first_sample": self.first_sample} | changing
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the stream order; 0 of others."""
+        return 0 if self.order is None else self.order.lanes
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether samples may join runs of tokens that earlier segments left unread."""
+        return self.order is not None and self.order.has_remainders
+
+    @cached_property
+    def dataset_numbers(self) -> Integers:
+        """The number of each dataset that samples are drawn from, int64."""
+        return np.arange(len(self.files))
+
+    @cached_property
+    def dataset_ids(self) -> Integers:
+        """The "dataset_id" of each dataset, int64: its number, or of what was appended in mid-run
+        that of the dataset which grew.
+        """
+        return np.arange(len(self.files))
+
+    @cached_property
+    def skipped(self) -> SkippedTokens | None:
+        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
+        of these datasets has.
+        """
+        return skipped_tokens(self.config, self.split, self.prefixes, self.files)
+
+    def read(self, sample_ids: Integers) -> tuple[Ids, Integers]:
+        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each
+        has.
+        """
+        extents = self.locate(sample_ids)
+        return self._read(extents, self._skipped_columns(sample_ids, extents))
+
+    def sample_fields(self, sample_ids: Integers, *, bounds: bool = False) -> Batch:
+        """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of
+        their datasets leave out, nor on documents that are skipped; with inter_document_masking also
+        those that it makes.
+        """
+        config = self.config
+        extents = self.locate(sample_ids)
+        skipped = self._skipped_columns(sample_ids, extents)
+        ids, valid = self._read(extents, skipped)
+        seams = None
+        if config.seams != "joined":
+            seams = as_asked(seams_of(self.files, extents), config)
+        batch = fields_of_ids(ids, valid, config, bounds=bounds, seams=seams)
+        files = all_files(self.files)
+        if config.inter_document_masking:
+            size = extents.stop - extents.start
+            packed = are_packed(files)
+            batch |= sequence_fields(extents.row_splits, size, config, new_memory, packed=packed)
+        if config.dataset_ids:
+            batch["dataset_id"] = torch.from_numpy(self.dataset_ids[first_datasets(extents)])
+        if has_modes(files):
+            loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
+            clear_by_modes(files, runs_of(self.files, extents, shift=-1), loss_mask)
+        if skipped is not None:
+            skipped.clear_loss(batch["loss_mask"].numpy())
+        return batch
+
+    def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> SkippedColumns | None:
+        """Where samples hold tokens that are not seen; None: nowhere."""
+        if self.skipped is None:
+            return None
+        return self.skipped.columns(runs_of(self.files, extents), sample_ids)
+
+    def _read(self, extents: Extents, skipped: SkippedColumns | None) -> tuple[Ids, Integers]:
+        config = self.config
+        width = config.sequence_length + int(config.add_extra_token)
+        file_of_row = file_of_rows(self.files, extents)
+        ids, valid = fetch_ids(all_files(self.files), file_of_row, extents, width, config.storage)
+        if skipped is not None:
+            assert config.eod_id is not None
+            skipped.overwrite(ids, config.eod_id)
+        return ids, valid
+
+
+class SampleSource:
+    """Samples of one split, over the segments of a run: at least one, the first from sample 0 on.
+
+    Args: config: of the run, with all its segments. segments: over the same files.
+    """
+
+    def __init__(self, config: DataConfig, segments: Sequence[SegmentSource]) -> None:
+        self._config = config
+        self._segments = tuple(segments)
+
+    @property
+    def config(self) -> DataConfig:
+        """The config of the run."""
+        return self._config
+
+    @property
+    def segments(self) -> Sequence[SegmentSource]:
+        """What samples are drawn from, in the order of their first samples."""
+        return self._segments
+
+    def segment_number(self, sample: int) -> int:
+        """The number of the segment that holds a sample."""
+        return bisect_right(self.segments, sample, key=lambda segment: segment.first_sample) - 1
+
+    def segment_at(self, sample: int) -> SegmentSource:
+        """The segment that holds a sample."""
+        return self.segments[self.segment_number(sample)]
+
+    def of_segment(self, number: int) -> SampleSource:
+        """The samples of one segment alone."""
+        segment = self.segments[number]
+        return SampleSource(segment.config, [segment])
 
     @property
     def files(self) -> Sequence[Sequence[TokenFile]]:
         """The files of each dataset."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """How many samples there are; None: the stream has no end."""
+        return self.segments[0].files
 
     @property
     def skipped(self) -> SkippedTokens | None:
         """The tokens that are not seen; None: all are."""
+        return self.segments[0].skipped
 
-    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
-        """Where samples lie."""
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples there are; None: the stream has no end."""
+        return self.segments[-1].num_samples
 
-    def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """What defines the order of the first `consumed` samples (None: all): small, JSON-able,
-        without where the data lies.
+    @property
+    def lanes(self) -> int:
+        """Lanes of the first segment in the stream order; 0 of others."""
+        return self.segments[0].lanes
+
+    def with_lanes(self, lanes: int) -> SampleSource:
+        """The same samples in the lanes of a saved state, unless the config names its own. Orders
+        without lanes stay as they are.
+        """
+        return self
+
+    @property
+    def has_file_per_shard(self) -> bool:
+        """As of its segments."""
+        return self.segments[0].has_file_per_shard
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether samples of some segment may join runs of tokens that earlier ones left unread."""
+        return any(segment.has_remainders for segment in self.segments)
+
+    @property
+    def appended_at(self) -> Sequence[int]:
+        """The first samples of segments that began because data was appended in mid-run."""
+        return ()
+
+    def attach(self, sample: int) -> None:
+        """Note that reading goes on at a sample: data appended before it is taken as recorded, and
+        none is looked for there any more. Data that never grows has nothing to note.
         """
 
+    def advance_to(self, sample: int, schedule: BatchSchedule) -> bool:
+        """Take in all data that is appended up to a sample. To be called before the sample is handed
+        out. Returns whether there are other segments now; data that never grows has none.
+        """
+        return False
 
-def read_samples(
-    source: SampleSource, sample_ids: NDArray[np.int64]
-) -> tuple[Ids, NDArray[np.int64]]:
-    """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of
-    them each has.
-    """
-    extents = source.locate(sample_ids)
-    return _read(source, extents, _skipped_columns(source, sample_ids, extents))
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie."""
+        segments = self.segments
+        if len(segments) == 1:
+            return segments[0].locate(sample_ids)
+        first_samples = np.array([segment.first_sample for segment in segments], np.int64)
+        number_of_sample = np.searchsorted(first_samples, sample_ids, side="right") - 1
+        parts: list[tuple[Integers, Extents]] = []
+        for number in np.unique(number_of_sample).tolist():
+            chosen = np.flatnonzero(number_of_sample == number)
+            parts.append((chosen, segments[number].locate(sample_ids[chosen])))
+        if len(parts) == 1:  # as nearly always: a segment is many thousands of steps
+            return parts[0][1]
+        return merge_extents(parts)
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """What defines the order of the first `consumed` samples (None: of all): that of the first
+        segment, and beside it those that began before, by their numbers. The future may still be
+        changed.
+        """
+        first, *later = self.segments
+        begun = {
+            number: segment
+            for number, segment in enumerate(later, 1)
+            if consumed is None or segment.first_sample < consumed
+        }
+        # what is skipped of datasets that no sample is drawn from has changed nothing yet
+        drawn = {*first.dataset_numbers.tolist()}
+        drawn.update(*(segment.dataset_numbers.tolist() for segment in begun.values()))
+        identity = first.identity(consumed) | skips_identity(self.skipped, consumed, drawn)
+        # without later ones it is the identity of a run that has none
+        phases = {str(number): segment.later_identity() for number, segment in begun.items()}
+        return identity | {PHASES: phases} if phases else identity
+
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """The samples before `end` that read tokens of a document, in their order, and which tokens
+        of it. shards: of its dataset.
+        """
+        uses = []
+        ends = [segment.first_sample for segment in self.segments[1:]] + [end]
+        for segment, segment_end in zip(self.segments, ends, strict=True):
+            if segment.first_sample < end:
+                uses.append(segment.document_uses(shards, name, min(end, segment_end)))
+        return concatenate_uses(uses)
 
 
-def sample_fields(
-    source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False
-) -> Batch:
-    """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their
-    datasets leave out, nor on documents that are skipped; with inter_document_masking also those
-    that it makes.
-    """
-    config = source.config
-    extents = source.locate(sample_ids)
-    skipped = _skipped_columns(source, sample_ids, extents)
-    ids, valid = _read(source, extents, skipped)
-    seams = None
-    if config.seams != "joined":
-        seams = as_asked(seams_of(source, extents), config)
-    batch = fields_of_ids(ids, valid, config, bounds=bounds, seams=seams)
-    files = all_files(source)
-    if config.inter_document_masking:
-        size = extents.stop - extents.start
-        packed = are_packed(files)
-        batch |= sequence_fields(extents.row_splits, size, config, new_memory, packed=packed)
-    if config.dataset_ids:
-        batch["dataset_id"] = torch.from_numpy(dataset_of_samples(source, extents))
-    if has_modes(files):
-        loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
-        clear_by_modes(files, runs_of(source, extents, shift=-1), loss_mask)
-    if skipped is not None:
-        skipped.clear_loss(batch["loss_mask"].numpy())
-    return batch
+def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
+    """The files of all datasets, end to end."""
+    return [file for of_dataset in files for file in of_dataset]
 
 
-def seams_of(source: SampleSource, extents: Extents) -> Seams:
+def first_datasets(extents: Extents) -> NDArray[np.int32]:
+    """The number of the dataset of each sample: that of its first extent, for all are of one."""
+    return extents.dataset[extents.row_splits[:-1]]
+
+
+def dataset_of_samples(source: SampleSource, extents: Extents) -> Integers:
+    """The "dataset_id" of each sample, int64 [samples]."""
+    return source.segments[0].dataset_ids[first_datasets(extents)]
+
+
+def seams_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Seams:
     """Where samples go over from one run of tokens to another."""
     rows = rows_of(extents)
     return seams_between(
         np.diff(extents.row_splits),
-        file_of_rows(source, extents),
+        file_of_rows(files, extents),
         extents.start,
         rows.size,
         rows.column,
     )
 
 
-def all_files(source: SampleSource) -> list[TokenFile]:
-    """The files of all datasets, end to end."""
-    return [file for files in source.files for file in files]
-
-
-def dataset_ids(source: SampleSource) -> NDArray[np.int64]:
-    """The "dataset_id" of each dataset, int64 [datasets]: its number, or of what joined a run by
-    itself that of the dataset that it was appended to, since it is the same source.
-    """
-    # orders that nothing joins have no such
-    joined_ids: NDArray[np.int64] | None = getattr(source, "joined_ids", None)
-    return np.arange(len(source.files)) if joined_ids is None else joined_ids
-
-
-def dataset_of_samples(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
-    """The "dataset_id" of each sample, int64 [samples]: that of its first extent, for all are of
-    one dataset.
-    """
-    return dataset_ids(source)[extents.dataset[extents.row_splits[:-1]]]
-
-
-def file_of_rows(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
+def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Integers:
     """The place among all files of the one in which each row lies."""
-    files_of_dataset = [len(files) for files in source.files]
-    first_file = np.cumsum([0, *files_of_dataset])
+    first_file = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
     return first_file[extents.dataset].astype(np.int64) + extents.file
 
 
-def _skipped_columns(
-    source: SampleSource, sample_ids: NDArray[np.int64], extents: Extents
-) -> SkippedColumns | None:
-    """Where samples hold tokens that are not seen; None: nowhere."""
-    if source.skipped is None:
-        return None
-    return source.skipped.columns(runs_of(source, extents), sample_ids)
-
-
-def _read(
-    source: SampleSource, extents: Extents, skipped: SkippedColumns | None
-) -> tuple[Ids, NDArray[np.int64]]:
-    config = source.config
-    width = config.sequence_length + int(config.add_extra_token)
-    file_of_row = file_of_rows(source, extents)
-    ids, valid = fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
-    if skipped is not None:
-        assert config.eod_id is not None
-        skipped.overwrite(ids, config.eod_id)
-    return ids, valid
-
-
-def runs_of(source: SampleSource, extents: Extents, *, shift: int = 0) -> Runs:
+def runs_of(files: Sequence[Sequence[TokenFile]], extents: Extents, *, shift: int = 0) -> Runs:
     """Where the tokens of samples lie, `shift` columns further on: their labels one before."""
     rows = rows_of(extents)
     return Runs(
-        file=file_of_rows(source, extents),
+        file=file_of_rows(files, extents),
         start=extents.start,
         size=rows.size,
         sample=rows.sample,

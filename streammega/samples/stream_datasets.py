@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streammega.config import DataConfig
 from streammega.dataset.headers import LISTED_AT_ONCE, content_of, read_datasets
-from streammega.dataset.manifest_metadata import tokenizers_of
+from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -31,15 +31,15 @@ MANY_SEQUENCES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset, the parts of them that belong to a split, the shards, and the tokens of
-    its bins where it is packed.
+    """The files of a dataset, the parts of them that belong to a split, the tokens of its bins where it
+    is packed, and its tokenizers where they are compared.
     """
 
     name: str
     files: list[TokenFile]
     parts: StreamDataset
-    shards: list[Shard]
     bin_tokens: int | None
+    tokenizers: set[TokenizerLabel]
 
 
 def open_datasets(
@@ -58,8 +58,16 @@ def open_datasets(
     missing = [name for name in prefixes if name not in opened_of_name]
     shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
 
+    compares_tokenizers = not config.mix_tokenizers and (
+        len(prefixes) > 1 or config.follow is not None
+    )
+
     def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
-        return _cut_dataset(*dataset, shares, split, config)
+        name, shards = dataset
+        opened = _cut_dataset(name, shards, shares, split, config)
+        if not compares_tokenizers:
+            return opened
+        return replace(opened, tokenizers=tokenizers_of(shards, name))
 
     datasets = list(zip(missing, shards_of, strict=True))
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
@@ -67,8 +75,8 @@ def open_datasets(
     at_once = 1 if is_whole else min(LISTED_AT_ONCE, config.storage.max_requests)
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
-    if len(opened) > 1 and not config.mix_tokenizers:
-        _check_one_tokenizer(prefixes, opened, config)
+    if compares_tokenizers:
+        check_tokenizers([(dataset.name, dataset.tokenizers) for dataset in opened], config)
     return opened
 
 
@@ -109,7 +117,9 @@ def _cut_dataset(
     # in bytes, blocks are as long as the widest tokens make them
     itemsize = max(shard.dtype.itemsize for shard in shards)
     dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
-    return OpenDataset(name=name, files=files, parts=dataset, shards=shards, bin_tokens=bin_tokens)
+    return OpenDataset(
+        name=name, files=files, parts=dataset, bin_tokens=bin_tokens, tokenizers=set()
+    )
 
 
 def _bin_tokens(name: str, shards: Sequence[Shard]) -> int | None:
@@ -158,16 +168,6 @@ def _parts_of(
             parts.append(FilePart(file=number, start=start, tokens=tokens))
         units_before += units
     return parts
-
-
-def _check_one_tokenizer(
-    prefixes: Sequence[str], opened: Sequence[OpenDataset], config: DataConfig
-) -> None:
-    """Raise ConfigError if datasets of a blend are of different tokenizers."""
-    tokenizers = []
-    for name, dataset in zip(prefixes, opened, strict=True):
-        tokenizers.append((name, tokenizers_of(dataset.shards, name)))
-    check_tokenizers(tokenizers, config)
 
 
 def _warn_of_short(name: str, parts: Sequence[FilePart], count: int, config: DataConfig) -> None:

@@ -28,7 +28,7 @@ from streammega.gradients.loss_scale import LossScale
 from streammega.parallel import RankBatches
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
-from streammega.samples.phases import source_names
+from streammega.samples.segments import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.checkpoints.resume import rewinds_of

@@ -9,8 +9,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks, open_loader
-from streammega.samples.phases import short_names
-from streammega.samples.split_blend import split_blend
+from streammega.samples.segments import short_names, split_blend
 from streammega.train.config import RunConfig
 
 

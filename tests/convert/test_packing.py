@@ -609,7 +609,7 @@ def test_balanced_batches_count_documents_of_bins_and_no_padding(
             batch = loader.take()
             rows = [{name: field[row] for name, field in batch.items()} for row in range(2)]
             expected = [sum(size**2 for size in lengths[bin_of(row)]) for row in rows]
-            assert attention_costs(loader.dataset.samples, ids).tolist() == expected
+            assert attention_costs(loader.dataset.samples.segments[0], ids).tolist() == expected
 
 
 @pytest.mark.guarantee("memory-workers-interruptions")

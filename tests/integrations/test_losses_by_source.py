@@ -14,7 +14,7 @@ import torch
 
 from streammega import DataConfig, PhaseConfig, SourceLosses
 from streammega.errors import ConfigError
-from streammega.samples.phases import source_names
+from streammega.samples.segments import source_names
 from tests.support.builders import write_random_pair
 from tests.support.gang import Gang
 from tests.support.source_programs import (

@@ -153,7 +153,9 @@ def test_costs_are_known_before_a_token_is_read(data: str, order: Order, tmp_pat
     for _ in range(GLOBAL):
         ids = loader.dataset.sample_ids(loader.consumed_samples)
         of_bounds = loader.take()["cu_seqlens"].diff(dim=1).pow(2).sum(1)
-        assert attention_costs(loader.dataset.samples, ids).tolist() == of_bounds.tolist()
+        assert (
+            attention_costs(loader.dataset.samples.segments[0], ids).tolist() == of_bounds.tolist()
+        )
     loader.close()
 
 

@@ -33,7 +33,6 @@ from streammega.loading.spans import FileTable
 from streammega.loading.stats import Stats
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
-from streammega.samples.lanes import StreamSource
 from streammega.storage.fetch.buffer_pool import BufferPool, rounded
 from tests.support.builders import write_dataset
 from tests.support.streams import config_of, storage_of, stream, write_data
@@ -285,9 +284,9 @@ def test_the_stream_order_fetches_every_byte_once(
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     reader = plan_reading(loader.dataset.steps, 0, storage.memory_bytes)
     assert reader.planner.pieces is not None
-    samples = loader.dataset.samples
-    assert isinstance(samples, StreamSource)
-    epoch = int(samples.order.sizes[0]) // 8
+    order = loader.dataset.samples.segments[0].order
+    assert order is not None
+    epoch = int(order.sizes[0]) // 8
     loader = StreamLoader(
         replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8
     )

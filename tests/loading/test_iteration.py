@@ -34,7 +34,6 @@ from streammega.errors import AccessDeniedError, FormatError, StateError
 from streammega.loading.iterate import Iteration
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
-from streammega.samples.lanes import StreamSource
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
@@ -620,16 +619,14 @@ def test_a_load_that_is_refused_changes_nothing(
         next(held)
 
         before = loader.state_dict()
-        samples = loader.dataset.samples
-        assert isinstance(samples, StreamSource)
-        lanes = samples.order.lanes
+        lanes = loader.dataset.steps.lanes
         schedule = loader.dataset.schedule
         generation = loader.dataset.generation
         with contextlib.suppress(StateError):
             loader.load_state_dict(state)
             return  # it was whole, or whole enough
         assert loader.state_dict() == before
-        assert loader.dataset.samples.order.lanes == lanes  # type: ignore[attr-defined]
+        assert loader.dataset.steps.lanes == lanes
         assert (loader.dataset.schedule, loader.dataset.generation) == (schedule, generation)
         next(held)
         assert loader.consumed_samples == before["consumed_samples"] + 4

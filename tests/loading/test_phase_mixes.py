@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.convert import convert
-from streammega.samples.phases import source_at
-from streammega.samples.source import read_samples
 from tests.support.builders import write_dataset
 
 EOD = 0
@@ -91,7 +89,7 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     """{sample: its ids} up to `end`, by reading one after the other."""
     found = {}
     for sample in range(end):
-        ids, valid = read_samples(source_at(dataset.samples, sample), np.array([sample]))
+        ids, valid = dataset.samples.segment_at(sample).read(np.array([sample]))
         found[sample] = ids[0, : valid[0]].tolist()
     return found
 

@@ -20,8 +20,8 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StateError
 from streammega.samples.document_names import DocumentName
 from streammega.samples.order_differences import compare_orders
-from streammega.samples.phases import PhasedSource
 from streammega.samples.provenance import Provenance
+from streammega.samples.stream_source import StreamSource
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -570,8 +570,8 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
     config = config_of(data, storage=StorageConfig())
-    source = PhasedSource(config, "train", BATCH)
-    numbers = [order.dataset_numbers.tolist() for order in source.order.phases]
+    source = StreamSource(config, "train", BATCH)
+    numbers = [segment.dataset_numbers.tolist() for segment in source.segments]
     assert numbers == [[0, 1], [1, 2], [0, 1]]
     assert [files[0].key.rpartition("/")[2] for files in source.files] == [
         "web.bin",
@@ -598,7 +598,7 @@ def test_a_dataset_that_phases_spell_in_two_ways_is_one(
         config = DataConfig(
             blend=first, phases=phases, sequence_length=16, order="stream", lanes=48
         )
-        orders.append(PhasedSource(config, "train", BATCH))
+        orders.append(StreamSource(config, "train", BATCH))
     one, other = (source.locate(np.arange(300)) for source in orders)
     assert len(orders[0].files) == 2
     for name in ("dataset", "file", "start", "stop"):

@@ -22,8 +22,13 @@ from streammega.order.epoch_remainder import remainder_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import BatchSchedule, batch_schedule
 from streammega.order.stream_inverse import TokenUses, samples_using_tokens
-from streammega.order.stream_order import LaterPhase, PhasedOrder, StreamOrder, phased_order
-from streammega.samples.usage import usage_of
+from streammega.order.stream_order import (
+    LaterPhase,
+    PhasedOrder,
+    StreamOrder,
+    phased_order,
+    usage_of,
+)
 
 LENGTH = 5
 LONGEST = 12

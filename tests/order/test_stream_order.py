@@ -29,7 +29,7 @@ from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import BatchSchedule
 from streammega.order.stream_order import StreamOrder, default_lanes
-from streammega.samples.lanes import StreamSource
+from streammega.samples.stream_source import StreamSource
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -339,7 +339,9 @@ def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) 
     lengths = [IndexedDataset(f"{shards}/shard-{n}").sequence_lengths.tolist() for n in range(7)]
     every = [length for shard in lengths for length in shard]
     first_token = sum(every[: round(0.8 * len(every))])
-    ids = np.arange(int(source.order.sizes[0]))
+    order = source.segments[0].order
+    assert order is not None
+    ids = np.arange(int(order.sizes[0]))
     extents = source.locate(ids)
     before = np.cumsum([0, *map(len, raw)])
     assert (before[extents.file] + extents.start >= first_token).all(), (

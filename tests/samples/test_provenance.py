@@ -17,8 +17,7 @@ from streammega.errors import ConfigError
 from streammega.order.schedule import StepNumbers, batch_schedule, rank_of
 from streammega.order.sharding import rank_samples
 from streammega.samples.document_names import DocumentName
-from streammega.samples.document_uses import TracedSample
-from streammega.samples.provenance import Provenance
+from streammega.samples.provenance import Provenance, TracedSample
 
 Documents = dict[str, list[np.ndarray]]
 """The tokens of the documents of each shard, by its prefix."""

@@ -28,7 +28,7 @@ from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
 from streammega.samples.open import prepare
-from streammega.samples.phases import source_names
+from streammega.samples.segments import source_names
 from streammega.storage import open_store
 from streammega.train.config import load_run
 from streammega.train.splits import validation_sets

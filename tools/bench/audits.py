@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from streammega import DataConfig, IndexedDataset, StreamingDataset
 from streammega.cli.main import main as streammega
-from streammega.samples.document_uses import TracedSample
-from streammega.samples.provenance import Provenance
+from streammega.samples.provenance import Provenance, TracedSample
 from streammega.train.config import load_run
 from streammega.train.splits import data_of
 from tools.bench import harness

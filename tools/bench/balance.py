@@ -80,7 +80,7 @@ def spread_of(
         starts = np.arange(first, first + batch, ranks * rows)
         ids = [replace(steps, dp_rank=rank).sample_ids(starts) for rank in range(ranks)]
         dealt = np.stack(ids, axis=1)
-        costs = attention_costs(dataset.samples, dealt.reshape(-1)).reshape(dealt.shape)
+        costs = attention_costs(dataset.samples.segments[0], dealt.reshape(-1)).reshape(dealt.shape)
         even = costs.sum() / ranks
         paces.append(pace(costs) / even)
         longest.append(longest_rank(costs) / even)

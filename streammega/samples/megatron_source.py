@@ -1,0 +1,174 @@
+"""The Megatron order over the segments of a run: each is a run of its own, as Megatron's
+`--phase-transition-iterations` makes it.
+
+Megatron ends a run at a transition and begins another there, whose datasets are built for as many
+samples as the phase has and are read from their first one on. So nothing is carried from one phase
+into the next: a dataset that stays is shuffled anew, from its first epoch on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from streammega.config import DataConfig, PhaseConfig
+from streammega.dataset import IndexedDataset
+from streammega.dataset.document_lookup import ShardDocuments
+from streammega.errors import ConfigError
+from streammega.order import Extents
+from streammega.order.schedule import check_in_samples
+from streammega.order.split import SPLITS
+from streammega.order.stream_inverse import TokenUses, concatenate_uses
+from streammega.samples.blended import BlendedDataset
+from streammega.samples.build import build_split
+from streammega.samples.document_names import DocumentName
+from streammega.samples.excluded import SkippedTokens, skipped_tokens
+from streammega.samples.gpt import GPTDataset
+from streammega.samples.packed import check_one_kind
+from streammega.samples.segments import dataset_names, segments_of
+from streammega.samples.source import Integers, SampleSource, SegmentSource, SegmentUsage, Span
+from streammega.samples.token_file import TokenFile, check_tokenizers
+
+
+class MegatronSegment(SegmentSource):
+    """Samples of one phase, by their numbers in the whole stream.
+
+    Args: samples: Megatron's dataset of the phase. first_sample: where it begins. numbers: of each
+        of its datasets the number over all segments. files: of all of these. skipped: what of them
+        is not seen.
+    """
+
+    def __init__(
+        self,
+        samples: GPTDataset | BlendedDataset,
+        first_sample: int,
+        numbers: Sequence[int],
+        files: Sequence[Sequence[TokenFile]],
+        skipped: SkippedTokens | None,
+    ) -> None:
+        self.samples = samples
+        self.skipped = skipped
+        self.config = samples.config
+        self.split = samples.split
+        self.first_sample = first_sample
+        self.dataset_numbers = np.array(numbers, np.int64)
+        self.files = files
+
+    @property
+    def num_samples(self) -> int:
+        """The sample of the stream behind the last one that the phase could have."""
+        return self.first_sample + len(self.samples)
+
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie. `dataset`: its number over all segments."""
+        extents = self.samples.locate(sample_ids - self.first_sample)
+        numbers = self.dataset_numbers.astype(np.int32)
+        return replace(extents, dataset=numbers[extents.dataset])
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """How many samples a phase has is part of it: Megatron shuffles it as a whole."""
+        return self.samples.identity()
+
+    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+        """Of the built indices, which are looked through."""
+        shift = self.first_sample
+        usage = self.samples.usage([(start - shift, stop - shift) for start, stop in spans])
+        return usage._replace(numbers=self.dataset_numbers.tolist())
+
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """Of every time that its blend has the dataset."""
+        shift = self.first_sample
+        found = []
+        for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():
+            here = replace(name, dataset=place)
+            uses = self.samples.document_uses(shards, here, end - shift)
+            found.append(TokenUses(uses.sample + shift, uses.start, uses.stop))
+        return concatenate_uses(found)
+
+
+def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> SampleSource:
+    """Samples of a split in the Megatron order, over all phases of a config.
+
+    Raises ConfigError for a phase that holds nothing, or less than its samples, naming it, and for
+    datasets of which some are packed, or of another tokenizer; StorageError and FormatError for the
+    files.
+    """
+    built = build_phases(config, split, num_samples)
+    segments = segments_of(config, split)
+    dataset_of_number: dict[int, GPTDataset] = {}
+    for samples, segment in zip(built, segments, strict=True):
+        for number, dataset in zip(segment.datasets, samples.datasets, strict=True):
+            dataset_of_number.setdefault(number, dataset)
+    datasets = [dataset_of_number[number] for number in sorted(dataset_of_number)]
+    opened = [dataset.indexed for dataset in datasets]
+    check_one_kind([(indexed.prefix, indexed.bin_tokens) for indexed in opened])
+    if not config.mix_tokenizers:
+        check_tokenizers([(indexed.prefix, indexed.tokenizers) for indexed in opened], config)
+    files = [dataset.files[0] for dataset in datasets]
+    prefixes = [prefix for prefix, _ in dataset_names(segments)]
+    skipped = skipped_tokens(config, split, prefixes, files)
+    return SampleSource(
+        config,
+        [
+            MegatronSegment(samples, segment.first_sample, segment.datasets, files, skipped)
+            for samples, segment in zip(built, segments, strict=True)
+        ],
+    )
+
+
+def build_phases(
+    config: DataConfig, split: str, num_samples: int
+) -> list[GPTDataset | BlendedDataset]:
+    """Megatron's dataset of each phase. num_samples: of all of them. Raises ConfigError."""
+    phases = config.phases_of(split)
+    check_in_samples(phases)
+    starts = [0, *(phase.first_sample for phase in phases), num_samples]
+    if starts[-1] <= starts[-2]:
+        raise ConfigError(
+            f"num_samples asks {num_samples} samples of {split}, and phase {len(phases)} begins at "
+            f"sample {starts[-2]}; ask for those of all phases"
+        )
+    opened: dict[str, IndexedDataset] = {}
+    of_phase = replace(config, phases=(), skip_documents=())  # skipped over all phases
+    built = []
+    for number, start in enumerate(starts[:-1]):
+        if number:
+            of_phase = _in_phase(of_phase, split, phases[number - 1])
+        asked = starts[number + 1] - start
+        built.append(_built(of_phase, split, number, asked, opened))
+    return built
+
+
+def _built(
+    config: DataConfig, split: str, number: int, asked: int, opened: dict[str, IndexedDataset]
+) -> GPTDataset | BlendedDataset:
+    """The dataset of one phase. Raises ConfigError where it has fewer samples than are asked."""
+    try:
+        samples = build_split(config, split, asked, opened)
+    except ConfigError as error:
+        raise ConfigError(f"phase {number}: {error}" if number else str(error)) from None
+    if samples is None or isinstance(samples, list):
+        raise ConfigError(f"phase {number}: split {config.split!r} leaves nothing for {split}")
+    if len(samples) < asked:
+        raise ConfigError(
+            f"phase {number} has {asked} samples, and its datasets, each of them once, "
+            f"{len(samples)}; give them weights, by which they are read as often as it takes"
+        )
+    return samples
+
+
+def _in_phase(before: DataConfig, split: str, phase: PhaseConfig) -> DataConfig:
+    """The config of a phase, of that before it."""
+    length = phase.sequence_length or before.sequence_length
+    if phase.blend is None:
+        return replace(before, sequence_length=length)
+    if before.blend_per_split is None:
+        return replace(before, sequence_length=length, blend=phase.blend)
+    blends = list(before.blend_per_split)
+    blends[SPLITS.index(split)] = phase.blend
+    return replace(before, sequence_length=length, blend_per_split=blends)

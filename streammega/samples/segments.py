@@ -1,0 +1,205 @@
+"""What a config names, segment by segment: the datasets of a split with their weights and numbers.
+
+Every order, and the trainer, decode blends and splits here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streammega.config import DataConfig, parse_blend
+from streammega.dataset.names import strip_suffix
+from streammega.dataset.resolve import is_local_folder
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.order.split import SPLITS, split_fractions
+from streammega.order.state import PHASES
+
+Name = tuple[str, int]
+"""A dataset: its prefix, and how many of that prefix stand before it in its blend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitBlend:
+    """The datasets of a split, and how they are cut.
+
+    weights: None where the config gives none. shares: the split string by which every dataset is
+    cut; with `blend_per_split`, the one that gives all of it to the split.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    shares: str
+
+
+def split_blend(config: DataConfig, split: str) -> SplitBlend | None:
+    """What a split reads: "train", "valid" or "test". None where the config gives it nothing.
+
+    Raises ConfigError for a split string that means nothing.
+    """
+    number = SPLITS.index(split)
+    blend = config.blend
+    shares = config.split
+    if blend is None:
+        blend = (config.blend_per_split or ())[number]
+        # such a dataset belongs to one split, and all of it does
+        shares = ",".join("1" if name == split else "0" for name in SPLITS)
+    if blend is None or not split_fractions(shares)[number] > 0:
+        return None
+    prefixes, weights = parse_blend(blend)
+    return SplitBlend(prefixes=prefixes, weights=weights, shares=shares)
+
+
+def blend_of(config: DataConfig, split: str) -> SplitBlend:
+    """What a split reads. Raises ConfigError where the config gives it nothing."""
+    blend = split_blend(config, split)
+    if blend is None:
+        missing = "blend_per_split has no blend"
+        if config.blend is not None:
+            missing = f"split {config.split!r} leaves nothing"
+        raise ConfigError(f"{missing} for {split}")
+    return blend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """What training draws from, from a sample on.
+
+    datasets: numbers over all segments, in the order in which datasets first appear. names: of
+    each. weights: None: in proportion to samples. restart: numbers of datasets that begin a new
+    epoch. lanes: None: as before.
+    """
+
+    first_sample: int
+    datasets: Sequence[int]
+    names: Sequence[Name]
+    weights: Sequence[float] | None
+    sequence_length: int
+    restart: frozenset[int] = frozenset()
+    lanes: int | None = None
+
+
+def segments_of(config: DataConfig, split: str) -> list[Segment]:
+    """The segments of a split. Raises ConfigError where the config gives it nothing, or a phase
+    restarts what it does not draw from.
+    """
+    blend = blend_of(config, split)
+    spelling_of: dict[str, str] = {}
+    number_of: dict[Name, int] = {}
+    names = _names([_first_spelling(prefix, spelling_of) for prefix in blend.prefixes])
+    segments = [
+        Segment(
+            first_sample=0,
+            datasets=[number_of.setdefault(name, len(number_of)) for name in names],
+            names=names,
+            weights=blend.weights,
+            sequence_length=config.sequence_length,
+            lanes=config.lanes,
+        )
+    ]
+    for number, phase in enumerate(config.phases_of(split), 1):
+        before = segments[-1]
+        names = before.names
+        weights = before.weights
+        if phase.blend is not None:
+            prefixes, weights = parse_blend(phase.blend)
+            names = _names([_first_spelling(prefix, spelling_of) for prefix in prefixes])
+        restart = [_first_spelling(prefix, spelling_of) for prefix in phase.restart]
+        _check_restart(number, restart, names, segments)
+        segments.append(
+            Segment(
+                first_sample=phase.first_sample,
+                datasets=[number_of.setdefault(name, len(number_of)) for name in names],
+                names=names,
+                weights=weights,
+                sequence_length=phase.sequence_length or before.sequence_length,
+                restart=frozenset(number_of[name] for name in names if name[0] in restart),
+                lanes=phase.lanes,
+            )
+        )
+    return segments
+
+
+def dataset_names(segments: Sequence[Segment]) -> list[Name]:
+    """The name of each dataset, by its number."""
+    return list(dict.fromkeys(name for segment in segments for name in segment.names))
+
+
+def prefixes_of(config: DataConfig, split: str) -> list[str]:
+    """The prefix of each dataset of a split, by its number over all segments."""
+    return [prefix for prefix, _ in dataset_names(segments_of(config, split))]
+
+
+def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
+    """The name of each dataset, by its path in the identity of an order: "datasets[0]", or
+    "dataset" of a single one, and in phases "phases.1.datasets[0]".
+    """
+    names = {}
+    for number, segment in enumerate(segments_of(config, split)):
+        phase = f"{PHASES}.{number}." if number else ""
+        for place, (prefix, _) in enumerate(segment.names):
+            names[f"{phase}datasets[{place}]"] = redact_urls(prefix)
+            names[f"{phase}dataset"] = redact_urls(prefix)
+    return names
+
+
+def source_names(data: DataConfig, split: str = "train") -> list[str]:
+    """A short name for each dataset of a split, over all phases, by its "dataset_id"."""
+    if split_blend(data, split) is None:
+        return []
+    return short_names(prefixes_of(data, split))
+
+
+def short_names(prefixes: Sequence[str]) -> list[str]:
+    """The last parts of prefixes, numbered where they repeat."""
+    names: list[str] = []
+    for prefix in prefixes:
+        _, _, last_part = redact_urls(prefix).rstrip("/").rpartition("/")
+        names.append(last_part)
+    return [
+        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
+    ]
+
+
+def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:
+    """A prefix as it was spelled first, so that `web`, `./web` and `/data/web` are one dataset in
+    all phases, and a folder with and without its last slash. spelling_of: by what they name.
+
+    Names of other storage are as they are: there a folder and a prefix may have the same name.
+    """
+    if "://" in prefix:
+        return spelling_of.setdefault(prefix, prefix)
+    named = os.path.abspath(strip_suffix(prefix))
+    if is_local_folder(prefix):
+        named += os.sep
+    return spelling_of.setdefault(named, prefix)
+
+
+def _names(prefixes: Sequence[str]) -> Sequence[Name]:
+    """Prefixes, of which one that is repeated is another dataset each time."""
+    repeated: Counter[str] = Counter()
+    names: list[Name] = []
+    for prefix in prefixes:
+        names.append((prefix, repeated[prefix]))
+        repeated[prefix] += 1
+    return names
+
+
+def _check_restart(
+    number: int, restart: Sequence[str], names: Sequence[Name], before: Sequence[Segment]
+) -> None:
+    """Raise ConfigError for a prefix to begin anew that the phase does not draw from, or that no
+    phase before it did.
+    """
+    here = {prefix for prefix, _ in names}
+    drawn = {prefix for segment in before for prefix, _ in segment.names}
+    for prefix in restart:
+        if prefix not in here or prefix not in drawn:
+            where = "in its blend" if prefix not in here else "in a phase before it"
+            raise ConfigError(
+                f"phase {number}: restart names {redact_urls(prefix)}, which is not {where}; "
+                "leave it out"
+            )

@@ -1,0 +1,436 @@
+"""The stream order over stored datasets: what its segments name is opened once, and each has its order."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streammega.config import DataConfig
+from streammega.dataset.document_lookup import ShardDocuments
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.order import Extents
+from streammega.order.epoch_layout import StreamDataset, dataset_samples
+from streammega.order.split import SPLITS
+from streammega.order.stream_inverse import TokenUses, all_uses_in_phase, concatenate_uses
+from streammega.order.stream_order import (
+    STREAM_VERSION,
+    LaterPhase,
+    StreamOrder,
+    default_lanes,
+    phased_order,
+    usage_of,
+)
+from streammega.samples.document_names import DocumentName
+from streammega.samples.excluded import SkippedTokens, skipped_tokens
+from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
+from streammega.samples.segments import Segment, blend_of, dataset_names, segments_of
+from streammega.samples.source import (
+    Integers,
+    SampleSource,
+    SegmentSource,
+    SegmentUsage,
+    Span,
+    all_files,
+    file_of_rows,
+)
+from streammega.samples.stream_datasets import OpenDataset, open_datasets
+from streammega.samples.token_file import TokenFile
+from streammega.storage.open import resolved
+
+log = logging.getLogger(__name__)
+
+
+class StreamSegment(SegmentSource):
+    """Samples of one stream order over files that are open. dataset_ids: None: the datasets' numbers."""
+
+    has_file_per_shard = True
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        files: Sequence[Sequence[TokenFile]],
+        order: StreamOrder,
+        skipped: SkippedTokens | None = None,
+        dataset_ids: Integers | None = None,
+    ) -> None:
+        self.config = config
+        self.split = split
+        self.files = files
+        self.order: StreamOrder = order
+        self.first_sample = order.first_sample
+        self.skipped = skipped
+        self.dataset_numbers = order.dataset_numbers
+        if dataset_ids is not None:
+            self.dataset_ids = dataset_ids
+        self._all_files = all_files(files)
+        self._is_packed = are_packed(self._all_files)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that the config asks of this split; None: no end."""
+        asked = self.config.num_samples
+        return asked[SPLITS.index(self.split)] if asked else None
+
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples lie: one run of tokens each, or several where one joins what earlier segments
+        have left.
+        """
+        extents = self.order.locate(sample_ids)
+        if not self._is_packed:
+            return extents
+        return without_padding(extents, self._all_files, file_of_rows(self.files, extents))
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """The scalars that define the order, and a digest of each dataset with its share.
+
+        Of the blend schedule it holds what began before `consumed`: the future may still be
+        changed. None: all of it.
+        """
+        order = self.order
+        begun = [
+            (first, sample_shares(weights))
+            for first, weights in order.schedule
+            if first == 0 or consumed is None or first < consumed
+        ]
+        _, first_shares = begun[0]
+        digests = digests_of(order, self.files)
+        packed = {"packed": True} if self._is_packed else {}
+        return packed | {
+            "order": "stream",
+            "order_version": STREAM_VERSION,
+            "split": self.split,
+            "sequence_length": order.sequence_length,
+            "add_extra_token": order.extra_token,
+            "seed": order.seed,
+            "lanes": order.lanes,
+            "block_bytes": order.block_bytes,
+            "datasets": [
+                f"{digest}*{share}" for digest, share in zip(digests, first_shares, strict=True)
+            ],
+            "schedule": [
+                [first, [float(share) for share in shares]] for first, shares in begun[1:]
+            ],
+        }
+
+    def later_identity(self) -> dict[str, Any]:
+        """What defines it after the first segment: each dataset is "number:digest*share"."""
+        order = self.order
+        _, weights = order.schedule[0]
+        numbers = order.dataset_numbers.tolist()
+        digests = digests_of(order, self.files)
+        datasets = zip(numbers, digests, sample_shares(weights), strict=True)
+        restart = {"restart": sorted(order.restart)} if order.restart else {}
+        return restart | {
+            "first_sample": order.first_sample,
+            "sequence_length": order.sequence_length,
+            "lanes": order.lanes,
+            "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
+        }
+
+    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+        """Of the order alone: no sample is located."""
+        order = self.order
+        usage = usage_of(order, spans)
+        names = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
+        columns = range(len(order.datasets))
+        return SegmentUsage(
+            numbers=order.dataset_numbers.tolist(),
+            shares=_shares_over(order, spans),
+            samples=usage.samples,
+            tokens_per_epoch=[
+                sum(part.tokens for part in dataset.parts) for dataset in order.datasets
+            ],
+            remainders=[
+                {name: int(getattr(usage, name)[column]) for name in names} for column in columns
+            ],
+        )
+
+    def document_uses(
+        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
+    ) -> TokenUses:
+        """In closed form: no sample is looked through."""
+        found = []
+        for run in shards[name.shard].tokens_of(name.document):
+            stop = run.file_start + run.stop - run.start
+            shift = run.start - run.file_start
+            uses = all_uses_in_phase(
+                self.order, name.dataset, name.shard, run.file_start, stop, end
+            )
+            found.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
+        return concatenate_uses(found)
+
+
+def _shares_over(order: StreamOrder, spans: Sequence[Span]) -> list[float]:
+    """The share of each dataset in the weights, over spans of samples: a schedule changes them."""
+    starts = [order.first_of_segment(segment) for segment in range(len(order.schedule))]
+    ends = [*starts[1:], None]
+    total = np.zeros(len(order.datasets))
+    for (_, weights), start, end in zip(order.schedule, starts, ends, strict=True):
+        relative = np.array(weights, np.float64) / max(weights)
+        samples = sum(
+            max(0, (last if end is None else min(last, end)) - max(first, start))
+            for first, last in spans
+        )
+        total += samples * relative / relative.sum()
+    dealt = sum(last - first for first, last in spans)
+    shares: list[float] = (total / max(1, dealt)).tolist()
+    return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenStream:
+    """The datasets of all segments of a split, open.
+
+    segments: what the config names. datasets, dataset_ids: by the datasets' numbers.
+    """
+
+    config: DataConfig
+    split: str
+    segments: Sequence[Segment]
+    datasets: Sequence[OpenDataset]
+    skipped: SkippedTokens | None
+    dataset_ids: Integers | None = None
+
+    def in_lanes(self, lanes: int) -> list[StreamSegment]:
+        """The segments in so many lanes, unless they name their own.
+
+        Raises ConfigError for a dataset that holds no sample.
+        """
+        first, *later = self.segments
+        order = phased_order(self._first_order(first, lanes), [self._later(item) for item in later])
+        files = [dataset.files for dataset in self.datasets]
+        return [
+            StreamSegment(
+                _with_length(self.config, phase.sequence_length),
+                self.split,
+                files,
+                phase,
+                self.skipped,
+                self.dataset_ids,
+            )
+            for phase in order.phases
+        ]
+
+    def _first_order(self, segment: Segment, lanes: int) -> StreamOrder:
+        config = self.config
+        datasets = self._parts_of(segment)
+        schedule = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
+        if not schedule or schedule[0][0]:
+            schedule.insert(0, (0, self._weights_of(segment)))
+        order = StreamOrder(
+            datasets=datasets,
+            schedule=schedule,
+            sequence_length=config.sequence_length,
+            extra_token=_has_extra_token(config, datasets),
+            seed=config.seed,
+            lanes=lanes,
+            block_bytes=config.block_bytes,
+        )
+        try:
+            order.check()
+        except ConfigError as error:
+            raise ConfigError(f"{self.split}: {error}") from None
+        return order
+
+    def _later(self, segment: Segment) -> LaterPhase:
+        return LaterPhase(
+            first_sample=segment.first_sample,
+            numbers=segment.datasets,
+            datasets=self._parts_of(segment),
+            weights=self._weights_of(segment),
+            restart=segment.restart,
+            sequence_length=segment.sequence_length,
+            lanes=segment.lanes,
+        )
+
+    def _parts_of(self, segment: Segment) -> list[StreamDataset]:
+        return [self.datasets[number].parts for number in segment.datasets]
+
+    def _weights_of(self, segment: Segment) -> list[float]:
+        """The weights of a segment; without any, the samples of each dataset."""
+        if segment.weights:
+            return [float(weight) for weight in segment.weights]
+        datasets = self._parts_of(segment)
+        extra = int(_has_extra_token(self.config, datasets))
+        return [
+            float(dataset_samples(dataset, segment.sequence_length, extra)) for dataset in datasets
+        ]
+
+
+def open_stream(
+    config: DataConfig,
+    split: str,
+    known: Sequence[OpenDataset] = (),
+    dataset_ids: Integers | None = None,
+) -> OpenStream:
+    """The datasets of a split. known: some that are open.
+
+    Raises ConfigError for a split or dataset that holds nothing, or is in two segments by two
+    names; StorageError and FormatError for the files.
+    """
+    segments = segments_of(config, split)
+    prefixes = [prefix for prefix, _ in dataset_names(segments)]
+    shares = blend_of(config, split).shares
+    opened = open_datasets(prefixes, shares, split, config, known)
+    files = [dataset.files for dataset in opened]
+    _check_apart(segments, prefixes, files)
+    bins = [(dataset.name, dataset.bin_tokens) for dataset in opened]
+    for segment in segments:
+        bins_here = [bins[number] for number in segment.datasets]
+        check_bins(bins_here, _with_length(config, segment.sequence_length))
+    check_one_kind(bins)
+    return OpenStream(
+        config=config,
+        split=split,
+        segments=segments,
+        datasets=opened,
+        skipped=skipped_tokens(config, split, prefixes, files),
+        dataset_ids=dataset_ids,
+    )
+
+
+class StreamSource(SampleSource):
+    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
+    where given.
+
+    global_batch_size: chooses the lanes, unless the config names them. dataset_ids: the "dataset_id"
+    of each dataset; None: its number. Raises ConfigError for lanes that a global batch does not
+    divide, and as `open_stream`.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        global_batch_size: int,
+        *,
+        dataset_ids: Integers | None = None,
+    ) -> None:
+        if config.lanes is not None and config.lanes % global_batch_size:
+            raise ConfigError(
+                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
+                "change one of them"
+            )
+        lanes = config.lanes or default_lanes(global_batch_size)
+        shared = _shared_lanes(config, split, lanes, global_batch_size)
+        if shared is not None:
+            raise ConfigError(shared)
+        self._global_batch_size = global_batch_size
+        self._stream = open_stream(config, split, dataset_ids=dataset_ids)
+        super().__init__(config, self._stream.in_lanes(lanes))
+
+    def with_lanes(self, lanes: int) -> StreamSource:
+        """The same datasets in the lanes of a saved state, unless the config names its own."""
+        if self.config.lanes is not None or lanes in (0, self.lanes):
+            return self
+        # no error, for the phase may have begun, with samples that are where they are
+        split = self._stream.split
+        shared = _shared_lanes(self.config, split, lanes, self._global_batch_size)
+        if shared is not None:
+            log.warning("in the lanes of the checkpoint ranks read some bytes twice: %s", shared)
+        return self._with(self._stream, lanes)
+
+    def with_config(self, config: DataConfig, dataset_ids: Integers) -> StreamSource:
+        """The same in a config with more segments: what is open stays open."""
+        stream = open_stream(config, self._stream.split, self._stream.datasets, dataset_ids)
+        return self._with(stream, self.lanes)
+
+    def _with(self, stream: OpenStream, lanes: int) -> StreamSource:
+        source = copy.copy(self)
+        source._stream = stream
+        SampleSource.__init__(source, stream.config, stream.in_lanes(lanes))
+        return source
+
+
+def _has_extra_token(config: DataConfig, datasets: Sequence[StreamDataset]) -> bool:
+    """Whether a sample has a token after its last: one that is a bin has none, for the label of
+    that would be of another document.
+    """
+    return config.add_extra_token and not datasets[0].is_packed
+
+
+def sample_shares(weights: Sequence[float]) -> list[str]:
+    """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
+    # by the largest first, so that no sum of huge ones is infinite
+    largest = max(weights)
+    relative = [weight / largest for weight in weights]
+    total = sum(relative)
+    return [f"{weight / total:.8g}" for weight in relative]
+
+
+def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
+    """A digest of each dataset of an order, 12 hex digits: of what it holds, and of the token counts
+    of its parts and its token width, on which the order depends. files: of each dataset, by its
+    number.
+    """
+    digests = []
+    for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
+        sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
+        content = files[number][0].content
+        described = sizes.tobytes() + bytes([dataset.itemsize]) + content.encode()
+        digests.append(hashlib.blake2b(described, digest_size=6).hexdigest())
+    return digests
+
+
+def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
+    """The config of a phase whose samples are so long."""
+    if sequence_length == config.sequence_length:
+        return config
+    return replace(config, sequence_length=sequence_length)
+
+
+def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size: int) -> str | None:
+    """What is to be said of the first phase whose global batch does not divide its lanes: ranks
+    would share them. None: there is none.
+    """
+    size = global_batch_size
+    for number, phase in enumerate(config.phases_of(split), 1):
+        size = phase.global_batch_size or size
+        lanes = phase.lanes or lanes
+        if lanes % size:
+            divided = -(-lanes // size) * size
+            return (
+                f"phase {number}: global_batch_size {size} does not divide its {lanes} lanes; take "
+                f"one that does, give the phase lanes = {divided}, or begin the run with `lanes` "
+                "that every batch size divides"
+            )
+    return None
+
+
+def _check_apart(
+    segments: Sequence[Segment], prefixes: Sequence[str], files: Sequence[Sequence[TokenFile]]
+) -> None:
+    """Raise ConfigError where datasets of different phases have a file in common, as `web@1` and
+    `web@2` do, or `web` and `./web`: to the order they are two, and it would read that file in each.
+
+    Those that are drawn from in the same phases may overlap: that is a blend as in any run.
+    """
+    phases_of_prefix: dict[str, set[int]] = {prefix: set() for prefix in prefixes}
+    for number, segment in enumerate(segments):
+        for prefix, _ in segment.names:
+            phases_of_prefix[prefix].add(number)
+    prefix_of_file: dict[str, str] = {}
+    for prefix, own_files in zip(prefixes, files, strict=True):
+        for file in own_files:
+            url = _place_of(file)
+            other = prefix_of_file.setdefault(url, prefix)
+            if phases_of_prefix[other] != phases_of_prefix[prefix]:
+                raise ConfigError(
+                    f"{redact_urls(url)}: is in {redact_urls(other)} and in {redact_urls(prefix)}, "
+                    f"so phases would read it twice; call a dataset the same in all of them. Of one "
+                    f"that grew keep the former version, and name what was appended since beside "
+                    f"it, such as web@1..2"
+                )
+
+
+def _place_of(file: TokenFile) -> str:
+    """Where a file lies, the same however its dataset is called."""
+    return resolved(file.store.url(file.key))
