@@ -1,10 +1,9 @@
-"""Where gradients are kept: a contiguous buffer for each dtype, a view of it for each parameter."""
+"""Where gradients are kept: contiguous buckets, and a view into one for each parameter."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,80 +13,75 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streammega.errors import ConfigError
-from streammega.gradients.buckets import Bucket, Slot, plan_buckets
-from streammega.gradients.collectives import Work
 
 
 @dataclass
 class GradSlot:
-    """The gradient of one parameter: its place in the buffer, and how far it is in this step."""
+    """The gradient of one parameter: its place in a bucket, and how far it is in this step."""
 
     name: str
     parameter: nn.Parameter
-    slot: Slot
     main_grad: Tensor
-    """Its place: a view of the buffer, of the shape of this rank's part of the parameter."""
-    tied: bool = False
+    """A view of the bucket, of the shape of this rank's part of the parameter."""
+    is_tied: bool
     """Whether another pipeline stage has the parameter too."""
     count: int = 0
     """Micro-batches that were added in this step."""
-    ready: bool = False
-    """Whether none is to come in this step."""
-    scaled: bool = False
-    """Whether what is in the buffer was multiplied by the reducer's scale."""
-    unused: bool = False
-    """Whether no rank used the parameter in the step that was reduced last: it has no gradient
-    then, as with torch's DDP.
+    is_ready: bool = False
+    """Whether the last micro-batch of this step was added."""
+    is_scaled: bool = False
+    """Whether the bucket's values were multiplied by the reducer's scale."""
+    is_unused: bool = False
+    """Whether no rank used the parameter in the last step. It then has no gradient, as with torch's
+    DDP.
     """
-    handed: weakref.ref[Tensor] | None = None
-    """The gradient that was given to the parameter last, to be told from one that came from
-    elsewhere since.
-    """
+    exposed: weakref.ref[Tensor] | None = None
+    """The gradient that `expose_grad` gave the parameter, to tell it from one set since."""
 
     @property
     def is_used(self) -> bool:
-        """Whether this rank counts as one that uses the parameter in this step; a shared one is
-        used by another stage too.
+        """Whether this rank counts as one that uses the parameter in this step. A tied one is used
+        by another stage too.
         """
-        return self.count > 0 or self.tied
+        return self.count > 0 or self.is_tied
 
-    def hand_over(self) -> None:
-        """Put the reduced gradient where optimizers look; none where no rank used the parameter."""
-        grad = None if self.unused else as_grad(self.main_grad, self.parameter)
+    def expose_grad(self) -> None:
+        """Put the reduced gradient where optimizers look; None where no rank used the parameter."""
+        grad = None if self.is_unused else as_grad(self.main_grad, self.parameter)
         self.parameter.grad = grad
-        self.handed = None if grad is None else weakref.ref(grad)
+        self.exposed = None if grad is None else weakref.ref(grad)
 
-    def left_grad(self) -> Tensor | None:
-        """A gradient of the parameter that is none that was handed over, nor came by its hook."""
-        grad = self.parameter.grad
-        return None if grad is self._handed_over() else grad
+    def unreduced_grad(self) -> Tensor | None:
+        """A gradient of the parameter that came neither by its hook nor by `expose_grad`."""
+        return None if self._has_exposed_grad() else self.parameter.grad
 
-    def carried_grad(self) -> Tensor | None:
-        """A gradient that was handed over and not zeroed since, of a parameter that is still
+    def accumulated_grad(self) -> Tensor | None:
+        """The gradient of the last step, where it was not zeroed since and the parameter is still
         trained.
         """
-        grad = self.parameter.grad
-        is_ours = grad is self._handed_over()
-        return grad if is_ours and self.parameter.requires_grad else None
+        is_kept = self._has_exposed_grad() and self.parameter.requires_grad
+        return self.parameter.grad if is_kept else None
 
-    def _handed_over(self) -> Tensor | None:
-        return None if self.handed is None else self.handed()
+    def _has_exposed_grad(self) -> bool:
+        exposed = None if self.exposed is None else self.exposed()
+        return self.parameter.grad is exposed
 
 
 @dataclass
 class GradBucket:
     """Gradients that are reduced together, and how far their reduction is in this step."""
 
-    place: Bucket
     grads: Tensor
-    """All of them, [elements]: a view of the buffer."""
+    """All of them, [elements]."""
     slots: list[GradSlot]
+    is_tied: bool
+    """Whether another pipeline stage adds to it before its collective starts."""
     unready: int
-    """Parameters whose gradients of this step are not complete: at 0 the bucket is full."""
-    work: Work | None = None
-    """The collective that is under way, where the model has a group."""
+    """Slots whose gradient of this step is not complete. At 0 the bucket is full."""
+    work: dist.Work | None = None
+    """The collective that is under way, where there are other ranks."""
     streams: set[torch.cuda.Stream] = field(default_factory=set)
-    """On which gradients were added to it in this step, on CUDA."""
+    """CUDA streams on which gradients were added in this step."""
 
     def wait_for_streams(self) -> None:
         """Let the current stream wait for those that have added gradients."""
@@ -96,87 +90,100 @@ class GradBucket:
             if stream != current:
                 current.wait_stream(stream)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin a step: nothing has been added, nothing is under way."""
         self.work = None
         self.streams.clear()
         self.unready = len(self.slots)
         for slot in self.slots:
             slot.count = 0
-            slot.ready = False
-            slot.scaled = False
+            slot.is_ready = False
+            slot.is_scaled = False
 
 
-@dataclass
-class GradBuffer:
-    """Gradients of the parameters of one dtype, [elements of all buckets]."""
+def default_bucket_size(dp: int) -> int:
+    """Elements of a bucket that keep a ring of `dp` ranks busy, as Megatron's.
 
-    grads: Tensor
-    buckets: list[GradBucket]
-
-    def slots(self) -> Iterator[GradSlot]:
-        """Its parameters, bucket by bucket."""
-        for bucket in self.buckets:
-            yield from bucket.slots
+    A ring sends a bucket in `dp` parts. Each part should take longer than its start.
+    """
+    return max(40_000_000, 1_000_000 * dp)
 
 
-def make_buffers(
+def make_buckets(
     module: nn.Module,
     bucket_size: int,
     grad_dtype: torch.dtype | None,
     *,
     tied: Collection[str],
-) -> list[GradBuffer]:
-    """One buffer for each dtype of the parameters that are trained, in order of their first one.
+) -> list[GradBucket]:
+    """Buckets of the parameters that are trained, in the order in which their collectives start.
 
-    grad_dtype: of the buffers; None: that of their parameters, but float32 at least.
-    tied: names of parameters whose buckets start last.
+    The order follows from that of registration alone, so it is the same on all ranks. Backward
+    makes the gradients of the last layers first: parameters go in reverse, each dtype into buckets
+    of its own. A bucket is full with the gradient of its parameter that was registered first.
+
+    Args:
+        bucket_size: a bucket closes when it has so many elements, the crossing parameter included.
+        grad_dtype: of the buckets; None: that of their parameters, but float32 at least.
+        tied: names of parameters that another stage adds to. Their buckets come last.
     """
-    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
-    if not by_dtype:
+    named = [item for item in module.named_parameters() if item[1].requires_grad]
+    if not named:
         raise ConfigError("the module has no parameters that require gradients")
-    _check_kinds(list(itertools.chain.from_iterable(by_dtype.values())))
-    buffers = []
-    for dtype, named in by_dtype.items():
-        of_buffer = grad_dtype or torch.promote_types(dtype, torch.float32)
-        buffers.append(_make_buffer(named, bucket_size, of_buffer, tied=tied))
-    return buffers
+    _check_kinds(named)
+    sizes = [local_part(parameter).numel() for _, parameter in named]
+    untied_of_dtype: dict[torch.dtype, list[int]] = {}
+    tied_of_dtype: dict[torch.dtype, list[int]] = {}
+    for number, (name, parameter) in enumerate(named):
+        of_dtype = tied_of_dtype if name in tied else untied_of_dtype
+        of_dtype.setdefault(parameter.dtype, []).append(number)
+    untied: list[list[int]] = []
+    for numbers in untied_of_dtype.values():
+        untied += _divide(numbers, sizes, bucket_size)
+    untied.sort(key=min, reverse=True)
+    buckets = [_make_bucket([named[n] for n in members], grad_dtype) for members in untied]
+    for numbers in tied_of_dtype.values():
+        members = [named[number] for number in reversed(numbers)]
+        buckets.append(_make_bucket(members, grad_dtype, is_tied=True))
+    return buckets
+
+
+def _divide(numbers: Sequence[int], sizes: Sequence[int], bucket_size: int) -> list[list[int]]:
+    """Parameters of each bucket, from the one that was registered last to the first."""
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for number in reversed(numbers):
+        if filled >= bucket_size:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(number)
+        filled += sizes[number]
+    return buckets
 
 
 @torch.no_grad()
-def _make_buffer(
+def _make_bucket(
     named: Sequence[tuple[str, nn.Parameter]],
-    bucket_size: int,
-    grad_dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
     *,
-    tied: Collection[str],
-) -> GradBuffer:
-    """The buffer of parameters of one dtype, given in registration order."""
+    is_tied: bool = False,
+) -> GradBucket:
+    """A bucket of parameters of one dtype, side by side in this order."""
     parts = [local_part(parameter) for _, parameter in named]
-    sizes = [part.numel() for part in parts]
-    waiting = [number for number, (name, _) in enumerate(named) if name in tied]
-    places = plan_buckets(sizes, bucket_size, waiting=waiting)
-    buffer_size = places[-1].stop
-    device = parts[0].device
-    grads = torch.zeros(buffer_size, dtype=grad_dtype, device=device)
-    buckets = []
-    for place in places:
-        slots = []
-        for slot in place.slots:
-            name, parameter = named[slot.parameter]
-            shape = parts[slot.parameter].shape
-            main_grad = grads[slot.start : slot.stop].view(shape)
-            slots.append(GradSlot(name, parameter, slot, main_grad, tied=place.waits))
-        of_bucket = grads[place.start : place.stop]
-        buckets.append(GradBucket(place, of_bucket, slots, unready=len(slots)))
-    return GradBuffer(grads, buckets)
+    size = sum(part.numel() for part in parts)
+    dtype = grad_dtype or torch.promote_types(parts[0].dtype, torch.float32)
+    grads = torch.zeros(size, dtype=dtype, device=parts[0].device)
+    slots: list[GradSlot] = []
+    start = 0
+    for (name, parameter), part in zip(named, parts, strict=True):
+        main_grad = grads[start : start + part.numel()].view(part.shape)
+        slots.append(GradSlot(name, parameter, main_grad, is_tied))
+        start += part.numel()
+    return GradBucket(grads, slots, is_tied, unready=len(slots))
 
 
 def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ConfigError for parameters whose gradients a buffer cannot hold."""
+    """Raise ConfigError for parameters whose gradients a bucket cannot hold."""
     first = named[0][0]
     device = named[0][1].device
     for name, parameter in named:
@@ -190,22 +197,6 @@ def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"{first} is on {device} and {name} on {parameter.device}: wrap a module whose "
                 f"parameters are on one device, or the parts of one device each"
             )
-
-
-def in_order_of_backward(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
-    """All buckets that start by themselves, in the order in which backward should fill them.
-
-    The same on all ranks, since it follows from the order of registration alone. A bucket is full
-    when the parameter that was registered first of its own has its gradient.
-    """
-    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-
-    def filled_by(bucket: GradBucket) -> int:
-        return min(number_of[id(slot.parameter)] for slot in bucket.slots)
-
-    buckets = [bucket for buffer in buffers for bucket in buffer.buckets if not bucket.place.waits]
-    # backward goes from the parameters that were registered last to the first
-    return sorted(buckets, key=filled_by, reverse=True)
 
 
 def is_split(parameter: Tensor) -> bool:
@@ -246,7 +237,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_grad(parameter: Tensor, grad: Tensor) -> Tensor:
+def local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient, dense, and distributed as its parameter is."""
     if (
         isinstance(grad, DTensor)

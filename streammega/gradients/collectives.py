@@ -1,42 +1,72 @@
-"""Sums, norms and clipping over groups of ranks."""
+"""Process groups for buckets, and sums, norms and clipping over groups of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 
-Group = dist.ProcessGroup
-
-
-class Work(Protocol):
-    """Something under way."""
-
-    def wait(self) -> object:
-        """Return when it is done (on NCCL: when the current stream will wait for it)."""
+_bucket_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def reduce_all(tensor: Tensor, group: Group) -> Work:
-    """Start to sum a tensor over a group, in place."""
-    return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]
+def bucket_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A process group of the same ranks, backends and timeout, for buckets alone.
+
+    How many buckets have started when backward returns differs from rank to rank. In one group a
+    collective of the program's would then meet another rank's bucket. The ranks of `group` call
+    this together; others need not. device: where collectives of `group` find tensors.
+    """
+    made = _bucket_groups.get(group)
+    if made is not None:
+        return made
+    _make_as_many_groups(group, device)
+    backend = group._get_backend(group._device_types[0])
+    timeout: timedelta | None = None
+    # a backend need not say its timeout
+    with contextlib.suppress(AttributeError, RuntimeError):
+        timeout = backend.options._timeout
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc="gradients",
+    )
+    assert isinstance(made, ProcessGroup)
+    _bucket_groups[group] = made
+    return made
+
+
+def _make_as_many_groups(group: ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group be in as many process groups: torch makes the name under which the
+    ranks of a new one meet of their number.
+    """
+    names = distributed_c10d._world.pg_names
+    most = torch.tensor(len(names), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    for _ in range(len(names), int(most)):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def total_norm(
-    once: Sequence[Tensor], groups: Iterable[Group | None], device: torch.device
+    tensors: Sequence[Tensor], groups: Iterable[ProcessGroup | None], device: torch.device
 ) -> Tensor:
     """The 2-norm of tensors over all ranks of `groups`, one after the other, float32 [].
 
-    `once`: what no other rank counts.
+    `tensors`: those that no other rank counts.
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
-    if once:
+    if tensors:
         # in float32 at least: squares of narrow elements would overflow in their own dtype
         norms: list[Tensor] = []
-        for tensor in once:
+        for tensor in tensors:
             wide = torch.promote_types(tensor.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(tensor, dtype=wide).float())
         squares = torch.stack(norms).square().sum()
@@ -48,7 +78,7 @@ def total_norm(
 
 
 def inverse_of_tokens(
-    num_tokens: Tensor, groups: Iterable[Group | None], device: torch.device
+    num_tokens: Tensor, groups: Iterable[ProcessGroup | None], device: torch.device
 ) -> Tensor:
     """1 / the sum of num_tokens over all ranks of `groups`, one after the other, which is taken as
     at least 1; float64 [], as the widest gradients.

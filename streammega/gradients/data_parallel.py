@@ -13,19 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streammega.errors import ConfigError
-from streammega.gradients.buckets import default_bucket_size
+from streammega.errors import ConfigError, GradientError
 from streammega.gradients.buffers import (
     GradSlot,
+    default_bucket_size,
     is_split,
     local_part,
-    make_buffers,
+    make_buckets,
     tensor_parallel_group,
 )
-from streammega.gradients.checks import GradientChecks, raise_if_bad
-from streammega.gradients.collectives import clip, inverse_of_tokens, total_norm
+from streammega.gradients.collectives import bucket_group, clip, inverse_of_tokens, total_norm
+from streammega.gradients.grad_checks import GradientChecks
 from streammega.gradients.reducer import GradReducer
-from streammega.gradients.start_order import start_order_of
 from streammega.parallel import Ranks
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,10 @@ class BucketedDataParallel(nn.Module):
     by torch's DDP; where that adds up micro-batches in the parameters' dtype, this does in
     `grad_dtype`.
 
-    Buckets are laid out in reverse registration order (see `plan_buckets`), and their collectives
-    start in that order on every rank, whichever gradient is ready first: over the parameters of all
-    dtypes, and over all models of a group, the last made first. They meet no collective of the
-    program's: a process group of the same ranks is made for them. Models of one group overlap their
-    collectives with backward where `streammega.finish_grad_sync` is called with all of them; a
-    model that is stepped apart from another overlaps in a group of its own.
+    Buckets are laid out in reverse registration order (see `make_buckets`), and their collectives
+    start in that order on every rank, whichever gradient is ready first. They meet no collective of
+    the program's: a process group of the same ranks is made for them. One wrapper at a time reduces
+    gradients in a process group; a second one meanwhile is a GradientError.
 
     Every backward of a step but the last is within `no_sync`: one that meets a gradient whose
     reduction has begun raises GradientError. A parameter that no rank used, or that was frozen
@@ -69,8 +66,10 @@ class BucketedDataParallel(nn.Module):
     `zero_grad` every step.
 
     Args:
-        module: parameters may be DTensors of one tensor-parallel group; every rank works on its own
-            part.
+        modules: one, or several that one backward goes through, such as the virtual pipeline stages
+            of this rank: these are called by themselves, and their parameters are named "0.weight"
+            and so on. Parameters may be DTensors of one tensor-parallel group; every rank works on
+            its own part.
         group: the ranks that hold copies; None: all.
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
             taken over all groups.
@@ -85,14 +84,14 @@ class BucketedDataParallel(nn.Module):
             stepped, where a gradient of some rank is not finite; that rank's error names the
             parameter. Not with torch.amp.GradScaler, which skips such steps by itself.
         largest_gradient: with check_gradients, also for an element that is larger.
-        main_grad: every parameter has `main_grad`, its place in the buffer, and
+        main_grad: every parameter has `main_grad`, its place in the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
             Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: nn.Module | Sequence[nn.Module],
         *,
         group: dist.ProcessGroup | None = None,
         ranks: Ranks | None = None,
@@ -110,10 +109,12 @@ class BucketedDataParallel(nn.Module):
             raise ConfigError("give either group or ranks, not both")
         if bucket_size is not None and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it counts elements, at least 1")
+        module = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self.module = module
         self.ranks = ranks
-        order = start_order_of(ranks.group("dp-cp") if ranks else _world(group))
-        self.group = order.group
+        self.device = next(module.parameters(), torch.empty(0)).device
+        copies = ranks.group("dp-cp") if ranks else _world(group)
+        self.group = None if copies is None else bucket_group(copies, self.device)
         self.size = self.group.size() if self.group is not None else 1
         self.average = average
         self._split_over = None if ranks is not None else tensor_parallel_group(module)
@@ -121,24 +122,23 @@ class BucketedDataParallel(nn.Module):
         self._check_modules()
         tied_group = ranks.group("embedding") if ranks and tied else None
         self._tied = set(tied) if tied_group is not None else set()
-        self.buffers_of_grads = make_buffers(
-            module,
-            bucket_size or default_bucket_size(self.size),
-            grad_dtype,
-            tied=self._tied,
+        buckets = make_buckets(
+            module, bucket_size or default_bucket_size(self.size), grad_dtype, tied=self._tied
         )
-        self.device = self.buffers_of_grads[0].grads.device
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        ]
         # else ranks that were seeded apart would stay apart
         self._broadcast()
         checks = None
         if check_gradients:
-            # a look on the CPU waits for nothing; a device's launch queue would drain
-            at_once = self.device.type == "cpu"
-            checks = GradientChecks(largest_gradient, at_once=at_once)
+            # inspecting on the CPU waits for nothing; a device's launch queue would drain
+            checks = GradientChecks(largest_gradient, at_once=self.device.type == "cpu")
         self.reducer = GradReducer(
-            module,
-            self.buffers_of_grads,
-            order=order,
+            buckets,
+            group=self.group,
             tied_group=tied_group,
             checks=checks,
             scale=1.0 / self.size if average else 1.0,
@@ -153,23 +153,23 @@ class BucketedDataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward within it only accumulates: no bucket starts."""
-        before = self.reducer.sync
-        self.reducer.sync = False
+        before = self.reducer.is_last
+        self.reducer.is_last = False
         try:
             yield
         finally:
-            self.reducer.sync = before
+            self.reducer.is_last = before
 
     @contextlib.contextmanager
     def expect(self, micro_batches: int) -> Iterator[None]:
         """Within it collectives start with the last of so many backward passes: for pipeline
         schedules, which go forward and backward in one call, so that no_sync cannot be around some.
         """
-        self.reducer.expected = micro_batches
+        self.reducer.micro_batches = micro_batches
         try:
             yield
         finally:
-            self.reducer.expected = 0
+            self.reducer.micro_batches = 0
 
     def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
         """Wait until gradients are reduced, and put them where optimizers look: `param.grad`.
@@ -196,7 +196,7 @@ class BucketedDataParallel(nn.Module):
         other rank counts too.
         """
         grads: list[Tensor] = []
-        for slot in self.reducer.slots():
+        for slot in self.reducer.slots:
             grad = slot.parameter.grad
             if grad is not None and (not once or self._counts(slot)):
                 grads.append(local_part(grad))
@@ -220,7 +220,7 @@ class BucketedDataParallel(nn.Module):
         Raises GradientError where their reduction has begun: other ranks wait for it in
         `finish_grad_sync`.
         """
-        self.reducer.forget()
+        self.reducer.reset()
         super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,8 +282,7 @@ class BucketedDataParallel(nn.Module):
             return
         parts = _describe(self.module)
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
-        first_parameter = next(self.module.parameters(), torch.empty(0))
-        own = torch.tensor(list(digest), dtype=torch.uint8, device=first_parameter.device)
+        own = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
         digests = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(digests, own, group=self.group)
         if bool((torch.stack(digests) == own).all()):
@@ -299,6 +298,15 @@ class BucketedDataParallel(nn.Module):
                         f"rank {rank} has {other}; make the same parameters and buffers, in the "
                         f"same order, on every rank"
                     )
+
+    def check_frozen(self) -> None:
+        """Raise ConfigError for a parameter that was frozen when it was wrapped, and is trained."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen when it was wrapped and is trained now; wrap the module "
+                    f"after unfreezing it"
+                )
 
     @property
     def ranks_of_copies(self) -> list[int]:
@@ -320,33 +328,26 @@ class BucketedDataParallel(nn.Module):
 def finish_grad_sync(
     models: Sequence[BucketedDataParallel], num_tokens: Tensor | None = None
 ) -> None:
-    """`finish_grad_sync` of several models that this rank holds, such as virtual pipeline stages.
-
-    Together, since a stage that shares a parameter with another rank's may be the first here and
-    the last there, and since the collectives of one group have one order.
+    """`finish_grad_sync` of several models, of a process group each, in one order on all ranks.
 
     num_tokens: counted over the ranks of the largest group, which must have those of all others.
     """
     if num_tokens is not None:
         _check_that_tokens_count(models)
-    reducers = _in_start_order([model.reducer for model in models])
-    for reducer in reducers:
-        reducer.complete()
-    for reducer in reducers:
-        reducer.starts.add_tied()
-    for reducer in reducers:
-        reducer.starts.start_rest()
-    # Last on all ranks of a group, whose collectives have one order.
-    for reducer in reducers:
-        reducer.starts.start_tied()
-    reports = [reducer.report() for reducer in reducers]
+    for model in models:
+        model.check_frozen()
+        model.reducer.claim_group()
+    for model in models:
+        model.reducer.launch_rest()
     # After the buckets: how many of those started in backward differs from rank to rank.
     factor = None if num_tokens is None else _largest(models).inverse_of_tokens(num_tokens)
-    for reducer in reducers:
-        reducer.wait()
-    raise_if_bad(reports)
-    for reducer in reducers:
-        reducer.hand_over(factor)
+    # all of them: what is not read is there still when the next step begins
+    faults = [model.reducer.wait() for model in models]
+    for fault in faults:
+        if fault:
+            raise GradientError(fault)
+    for model in models:
+        model.reducer.expose(factor)
 
 
 def _check_that_tokens_count(models: Sequence[BucketedDataParallel]) -> None:
@@ -369,20 +370,6 @@ def _check_that_tokens_count(models: Sequence[BucketedDataParallel]) -> None:
 def _largest(models: Sequence[BucketedDataParallel]) -> BucketedDataParallel:
     """The model that most ranks have; of equal ones that which knows its pipeline stages."""
     return max(models, key=lambda model: (model.size, model.ranks is not None))
-
-
-def _in_start_order(reducers: Sequence[GradReducer]) -> list[GradReducer]:
-    """Those of one group after those of another, each group's in its order.
-
-    Raises GradientError where one is missing.
-    """
-    orders = {id(reducer.order): reducer.order for reducer in reducers}
-    ordered: list[GradReducer] = []
-    for order in orders.values():
-        of_group = [reducer for reducer in reducers if reducer.order is order]
-        order.finish(of_group)
-        ordered += order.sort(of_group)
-    return ordered
 
 
 def _describe(module: nn.Module) -> list[str]:

@@ -1,8 +1,8 @@
-"""One model's gradients on their way: from hooks in backward to buckets, over the ranks, to where
-optimizers look.
+"""Gradients on their way: from hooks in backward to buckets, over the ranks, to where optimizers
+look.
 
-    hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch ─► its
-    collective starts (`bucket_starts.py`)
+    hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch, and its turn
+    ─► its collective starts
 
     finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
 """
@@ -11,91 +11,83 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from streammega.errors import ConfigError, GradientError
-from streammega.gradients.bucket_starts import BucketStarts
-from streammega.gradients.buffers import GradBucket, GradBuffer, GradSlot, own_grad
-from streammega.gradients.checks import GradientChecks, Report
-from streammega.gradients.collectives import Group
-from streammega.gradients.start_order import StartOrder
+from streammega.errors import GradientError
+from streammega.gradients.buffers import GradBucket, GradSlot, local_grad
+from streammega.gradients.grad_checks import GradientChecks, Report
+
+_reducing: weakref.WeakValueDictionary[ProcessGroup, GradReducer] = weakref.WeakValueDictionary()
+"""The reducer that has begun a reduction in a process group, and not finished it."""
 
 
 class GradReducer:
-    """The state of a model's reduction from the first micro-batch of a step to its end.
+    """Reduces gradients, from the first micro-batch of a step to its end.
+
+    All ranks start the collectives of buckets in one order, that of `buckets`. A collective meets
+    those of other ranks by its place in the group's sequence alone. So that place must follow from
+    the program, and not from which gradient was ready first: a rank may leave parameters out. For
+    the same reason one reducer at a time uses a group.
 
     Args:
-        module: whose parameters' gradients are taken.
-        buffers: where they are kept.
-        order: in which the buckets of all models of a group start, and that group.
-        tied_group: the ranks that add to the buckets that wait.
-        checks: what looks at them before; None: nothing does.
+        buckets: where gradients are kept.
+        group: of the ranks over which they are summed, for buckets alone; None: this rank alone.
+        tied_group: the ranks that add to tied buckets first.
+        checks: what inspects gradients before they are summed; None: nothing does.
         scale: by which this rank's gradients are multiplied before they are summed.
         overlap, main_grad: as of BucketedDataParallel.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        buffers: list[GradBuffer],
+        buckets: Sequence[GradBucket],
         *,
-        order: StartOrder,
-        tied_group: Group | None,
+        group: ProcessGroup | None,
+        tied_group: ProcessGroup | None,
         checks: GradientChecks | None,
         scale: float,
         overlap: bool,
         main_grad: bool,
     ) -> None:
-        self.buffers = buffers
-        self.order = order
-        self.group = order.group
-        self.main_grad = main_grad
-        self.device = buffers[0].grads.device
-        self.sync = True
+        self.buckets = buckets
+        self.slots = [slot for bucket in buckets for slot in bucket.slots]
+        self.checks = checks
+        self.device = buckets[0].grads.device
+        self.is_last = True
         """Whether a backward is the last of its step."""
-        self.expected = 0
-        """If not zero, which micro-batch is the last of its step instead."""
-        self.starts = BucketStarts(
-            module,
-            buffers,
-            group=self.group,
-            tied_group=tied_group,
-            checks=checks,
-            overlap=overlap,
-        )
-        order.add(self)
-        self._overlap = overlap
+        self.micro_batches = 0
+        """If not zero, which backward is the last of its step instead."""
+        self._group = group
+        self._tied_group = tied_group
         self._scale = scale
-        self._averages = self.group is None or scale * self.group.size() == 1.0
-        self._holds_last = False
-        """With main_grad, whether the buffers hold the gradients of the step before."""
-        self._left_out: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                self._left_out.append((name, parameter))
-        hooks: list[RemovableHandle] = []
-        for buffer in buffers:
-            for bucket in buffer.buckets:
-                for slot in bucket.slots:
-                    hooks.append(self._attach(bucket, slot))
-        # or the parameters would keep their places in these buffers
+        self._averages = group is None or scale * group.size() == 1.0
+        self._overlap = overlap
+        self._main_grad = main_grad
+        self._has_reduced = False
+        """With main_grad, whether the buckets still have the gradients of the step before."""
+        self._next = 0
+        """The bucket that starts next."""
+        self._report: Report | None = None
+        hooks = [self._attach(bucket, slot) for bucket in buckets for slot in bucket.slots]
+        # else the parameters would keep their buckets
         weakref.finalize(self, _remove, hooks).atexit = False
 
     def _attach(self, bucket: GradBucket, slot: GradSlot) -> RemovableHandle:
         """Take the parameter's gradients from now on."""
-        if self.main_grad:
+        if self._main_grad:
             slot.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
             slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        # or the parameter would keep this, and its process group, for ever
+        # else the parameter would keep this, and its process group, forever
         reference = weakref.ref(self)
 
         @torch.no_grad()
         def take(parameter: nn.Parameter) -> None:
-            """Take the gradient, while there is a reducer."""
             self = reference()
             if self is not None:
                 self._take(bucket, slot)
@@ -112,10 +104,10 @@ class GradReducer:
                 f"BucketedDataParallel has the parameter too, or a hook of another kind took it; "
                 f"wrap the modules that share it as one"
             )
-        grad = own_grad(parameter, parameter.grad)
-        # the buffer has it: two copies would be twice the memory
+        grad = local_grad(parameter, parameter.grad)
+        # the bucket has it: two copies would be twice the memory
         parameter.grad = None
-        if slot.ready:
+        if slot.is_ready:
             raise GradientError(
                 f"{slot.name} got a second gradient in this step, after the reduction of its first "
                 f"had begun: run every backward of a step but the last within no_sync(), add up "
@@ -123,41 +115,42 @@ class GradReducer:
                 f"checkpoints use_reentrant=False gives one gradient a backward"
             )
         slot.count += 1
-        last = slot.count == self.expected if self.expected else self.sync
-        self._add(slot, grad, last=last)
+        is_last = slot.count == self.micro_batches if self.micro_batches else self.is_last
+        self._add(slot, grad, is_last=is_last)
         if self.device.type == "cuda":
             bucket.streams.add(torch.cuda.current_stream(self.device))
-        if last:
+        if is_last:
             self._scale_once(slot)
-            slot.ready = True
+            slot.is_ready = True
             bucket.unready -= 1
-            if self._overlap and bucket.unready == 0:
-                self.order.start_full()
+            if self._overlap:
+                self.claim_group()
+                self._launch_ready()
 
-    def _add(self, slot: GradSlot, grad: Tensor, *, last: bool = False) -> None:
-        """Add one micro-batch to the buffer; `last`: none comes after it."""
+    def _add(self, slot: GradSlot, grad: Tensor, *, is_last: bool = False) -> None:
+        """Add one micro-batch to the bucket; `is_last`: none comes after it."""
         main = slot.main_grad
-        if self.main_grad:
+        if self._main_grad:
             self._add_to_main_grad(slot, grad)
         elif grad.data_ptr() == main.data_ptr():
             pass  # not zeroed since the last step: autograd has added to it
         elif slot.count > 1:
-            main.add_(grad, alpha=self._scale if slot.scaled else 1.0)
-        elif self._scales_at_once(grad, main, last):
+            main.add_(grad, alpha=self._scale if slot.is_scaled else 1.0)
+        elif self._can_scale_first(grad, main, is_last):
             # one pass over memory instead of two: the copy and the scaling
             torch.mul(grad, self._scale, out=main)
-            slot.scaled = True
+            slot.is_scaled = True
         else:
             # the first of a step overwrites what is there: a bucket is never zeroed
             main.copy_(grad)
 
     def _add_to_main_grad(self, slot: GradSlot, grad: Tensor) -> None:
-        """With main_grad kernels may have added a micro-batch by themselves, to buffers that were
-        zeroed; then autograd's gradient says nothing.
+        """With main_grad kernels may have added a micro-batch by themselves, to buckets that were
+        zeroed. Then autograd's gradient says nothing.
         """
-        if self._holds_last:
+        if self._has_reduced:
             raise GradientError(
-                "with main_grad the buffers are added to: call zero_grad() before the first "
+                "with main_grad the buckets are added to: call zero_grad() before the first "
                 "backward of a step"
             )
         if slot.parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
@@ -165,116 +158,146 @@ class GradReducer:
         elif grad.data_ptr() != slot.main_grad.data_ptr():
             slot.main_grad.add_(grad)
 
-    def _scales_at_once(self, grad: Tensor, main: Tensor, last: bool) -> bool:
+    def _can_scale_first(self, grad: Tensor, main: Tensor, is_last: bool) -> bool:
         """Whether the first micro-batch may be scaled while it is copied: where no other is added
-        to it, or the sum is the same.
+        to it, or a sum of scaled gradients has the bits of the scaled sum.
+
+        The latter holds for powers of two, but for elements near the least that a float32 can hold.
+        float16 has a least of 6e-8.
         """
         if self._scale == 1.0 or grad.dtype != main.dtype:
             return False
-        return last or self._scales_exactly(main)
-
-    def _scales_exactly(self, main: Tensor) -> bool:
-        """Whether a sum of scaled gradients has the bits of the scaled sum: then scaling costs no
-        pass over memory of its own.
-
-        So it is for powers of two, but for elements near the least that a float32 can hold; float16
-        has a least of 6e-8.
-        """
-        return math.frexp(self._scale)[0] == 0.5 and main.dtype != torch.float16
+        is_power_of_two = math.frexp(self._scale)[0] == 0.5
+        return is_last or (is_power_of_two and main.dtype != torch.float16)
 
     def _scale_once(self, slot: GradSlot) -> None:
-        """Multiply what is in the buffer by the scale, unless that is done."""
-        if self._scale != 1.0 and not slot.scaled:
+        """Multiply what is in the bucket by the scale, unless that is done."""
+        if self._scale != 1.0 and not slot.is_scaled:
             slot.main_grad.mul_(self._scale)
-        slot.scaled = True
+        slot.is_scaled = True
 
-    def slots(self) -> Iterator[GradSlot]:
-        """All of them, in the order of the buffers."""
-        for buffer in self.buffers:
-            yield from buffer.slots()
-
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin a step anew.
 
         Raises GradientError where the reduction of this one has begun, in which other ranks take
         part.
         """
-        if self.starts.has_started:
+        if self._next > 0:
             raise GradientError(
                 "zero_grad was called while gradients are being reduced: call finish_grad_sync "
                 "first, or run a backward whose gradients are not wanted within no_sync()"
             )
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                bucket.forget()
-            if self.main_grad:
+        for bucket in self.buckets:
+            bucket.reset()
+            if self._main_grad:
                 # kernels add to what is there
-                buffer.grads.zero_()
-        self._holds_last = False
+                bucket.grads.zero_()
+        self._has_reduced = False
+        self._release_group()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there are gradients of a step that is not finished."""
-        return any(slot.count for slot in self.slots())
+    def _launch_ready(self) -> None:
+        """Start the buckets that are full and next. Tied ones wait for the end of the step."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.is_tied or bucket.unready:
+                break
+            self._launch(bucket)
 
-    def start_full(self) -> bool:
-        """Start the buckets that are full and next; whether all that may start in backward have."""
-        return self.starts.start_full()
+    def launch_rest(self) -> None:
+        """Complete what backward left, and start all buckets that have not started."""
+        for slot in self.slots:
+            self._complete(slot)
+        for bucket in self.buckets:
+            if bucket.is_tied:
+                self._reduce_tied(bucket)
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        # after the buckets: which of them backward has started differs from rank to rank
+        self._report = Report(self.slots, self.checks, self._group, self.device)
 
-    # The steps of `finish_grad_sync`, which takes each over all models before the next.
-
-    def complete(self) -> None:
-        """Complete what backward left: parameters without a gradient, used in some micro-batches
-        only, or given one by hand.
+    def _complete(self, slot: GradSlot) -> None:
+        """Complete a parameter without a gradient, with one of some micro-batches only, or with one
+        that was set by hand.
         """
-        for name, parameter in self._left_out:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen when it was wrapped and is trained now; wrap the module "
-                    f"after unfreezing it"
-                )
-        for slot in self.slots():
-            self._complete_slot(slot)
-
-    def _complete_slot(self, slot: GradSlot) -> None:
-        left = slot.left_grad()
-        if left is not None and slot.ready:
+        grad = slot.unreduced_grad()
+        if grad is not None and slot.is_ready:
             raise GradientError(
                 f"{slot.name} was given a gradient by hand after that of backward began to be "
                 f"reduced"
             )
-        if left is None and slot.count == 0 and self._averages:
+        if grad is None and slot.count == 0 and self._averages:
             # others may add to theirs: a sum without this rank's would be a part of it
-            left = slot.carried_grad()
+            grad = slot.accumulated_grad()
         # by hand: as pipeline schedules do that take the gradients of weights by themselves
-        if left is not None:
+        if grad is not None:
             slot.count += 1
-            self._add(slot, own_grad(slot.parameter, left))
+            self._add(slot, local_grad(slot.parameter, grad))
             slot.parameter.grad = None
         if slot.count == 0:
-            # what the bucket sums here are zeros, not the gradient of the step before
+            # this rank adds zeros, not the gradient of the step before
             slot.main_grad.zero_()
-        elif not slot.ready:
+        elif not slot.is_ready:
             self._scale_once(slot)
 
-    def report(self) -> Report:
-        """Begin to tell the other ranks of this step."""
-        return Report(list(self.slots()), self.starts.checks, self.group, self.device)
+    def _reduce_tied(self, bucket: GradBucket) -> None:
+        """Add to the gradients of tied parameters those of the other stage."""
+        # before too, so that a bad gradient is named where it came from
+        self._inspect(bucket)
+        dist.all_reduce(bucket.grads, group=self._tied_group)
+        self._inspect(bucket, ", with what another stage added,")
 
-    def wait(self) -> None:
-        """Wait for the collectives; all is then ready for the next step."""
-        self.starts.wait()
-        self._holds_last = self.main_grad
+    def _launch(self, bucket: GradBucket) -> None:
+        # parts of a model may run on streams of their own, as their hooks then do
+        bucket.wait_for_streams()
+        if not bucket.is_tied:
+            # before the sum, in which a bad gradient would be that of every rank
+            self._inspect(bucket)
+        if self._group is not None:
+            bucket.work = dist.all_reduce(bucket.grads, group=self._group, async_op=True)
+        self._next += 1
 
-    def hand_over(self, factor: Tensor | None) -> None:
+    def _inspect(self, bucket: GradBucket, note: str = "") -> None:
+        if self.checks is not None:
+            self.checks.inspect(bucket.grads, bucket.slots, note)
+
+    def wait(self) -> str:
+        """Wait for the collectives, and be ready for the next step. Returns what is bad about a
+        gradient of any rank, or nothing.
+        """
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.reset()
+        self._next = 0
+        self._has_reduced = self._main_grad
+        self._release_group()
+        assert self._report is not None
+        return self._report.read()
+
+    def expose(self, factor: Tensor | None) -> None:
         """Scale the reduced gradients, and put them where optimizers look."""
-        if factor is not None:
-            for buffer in self.buffers:
-                buffer.grads.mul_(factor)
-        for slot in self.slots():
-            slot.hand_over()
+        for bucket in self.buckets:
+            if factor is not None:
+                bucket.grads.mul_(factor)
+            for slot in bucket.slots:
+                slot.expose_grad()
+
+    def claim_group(self) -> None:
+        """Use the group until the step is finished. Raises GradientError where another reducer
+        does.
+        """
+        if self._group is not None and _reducing.setdefault(self._group, self) is not self:
+            raise GradientError(
+                "another BucketedDataParallel has begun to reduce gradients in this process group: "
+                "wrap the modules of one backward together, BucketedDataParallel([first, second]), "
+                "finish the other first, or give each a process group of its own"
+            )
+
+    def _release_group(self) -> None:
+        if self._group is not None and _reducing.get(self._group) is self:
+            del _reducing[self._group]
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

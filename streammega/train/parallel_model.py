@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from streammega.gradients.buffers import local_part
-from streammega.gradients.checks import clip_finite_grads
 from streammega.gradients.collectives import clip, inverse_of_tokens, total_norm
-from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
+from streammega.gradients.data_parallel import BucketedDataParallel
 from streammega.parallel import Ranks
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
@@ -42,8 +41,8 @@ MIB = 1 << 20
 class ParallelModel:
     """The stages of a model that this rank holds, ready to train.
 
-    `chunks` are the bare stages, `wrapped` the same in their data-parallel wrappers, if they are
-    not sharded.
+    `chunks` are the bare stages, `data_parallel` the wrapper of them all; None where each is
+    sharded.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
@@ -59,10 +58,10 @@ class ParallelModel:
         self.chunks, self.all_names = make_stages(
             config, ranks, self.num_stages, self.stage_ids, device
         )
-        self.wrapped = [_wrap(chunk, config, ranks, self.num_stages) for chunk in self.chunks]
+        self.data_parallel = _wrap(self.chunks, config, ranks, self.num_stages)
         self._inputs = ModelInputs(config, ranks, device)
         self._pipeline = Pipeline(
-            self.wrapped, self.stage_ids, self.num_stages, config, ranks, device
+            self.chunks, self.stage_ids, self.num_stages, config, ranks, device
         )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -92,6 +91,11 @@ class ParallelModel:
         """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
         return self.is_last and self.ranks.at["tp"] == 0
 
+    @property
+    def whole(self) -> nn.Module:
+        """What computes a micro-batch where there are no pipeline stages."""
+        return self.data_parallel if self.data_parallel is not None else self.chunks[0]
+
     def bounds_of(self, length: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) of every sample of so many tokens that this rank keeps."""
         return self._inputs.bounds_of(length)
@@ -116,10 +120,9 @@ class ParallelModel:
             return losses.all(self.device)
         inputs_of_step = list(self._inputs.of_step(batches, length))
         with contextlib.ExitStack() as stack:
-            for wrapped in self.wrapped:
-                # torch's schedules know by themselves when fully_shard has to sum
-                if isinstance(wrapped, BucketedDataParallel):
-                    stack.enter_context(wrapped.expect(count))
+            # torch's schedules know by themselves when fully_shard has to sum
+            if isinstance(self.data_parallel, BucketedDataParallel):
+                stack.enter_context(self.data_parallel.expect(count))
             self._pipeline.run(inputs_of_step, length, losses, train=True)
         return losses.all(self.device)
 
@@ -127,7 +130,7 @@ class ParallelModel:
         self, batches: Iterable[Batch], count: int, length: int, losses: StepLosses
     ) -> None:
         """Forward and backward of one micro-batch after the other."""
-        model = self.wrapped[0]
+        model = self.whole
         for number, inputs in enumerate(self._inputs.of_step(batches, length)):
             # Gradients are reduced once, in the backward that has the sum of all.
             with synchronised(model, is_last=number == count - 1):
@@ -141,9 +144,8 @@ class ParallelModel:
         tokens: unmasked ones of this rank; none on all but the last stage. Raises GradientError on
         every rank where a gradient of BucketedDataParallel is not finite, or any is too large.
         """
-        buckets = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
-        if buckets:
-            finish_grad_sync(buckets, tokens)
+        if isinstance(self.data_parallel, BucketedDataParallel):
+            self.data_parallel.finish_grad_sync(tokens)
             return
         if self.is_sharded:
             self._sum_tied_gradients()
@@ -165,6 +167,11 @@ class ParallelModel:
         if embedding is not None and embedding.grad is not None:
             self.ranks.all_reduce(local_part(embedding.grad), "embedding")
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for module in self.chunks if self.data_parallel is None else [self.data_parallel]:
+            module.zero_grad()
+
     def gradients(self) -> list[Tensor]:
         """This rank's parts of all gradients that the optimizer will see."""
         return list(local_grads(names_of(self)).values())
@@ -174,8 +181,6 @@ class ParallelModel:
 
         Raises GradientError on every rank where a gradient of torch's own wrappers is not finite.
         """
-        if isinstance(self.wrapped[0], DistributedDataParallel):
-            return clip_finite_grads(self.wrapped[0], max_norm)
         parameters = names_of(self)
         grads = local_grads(parameters)
         # Those that several ranks have count once in the norm, and are clipped wherever they are.
@@ -186,7 +191,7 @@ class ParallelModel:
         if self.is_sharded:
             groups.append(self.ranks.group("dp-cp"))
         norm = total_norm(counted, groups, self.device)
-        if self.is_sharded:
+        if not isinstance(self.data_parallel, BucketedDataParallel):
             check_gradients(grads, norm)
         clip(list(grads.values()), norm, max_norm)
         return norm
@@ -204,7 +209,7 @@ class ParallelModel:
         losses = StepLosses(1.0, self._vocab_part)
         length = self.config.data.sequence_length
         if self.num_stages == 1:
-            model = self.wrapped[0]
+            model = self.whole
             for inputs in self._inputs.of_step(batches, length):
                 logits = model(*inputs.arguments, **inputs.keywords)
                 losses(logits, inputs.target)
@@ -237,21 +242,27 @@ def synchronised(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         yield
 
 
-def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> nn.Module:
-    """A stage in its data-parallel wrapper; one that is sharded is its own."""
+def _wrap(
+    chunks: Sequence[GPT], config: RunConfig, ranks: Ranks, num_stages: int
+) -> BucketedDataParallel | DistributedDataParallel | None:
+    """The data-parallel wrapper of all stages of this rank; None where they are sharded."""
     parallel = config.parallel
     if parallel.optimizer == "sharded":
-        return chunk
+        return None
     group = ranks.group("dp-cp")
     if parallel.data_parallel == "torch" and group is not None:
         settings: dict[str, Any] = {}
         if parallel.bucket_size is not None:
             settings["bucket_cap_mb"] = parallel.bucket_size * BYTES_OF_FP32 / MIB
-        return DistributedDataParallel(chunk, process_group=group, **settings)
-    # Stages that lie on other ranks have copies of it, whose gradients are summed.
-    tied = {"embedding.weight", TIED} if num_stages > 1 else ()
+        return DistributedDataParallel(chunks[0], process_group=group, **settings)
+    modules = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    tied: list[str] = []
+    if num_stages > 1:
+        # the first and the last stage have copies of it, whose gradients are summed
+        names = [name for name, _ in modules.named_parameters()]
+        tied = [name for name in names if name.endswith(("embedding.weight", TIED))]
     return BucketedDataParallel(
-        chunk,
+        modules,
         ranks=ranks,
         bucket_size=parallel.bucket_size,
         average=False,

@@ -20,7 +20,7 @@ class Pipeline:
     """Runs micro-batches through the stages of all pipeline ranks. Collective over them.
 
     Args:
-        wrapped: the stages of this rank, in their data-parallel wrappers.
+        chunks: the stages of this rank.
         stage_ids: their numbers, of `num_stages`.
         num_stages: on all pipeline ranks.
         config: of the run.
@@ -30,14 +30,14 @@ class Pipeline:
 
     def __init__(
         self,
-        wrapped: Sequence[nn.Module],
+        chunks: Sequence[nn.Module],
         stage_ids: Sequence[int],
         num_stages: int,
         config: RunConfig,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._wrapped = wrapped
+        self._chunks = chunks
         self._stage_ids = stage_ids
         self._num_stages = num_stages
         self._config = config
@@ -91,7 +91,7 @@ class Pipeline:
             kept = length // self._ranks.layout.cp
             self._stages[length] = [
                 self._stage(model, stage, kept)
-                for model, stage in zip(self._wrapped, self._stage_ids, strict=True)
+                for model, stage in zip(self._chunks, self._stage_ids, strict=True)
             ]
         # Gradients are those of the sum over all micro-batches: torch would divide by their number.
         options: dict[str, Any] = {"loss_fn": self._losses, "scale_grads": False}

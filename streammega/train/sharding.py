@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from streammega.errors import GradientError
 from streammega.gradients.buffers import local_part
-from streammega.gradients.checks import MEND
+from streammega.gradients.grad_checks import MEND
 from streammega.parallel import Ranks
 from streammega.train.model import GPT
 

@@ -226,8 +226,7 @@ class TrainStep:
         self.checkpoints.before_change()
         if is_good:
             self.optimizer.step()
-        for wrapped in model.wrapped:
-            wrapped.zero_grad()
+        model.zero_grad()
         if not is_good:
             return math.inf
         if self.device.type == "cuda":

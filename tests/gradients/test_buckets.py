@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streammega import BucketedDataParallel, ParallelLayout, Ranks
 from streammega.errors import GradientError
-from streammega.gradients.buckets import default_bucket_size, plan_buckets
-from streammega.gradients.checks import GradientChecks
+from streammega.gradients.buffers import default_bucket_size, make_buckets
+from streammega.gradients.grad_checks import GradientChecks
 from streammega.gradients.loss_scale import LossScale
 from streammega.train.checkpoints.state import scalar_devices
 from tests.support.gang import on_ranks
@@ -69,40 +69,52 @@ def assert_same_gradients(ours: torch.nn.Module, theirs: torch.nn.Module) -> Non
 
 
 @given(
-    sizes=st.lists(st.integers(1, 500), min_size=1, max_size=30),
+    kinds=st.lists(
+        st.tuples(st.integers(0, 500), st.booleans(), st.booleans()), min_size=1, max_size=30
+    ),
     bucket_size=st.integers(1, 2000),
-    data=st.data(),
 )
-def test_buckets_follow_the_rules(sizes: list[int], bucket_size: int, data: Any) -> None:
-    waiting = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2))
-    buckets = plan_buckets(sizes, bucket_size, waiting=waiting)
-    slots = [slot for bucket in buckets for slot in bucket.slots]
-    backwards = list(range(len(sizes)))[::-1]
-    order = [n for n in backwards if n not in waiting] + [n for n in backwards if n in waiting]
-    assert [slot.parameter for slot in slots] == order, (
-        "reverse registration order, those that wait last"
-    )
-    assert [bucket.start for bucket in buckets] == [0, *(bucket.stop for bucket in buckets[:-1])]
-    end = 0
-    for slot in slots:
-        assert slot.stop - slot.start == sizes[slot.parameter]
-        assert slot.start == end
-        end = slot.stop
+def test_buckets_follow_the_rules(kinds: list[tuple[int, bool, bool]], bucket_size: int) -> None:
+    """kinds: of each parameter the elements, whether it is narrow, and whether it is tied."""
+    module = torch.nn.ParameterDict()
+    for number, (size, is_narrow, _) in enumerate(kinds):
+        module[str(number)] = torch.empty(size, dtype=torch.bfloat16 if is_narrow else None)
+    tied = {str(number) for number, (_, _, is_tied) in enumerate(kinds) if is_tied}
+    buckets = make_buckets(module, bucket_size, None, tied=tied)
+    untied = [bucket for bucket in buckets if not bucket.is_tied]
+    assert [bucket.is_tied for bucket in buckets] == sorted(bucket.is_tied for bucket in buckets)
+    for is_tied in (False, True):
+        for is_narrow in (False, True):
+            names = [
+                slot.name
+                for bucket in buckets
+                if bucket.is_tied == is_tied
+                for slot in bucket.slots
+                if (slot.parameter.dtype == torch.bfloat16) == is_narrow
+            ]
+            kind = (is_narrow, is_tied)
+            assert names == [str(n) for n in range(len(kinds)) if kinds[n][1:] == kind][::-1]
     for bucket in buckets:
-        own = [slot.parameter in waiting for slot in bucket.slots]
-        assert set(own) == {bucket.waits}
-        held = bucket.slots[-1].stop - bucket.start
-        if bucket not in (
-            buckets[-1],
-            *(b for b in buckets[:-1] if buckets[buckets.index(b) + 1].waits),
-        ):
-            assert held >= bucket_size
-        if len(bucket.slots) > 1 and not bucket.waits:
-            assert bucket.slots[-2].stop - bucket.start < bucket_size, (
-                "the crossing parameter is the last"
-            )
-    assert default_bucket_size(1) == 40_000_000
-    assert default_bucket_size(64) == 64_000_000
+        assert bucket.grads.dtype == torch.float32
+        assert bucket.unready == len(bucket.slots)
+        assert len({(slot.parameter.dtype, slot.name in tied) for slot in bucket.slots}) == 1
+        grads = torch.arange(float(bucket.grads.numel()))
+        bucket.grads.copy_(grads)
+        assert torch.equal(torch.cat([slot.main_grad for slot in bucket.slots]), grads)
+    last_filled = [min(int(slot.name) for slot in bucket.slots) for bucket in untied]
+    assert last_filled == sorted(last_filled, reverse=True), "full one after the other in backward"
+    for is_narrow in (False, True):
+        alike = [b for b in untied if (b.slots[0].parameter.dtype == torch.bfloat16) == is_narrow]
+        sizes = [[slot.main_grad.numel() for slot in bucket.slots] for bucket in alike]
+        assert all(sum(of_bucket) >= bucket_size for of_bucket in sizes[:-1])
+        assert all(sum(of_bucket[:-1]) < bucket_size for of_bucket in sizes), (
+            "the crossing parameter is the last"
+        )
+
+
+@pytest.mark.parametrize(("dp", "elements"), [(1, 40_000_000), (64, 64_000_000)])
+def test_buckets_are_larger_with_many_ranks(dp: int, elements: int) -> None:
+    assert default_bucket_size(dp) == elements
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "gradients-torch-ddp")
@@ -156,7 +168,7 @@ def test_fp32_accumulation_of_bf16_gradients_is_better() -> None:
         off = sum((grads[name].double() - value).square().sum() for name, value in truth.items())
         return float((off / sum(value.square().sum() for value in truth.values())) ** 0.5)
 
-    of_ours = error({slot.name: slot.main_grad for slot in wide.reducer.slots()})
+    of_ours = error({slot.name: slot.main_grad for slot in wide.reducer.slots})
     of_torch = error({name: parameter.grad for name, parameter in narrow.named_parameters()})
     assert of_ours < of_torch / 4, "what is left is the error of each bf16 gradient by itself"
 
@@ -194,7 +206,7 @@ def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
     """
     net: Any = make_net()
     model = BucketedDataParallel(net, bucket_size=700, largest_gradient=limit)
-    model.reducer.starts.checks = GradientChecks(limit, at_once=at_once)
+    model.reducer.checks = GradientChecks(limit, at_once=at_once)
     handle = net.layers[1].weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
     )
@@ -220,7 +232,7 @@ def test_a_bad_shared_gradient_is_named_where_it_came_from(rank: int, at_once: b
         {"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)}
     )
     model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
-    model.reducer.starts.checks = GradientChecks(None, at_once=at_once)
+    model.reducer.checks = GradientChecks(None, at_once=at_once)
     shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
     (shared + stage["own"](torch.ones(1, 4))).sum().backward()
     from_another = "" if rank == 1 else ", with what another stage added,"
@@ -249,7 +261,7 @@ def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(rank: int) 
     (model(x) * weights.chunk(2)[rank]).square().sum().backward()
     model.finish_grad_sync()
     norm = model.clip_grad_norm_(1.0)
-    mains = {slot.name: slot.main_grad for slot in model.reducer.slots()}
+    mains = {slot.name: slot.main_grad for slot in model.reducer.slots}
     assert float(norm) == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(mains["0.weight"], whole[0].weight.grad, rtol=1e-4, atol=1e-7)
 

@@ -4,6 +4,7 @@ says of them, and their states on any ranks.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -98,8 +99,8 @@ class Run:
             self.module.set_requires_gradient_sync(is_last)
             self.module(x).float().square().mean().backward()
             return
-        self.replicated.reducer.sync = is_last
-        self.replicated(x).square().mean().backward()
+        with contextlib.nullcontext() if is_last else self.replicated.no_sync():
+            self.replicated(x).square().mean().backward()
         if is_last:
             self.replicated.finish_grad_sync()
 

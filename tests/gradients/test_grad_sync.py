@@ -5,6 +5,7 @@ wrong number is used.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import math
@@ -50,30 +51,29 @@ def random_input(rank: int, step: int = 0, shape: Sequence[int] = (4, 16)) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def make_pairs(
-    count: int, bucket_size: int = 1, **options: Any
-) -> tuple[list[Expert], list[BucketedDataParallel]]:
-    """Models, and copies of them that are wrapped in buckets of one parameter each."""
+def make_pair(
+    count: int = 1, bucket_size: int = 1, **options: Any
+) -> tuple[nn.ModuleList, BucketedDataParallel]:
+    """Some modules, and copies of them that are wrapped as one, in buckets of one parameter each."""
     torch.manual_seed(4)
-    plain = [Expert() for _ in range(count)]
-    copies = [Expert() for _ in range(count)]
-    for one, other in zip(plain, copies, strict=True):
-        other.load_state_dict(one.state_dict())
-    return plain, [
-        BucketedDataParallel(model, bucket_size=bucket_size, grad_dtype=torch.float64, **options)
-        for model in copies
-    ]
+    plain = nn.ModuleList(Expert() for _ in range(count))
+    copies = copy.deepcopy(plain)
+    wrapped = BucketedDataParallel(
+        list(copies), bucket_size=bucket_size, grad_dtype=torch.float64, **options
+    )
+    return plain, wrapped
 
 
 def backward_of_both(
-    plain: Sequence[Expert], ours: Sequence[BucketedDataParallel], rank: int, step: int = 0
+    plain: Sequence[nn.ModuleList], ours: Sequence[BucketedDataParallel], rank: int, step: int = 0
 ) -> None:
-    """One graph of all models, of which rank 1 leaves a parameter out."""
-    for models in (plain, ours):
-        for model in models:
-            model.zero_grad()
-        x = random_input(rank, step)
-        sum(model(x, use=rank == 0).square().mean() for model in models).backward()
+    """One graph of all modules, of which rank 1 leaves a parameter of each out."""
+    for model in (*plain, *ours):
+        model.zero_grad()
+    x = random_input(rank, step)
+    for modules in (plain, [wrapped.module for wrapped in ours]):
+        outputs = [module(x, use=rank == 0) for stages in modules for module in stages.children()]
+        sum(output.square().mean() for output in outputs).backward()
 
 
 def check_sums(plain: nn.Module, ours: BucketedDataParallel, divided_by: float = 2.0) -> None:
@@ -89,17 +89,18 @@ def check_sums(plain: nn.Module, ours: BucketedDataParallel, divided_by: float =
 @pytest.mark.guarantee("collectives-meet-other")
 @on_ranks(2)
 def test_tokens_are_counted_after_the_buckets_whichever_parameters_a_rank_used(rank: int) -> None:
-    (plain,), (ours,) = make_pairs(1, average=False)
-    for model in (plain, ours):
-        model(random_input(rank), use=rank == 0).square().sum().backward()
+    plain, ours = make_pair(average=False)
+    for model in (plain, ours.module):
+        module = next(model.children())
+        module(random_input(rank), use=rank == 0).square().sum().backward()
     ours.finish_grad_sync(torch.tensor(2.0 + rank))
     check_sums(plain, ours, 5.0)
 
 
 @pytest.mark.guarantee("collectives-meet-other")
 @on_ranks(2)
-def test_models_of_one_group_may_be_finished_one_by_one(rank: int) -> None:
-    plain, ours = make_pairs(2)
+def test_models_of_one_group_that_do_not_overlap_may_be_finished_one_by_one(rank: int) -> None:
+    plain, ours = zip(*[make_pair(overlap=False) for _ in range(2)], strict=True)
     backward_of_both(plain, ours, rank)
     for model in ours:
         model.finish_grad_sync()
@@ -109,35 +110,50 @@ def test_models_of_one_group_may_be_finished_one_by_one(rank: int) -> None:
 
 @pytest.mark.guarantee("uses-would-give")
 @on_ranks(2)
-def test_models_that_were_finished_together_and_are_not_any_more_are_an_error(rank: int) -> None:
-    plain, ours = make_pairs(2)
-    backward_of_both(plain, ours, rank)
-    finish_grad_sync(ours)
-    backward_of_both(plain, ours, rank, step=1)
-    with pytest.raises(GradientError, match=r"finish_grad_sync\(\[first, second\]\)"):
-        for model in ours:
-            model.finish_grad_sync()
-    finish_grad_sync(ours)
+def test_a_second_model_of_a_group_that_reduces_gradients_is_an_error(rank: int) -> None:
+    """Until the first is finished."""
+    (one, first), (other, second) = make_pair(), make_pair()
+    backward_of_both([one], [first], rank)
+    with pytest.raises(GradientError, match=r"BucketedDataParallel\(\[first, second\]\)"):
+        second.finish_grad_sync()
+    with pytest.raises(GradientError, match=r"BucketedDataParallel\(\[first, second\]\)"):
+        finish_grad_sync([first, second])
+    with pytest.raises(GradientError, match=r"BucketedDataParallel\(\[first, second\]\)"):
+        backward_of_both([other], [second], rank)
+    first.finish_grad_sync()
+    check_sums(one, first)
+    backward_of_both([other], [second], rank)
+    second.finish_grad_sync()
+    check_sums(other, second)
 
 
 @pytest.mark.guarantee("collectives-meet-other", "14-buckets-start")
-@pytest.mark.parametrize("models", [1, 2])
+@pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 @on_ranks(2)
 def test_models_of_several_groups_are_finished_in_one_call(
-    rank: int, models: int, groups: int
+    rank: int, modules: int, groups: int
 ) -> None:
-    plain: list[Expert] = []
-    ours: list[BucketedDataParallel] = []
-    for group in (None, dist.new_group([0, 1]))[:groups]:
-        of_group, wrapped = make_pairs(models, group=group)
-        plain += of_group
-        ours += wrapped
+    """Of one or two modules each."""
+    pairs = [make_pair(modules, group=group) for group in (None, dist.new_group([0, 1]))[:groups]]
+    plain, ours = zip(*pairs, strict=True)
     for step in range(2):
         backward_of_both(plain, ours, rank, step)
         finish_grad_sync(ours)
     for one, other in zip(plain, ours, strict=True):
         check_sums(one, other)
+
+
+@on_ranks(3)
+def test_gradients_are_reduced_over_ranks_that_are_in_other_groups_too(rank: int) -> None:
+    """In more of them than others: torch names a new group by their number."""
+    dist.new_group([0])
+    dist.new_group([0, 1])
+    layer = nn.Linear(1, 1, bias=False)
+    model = BucketedDataParallel(layer, average=False)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    model.finish_grad_sync()
+    assert float(layer.weight.grad or 0) == 6.0
 
 
 @pytest.mark.guarantee("tokens-models-several")
@@ -180,8 +196,11 @@ def test_tokens_of_groups_that_overlap_are_not_counted(rank: int) -> None:
 def test_a_collective_of_the_programs_after_backward_meets_no_bucket(
     rank: int, bucket_size: int
 ) -> None:
-    (plain,), (ours,) = make_pairs(1, bucket_size=bucket_size)
-    losses = [model(random_input(rank), use=rank == 0).square().mean() for model in (plain, ours)]
+    plain, ours = make_pair(bucket_size=bucket_size)
+    losses = [
+        next(model.children())(random_input(rank), use=rank == 0).square().mean()
+        for model in (plain, ours.module)
+    ]
     for loss in losses:
         loss.backward()
     summed = losses[1].detach().clone()
@@ -241,7 +260,7 @@ def test_a_module_that_is_wrapped_again_keeps_no_former_buffer() -> None:
     buffers = []
     for _ in range(3):
         model = BucketedDataParallel(module)
-        buffers += [weakref.ref(slot.main_grad) for slot in model.reducer.slots()]
+        buffers += [weakref.ref(slot.main_grad) for slot in model.reducer.slots]
         model(torch.ones(1, 3)).sum().backward()
         model.finish_grad_sync()
         model.zero_grad()
@@ -302,7 +321,11 @@ def zeroed_while_reducing() -> None:
 def shared_by_two() -> None:
     shared = nn.Linear(3, 3)
     modules = [nn.Sequential(shared), nn.Sequential(shared, nn.Linear(3, 3))]
-    models = [BucketedDataParallel(module) for module in modules]
+    groups = [None, dist.new_group([0, 1])]
+    models = [
+        BucketedDataParallel(module, group=group)
+        for module, group in zip(modules, groups, strict=True)
+    ]
     sum(model(torch.ones(1, 3)).sum() for model in models).backward()
 
 
@@ -625,7 +648,7 @@ def test_a_replicated_dtensor_counts_once_in_a_norm(rank: int) -> None:
         setattr(norm, name, nn.Parameter(replicated))
     parallelize_module(module, mesh, {"1": ColwiseParallel(output_layouts=None)})
     model = BucketedDataParallel(module, ranks=ranks, check_gradients=False)
-    slots = {slot.name: slot for slot in model.reducer.slots()}
+    slots = {slot.name: slot for slot in model.reducer.slots}
     for name, parameter in module.named_parameters():
         whole = torch.arange(float(parameter.numel())).view(parameter.shape)
         slots[name].main_grad.copy_(whole.chunk(2)[rank] if name == "1.weight" else whole)

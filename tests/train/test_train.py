@@ -716,19 +716,13 @@ def test_a_sharded_gradient_that_explodes_ends_all_ranks_with_its_parameter(
 
 
 @pytest.mark.guarantee("bad-gradient-ends")
-@pytest.mark.parametrize(
-    ("setting", "how"),
-    [
-        ("parallel.data_parallel=torch", "averaged over the ranks"),
-        ("parallel.optimizer=sharded", "summed over the ranks"),
-    ],
-)
+@pytest.mark.parametrize("setting", ["parallel.data_parallel=torch", "parallel.optimizer=sharded"])
 def test_a_run_by_torchs_wrappers_ends_at_a_gradient_that_is_not_finite(
-    gang: Gang, run_file: str, setting: str, how: str
+    gang: Gang, run_file: str, setting: str
 ) -> None:
     ruin = [setting, "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
     for message in gang.run(2, run_until_bad, run_file, ruin):
-        assert re.search(rf"the gradient of \S+ is not finite, {how}", message), message
+        assert re.search(r"the gradient of \S+ is not finite, summed over the ranks", message)
     with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
         load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 
