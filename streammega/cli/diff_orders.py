@@ -63,7 +63,7 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
         settings |= _differences(name, *values)
     steps = None
     if found.first is not None:
-        steps = [run.steps.step_of(found.first) for run in (one, two)]
+        steps = [run.schedule.step_of(found.first) for run in (one, two)]
     return {
         "split": one.split,
         "samples": found.samples,
@@ -83,7 +83,7 @@ def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str
 
     tokens: dict[str, list[int]] = {}
     for place, run in enumerate((one, two)):
-        for phase in sample_usage(run.provenance, samples, run.steps.skipped):
+        for phase in sample_usage(run.provenance, samples, run.schedule.skipped):
             for dataset in phase.datasets:
                 tokens.setdefault(dataset.dataset, [0, 0])[place] += dataset.tokens
     return tokens
@@ -140,11 +140,11 @@ def _brief(value: Any) -> str:
 def _step_differences(one: TracedRunFile, two: TracedRunFile) -> dict[str, str]:
     """What says which step takes a sample, and not which tokens it has."""
     found: dict[str, str] = {}
-    schedules = [run.steps.schedule.stages for run in (one, two)]
+    schedules = [run.schedule.stages for run in (one, two)]
     if schedules[0] != schedules[1]:
         sizes = [", ".join(f"{size} from sample {first}" for first, size in s) for s in schedules]
         found["samples of a step"] = f"{sizes[0]}; and {sizes[1]}"
-    skips = [[list(span) for span in run.steps.skips] for run in (one, two)]
+    skips = [[list(span) for span in run.schedule.skips] for run in (one, two)]
     if skips[0] != skips[1]:
         found["skip_samples"] = f"{skips[0]} and {skips[1]}"
     if one.provenance.datasets != two.provenance.datasets:

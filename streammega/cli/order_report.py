@@ -21,7 +21,7 @@ from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.order.quality import FetchPlan, ShuffleQuality
-    from streammega.order.schedule import BatchSchedule
+    from streammega.order.schedule import TrainingSchedule
     from streammega.order.stream_order import StreamOrder
     from streammega.samples.source import SampleSource, SegmentSource
 
@@ -134,7 +134,7 @@ def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> 
     from streammega.train.config import load_run
 
     run = open_run(load_run(path, overrides), "train", None)
-    return phase_reports(run.provenance.source, run.steps.schedule, ranks, steps, run.end)
+    return phase_reports(run.provenance.source, run.schedule, ranks, steps, run.end)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -180,17 +180,17 @@ def measure_order(
 
     Of a config with phases: of the first, to its end at most. Raises ConfigError for sizes below 1.
     """
-    from streammega.order.schedule import batch_schedule
+    from streammega.order.schedule import training_schedule
     from streammega.samples.open import open_source
 
     _check_sizes(global_batch_size=global_batch_size, ranks=dp_size, steps=steps)
     source = open_source(config, split, global_batch_size)
-    schedule = batch_schedule(global_batch_size, None, config.batch_changes(split))
+    schedule = training_schedule(config, split, global_batch_size)
     return phase_reports(source, schedule, dp_size, steps, steps * global_batch_size)[0]
 
 
 def phase_reports(
-    source: SampleSource, schedule: BatchSchedule, dp_size: int, steps: int, end: int
+    source: SampleSource, schedule: TrainingSchedule, dp_size: int, steps: int, end: int
 ) -> list[OrderReport]:
     """The same of every phase that begins before sample `end`, from its first sample on.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset.provenance import DocumentOrigin
     from streammega.loading.micro_steps import BalancedBatches
-    from streammega.order.schedule import StepNumbers
+    from streammega.order.schedule import TrainingSchedule
     from streammega.samples.document_names import DocumentName
     from streammega.samples.provenance import Provenance, TracedRun
     from streammega.train.config import RunConfig
@@ -173,7 +173,7 @@ def _chosen_run(run: RunConfig, validation: str | None) -> RunConfig:
 
 def _samples_of(run: TracedRunFile, step: int, rank: int | None) -> list[int]:
     """The samples of a step, or of one rank in it."""
-    samples = list(run.steps.samples(step))
+    samples = list(run.schedule.samples_of_step(step))
     if rank is None:
         return samples
     if run.ranks is None or not 0 <= rank < run.ranks:
@@ -262,7 +262,7 @@ class TracedRunFile:
     """
 
     provenance: Provenance
-    steps: StepNumbers
+    schedule: TrainingSchedule
     split: str
     micro_batch_size: int
     last_step: int
@@ -275,13 +275,13 @@ class TracedRunFile:
 
     def end_of(self, step: int) -> int:
         """The sample behind those of a step."""
-        return self.steps.samples(step).stop
+        return self.schedule.samples_of_step(step).stop
 
     def place(self, sample: int) -> Report:
         """The step of a sample, its phase if the run has several, and where the ranks are known the
         one that reads it.
         """
-        place: Report = {"sample": sample, "step": self.steps.step_of(sample)}
+        place: Report = {"sample": sample, "step": self.schedule.step_of(sample)}
         source = self.provenance.source
         if len(source.segments) > 1:
             place["phase"] = source.segment_number(sample)
@@ -291,9 +291,9 @@ class TracedRunFile:
 
     def _rank_of(self, sample: int, ranks: int) -> int:
         """The rank that reads a sample, of so many."""
-        from streammega.order.schedule import rank_of
+        from streammega.order.sharding import rank_of
 
-        schedule = self.steps.schedule
+        schedule = self.schedule
         config = self.provenance.config
         first = sample - schedule.offset_at(sample)
         if config.balance_batches:
@@ -320,23 +320,21 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     """A split of a run, as its trainer reads it. Raises ConfigError where ranks do not divide the
     batches.
     """
-    from streammega.order.schedule import StepNumbers, batch_schedule
+    from streammega.order.schedule import training_schedule
     from streammega.samples.provenance import Provenance
     from streammega.train.splits import batch_sizes, data_of
 
     data = data_of(run, split)
     sizes = batch_sizes(run, split)
     train = run.train
-    schedule = batch_schedule(
-        train.global_batch_size, sizes.get("rampup"), data.batch_changes(split)
-    )
+    schedule = training_schedule(data, split, train.global_batch_size, sizes.get("rampup"))
     if ranks is not None:
         schedule.check(train.micro_batch_size, 0, ranks)
     # An evaluation begins with the first sample every time.
     last_step = train.iters if split == "train" else max(1, train.eval_iters)
     return TracedRunFile(
         provenance=Provenance(data, split, train.global_batch_size),
-        steps=StepNumbers(schedule=schedule, skips=tuple(data.skip_samples)),
+        schedule=schedule,
         split=split,
         micro_batch_size=train.micro_batch_size,
         last_step=last_step,
@@ -494,10 +492,10 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
     if available is not None:
         end = min(end, available)
     phases = []
-    for dealt in sample_usage(run.provenance, end, run.steps.skipped):
+    for dealt in sample_usage(run.provenance, end, run.schedule.skipped):
         entry = asdict(dealt)
         datasets = entry.pop("datasets")
-        steps = run.steps.steps_between(dealt.first_sample, dealt.stop)
+        steps = run.schedule.steps_between(dealt.first_sample, dealt.stop)
         entry["steps"] = None if steps is None else list(steps)
         entry["samples"] = dealt.samples
         entry["datasets"] = [_dataset_entry(dataset, dealt.samples) for dataset in datasets]

@@ -2,7 +2,7 @@
 
 from streammega.config.blends import MOST_DATASETS, Blend, parse_blend
 from streammega.config.data import MOST_SAMPLES, DataConfig, FieldsConfig, Order
-from streammega.config.phases import FollowConfig, PhaseConfig, SkippedList, SkippedNames
+from streammega.config.phases import FollowConfig, PhaseConfig, Segment, SkippedList, SkippedNames
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
 
@@ -16,6 +16,7 @@ __all__ = [
     "MiB",
     "Order",
     "PhaseConfig",
+    "Segment",
     "SkippedList",
     "SkippedNames",
     "StorageConfig",

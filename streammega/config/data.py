@@ -11,6 +11,7 @@ from streammega.config.blends import Blend, check_schedule, parse_blend
 from streammega.config.phases import (
     FollowConfig,
     PhaseConfig,
+    Segment,
     SkippedList,
     SkippedNames,
     check_follow,
@@ -229,9 +230,21 @@ class DataConfig(FieldsConfig):
         """Whether a split takes in what is appended: training alone does."""
         return self.follow is not None and split == "train"
 
-    def phases_of(self, split: str) -> Sequence[PhaseConfig]:
-        """The later phases of a split: training alone has any, so that validation stays the same."""
-        return self.phases if split == "train" else ()
+    def segments(self, split: str) -> list[Segment]:
+        """What holds in a split from which sample on. Training alone has more than one, so that
+        validation stays the same.
+        """
+        blend = self.blend
+        if self.blend_per_split is not None:
+            blend = self.blend_per_split[("train", "valid", "test").index(split)]
+        segments = [
+            Segment(
+                first_sample=0, blend=blend, sequence_length=self.sequence_length, lanes=self.lanes
+            )
+        ]
+        for phase in self.phases if split == "train" else ():
+            segments.append(segments[-1].followed_by(phase))
+        return segments
 
     def skips_of(self, split: str) -> list[SkippedList]:
         """The documents that a split does not see. Those of training alone: validation stays the
@@ -243,24 +256,6 @@ class DataConfig(FieldsConfig):
         for phase in self.phases:
             lists += skipped_names(phase.skip_documents, phase.first_sample)
         return lists
-
-    def lengths_of(self, split: str) -> set[int]:
-        """Tokens of a sample, over all phases of a split."""
-        lengths = [phase.sequence_length for phase in self.phases_of(split)]
-        return {self.sequence_length, *(length for length in lengths if length is not None)}
-
-    def length_starts(self, split: str) -> list[tuple[int, int]]:
-        """(first sample, tokens of a sample) of each phase of a split."""
-        starts = [(0, self.sequence_length)]
-        for phase in self.phases_of(split):
-            _, length_before = starts[-1]
-            starts.append((phase.first_sample, phase.sequence_length or length_before))
-        return starts
-
-    def batch_changes(self, split: str) -> list[tuple[int, int | None]]:
-        """(first sample, global batch size or None) of each later phase of a split."""
-        phases = self.phases_of(split)
-        return [(phase.first_sample, phase.global_batch_size) for phase in phases]
 
     def _check_blends(self) -> None:
         if (self.blend is None) == (self.blend_per_split is None):

@@ -145,6 +145,33 @@ class PhaseConfig:
                 )
 
 
+class Segment(NamedTuple):
+    """What holds in a split from a sample on: phases with all that they take over from those before.
+
+    blend: None: the split has nothing. global_batch_size: None: that of the run, with its ramp-up.
+    lanes: None: as many as the first global batch size chooses. restart: prefixes of datasets that
+    begin a new epoch.
+    """
+
+    first_sample: int
+    blend: Blend | None
+    sequence_length: int
+    global_batch_size: int | None = None
+    lanes: int | None = None
+    restart: Sequence[str] = ()
+
+    def followed_by(self, phase: PhaseConfig) -> Segment:
+        """The segment of a phase after this one."""
+        return Segment(
+            first_sample=phase.first_sample,
+            blend=self.blend if phase.blend is None else phase.blend,
+            sequence_length=phase.sequence_length or self.sequence_length,
+            global_batch_size=phase.global_batch_size or self.global_batch_size,
+            lanes=phase.lanes or self.lanes,
+            restart=phase.restart,
+        )
+
+
 def check_phases(
     phases: Sequence[PhaseConfig],
     order: str,

@@ -30,7 +30,7 @@ from streammega.integrations.read_ahead import ReadAhead
 from streammega.integrations.text_samples import TextPlace, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
-from streammega.order.schedule import batch_schedule
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import canonical_json, describe_differences
 from streammega.samples.fields import Batch, batch_fields
 
@@ -111,7 +111,9 @@ class TextStream:
         seed: int | None = None,
         passes: int | None = None,
     ) -> None:
-        batch_schedule(global_batch_size, None).check(micro_batch_size, dp_rank, dp_size)
+        TrainingSchedule(global_batch_size=global_batch_size).check(
+            micro_batch_size, dp_rank, dp_size
+        )
         _check_fields(fields)
         if isinstance(shards, str) or not shards:
             raise ConfigError(f"shards is {shards!r}; it takes a list of names, at least one")

@@ -133,8 +133,10 @@ class StreamLoader:
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._cp = (cp_rank, cp_size)
-        for length in config.lengths_of(split):
-            _ = kept_parts_of(length, cp_rank, cp_size)  # that there are such parts
+        for segment in config.segments(split):
+            _ = kept_parts_of(
+                segment.sequence_length, cp_rank, cp_size
+            )  # that there are such parts
         self._prefetch = prefetch
         self._pinned = pin_memory
         self._log_every = log_every

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.kernels.balance import add_document_costs
-from streammega.order.schedule import BatchSchedule, SampleLengths
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import balanced_places, check_resume, rank_samples
 from streammega.order.state import make_state
 from streammega.samples.documents import open_bounds
@@ -128,7 +128,7 @@ class MicroSteps:
     config: DataConfig
     split: str
     samples: SampleSource
-    schedule: BatchSchedule
+    schedule: TrainingSchedule
     micro_batch_size: int
     dp_rank: int
     dp_size: int
@@ -141,7 +141,7 @@ class MicroSteps:
         if self.num_samples == 0:
             raise ConfigError(
                 f"{self.split} holds {self.samples.num_samples} samples, "
-                f"less than one global batch of {self.schedule.final}; lower "
+                f"less than one global batch of {self.schedule.global_batch_size}; lower "
                 f"global_batch_size or ask for more samples"
             )
 
@@ -186,8 +186,7 @@ class MicroSteps:
 
     def tokens_before(self, sample: int) -> int:
         """Tokens of all samples before one, of those that are skipped too."""
-        lengths = SampleLengths(starts=self.config.length_starts(self.split))
-        return lengths.tokens_before(sample)
+        return self.schedule.tokens_before(sample)
 
     def sequence_length_at(self, sample: int) -> int:
         """Tokens of a sample: those of its phase."""
@@ -347,7 +346,7 @@ class MicroSteps:
         `consumed` on.
         """
         try:
-            self.schedule.check_changes()
+            self.schedule.check_segments()
             self._check_skipped(consumed)
         except ConfigError as error:
             raise StateError(

@@ -25,7 +25,7 @@ from streammega.loading.worker_transfer import (
     ids_tell_fields,
     is_sent_unseen,
 )
-from streammega.order.schedule import BatchSchedule, batch_schedule, in_samples
+from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams
@@ -85,9 +85,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup: tuple[int, int, int] | None = None,
     ) -> None:
-        if config.phases_of(split):
-            config = in_samples(config, global_batch_size, rampup)
-        schedule = batch_schedule(global_batch_size, rampup, config.batch_changes(split))
+        if split == "train":  # the others have no phases
+            config = resolve_phase_starts(config, global_batch_size, rampup)
+        schedule = training_schedule(config, split, global_batch_size, rampup)
         schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config = config
         self.split = split
@@ -124,7 +124,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self.steps.samples
 
     @property
-    def schedule(self) -> BatchSchedule:
+    def schedule(self) -> TrainingSchedule:
         """The sizes of global batches, and where their steps begin."""
         return self.steps.schedule
 

@@ -1,5 +1,5 @@
 """How samples, steps and tokens of a run correspond: the batch size of every step with its ramp-up,
-the steps that read no sample, the lengths of samples, and where phases begin.
+the samples that no step takes, the lengths of samples, and where phases begin.
 
 All of it is pure arithmetic on the samples consumed.
 """
@@ -12,73 +12,82 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from streammega.config import DataConfig, PhaseConfig
+from streammega.config import DataConfig, PhaseConfig, Segment
 from streammega.errors import ConfigError
 from streammega.order.sharding import check_batch_sizes
 
+Stage = tuple[int, int]
+"""(first sample, global batch size)."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSchedule:
-    """The global batch size of every step: constant, or rising from `start` by `increment` over
-    `samples` samples; and other ones from the samples of `changes` on.
+class TrainingSchedule:
+    """The samples, steps and tokens of a run. Steps are counted from 1, as in metrics.jsonl.
 
-    Equal shares of samples are spent at each size before the last, counted from sample 0; a step
-    ends with the size it began with. Steps follow each other from `origin`, the start of some step:
-    0, or where a run resumed with another batch size.
-
-    changes: (first sample, size) of each later phase, in order; size None: it goes on as before.
+    global_batch_size: of the first segment. rampup: (start, increment, samples): it rises from
+    `start` by `increment` over so many samples; equal shares of them are spent at each size before
+    the last, counted from sample 0, and a step ends with the size it began with. segments: those of
+    the split, which may change sizes and lengths. skips: [start, stop) ranges of samples that no
+    step takes; whole global batches. origin: the start of some step, from which steps follow each
+    other: 0, or where a run resumed with another batch size.
     """
 
-    final: int
-    start: int | None = None
-    increment: int = 0
-    samples: int = 0
+    global_batch_size: int
+    rampup: tuple[int, int, int] | None = None
+    segments: Sequence[Segment] = ()
+    skips: Sequence[tuple[int, int]] = ()
     origin: int = 0
-    changes: Sequence[tuple[int, int | None]] = ()
 
     def __post_init__(self) -> None:
-        if self.start is None:
+        if self.rampup is None:
             return
-        if self.start < 1 or self.increment < 1 or self.samples < 1 or self.start > self.final:
+        if len(self.rampup) != 3:
             raise ConfigError(
-                f"ramp-up ({self.start}, {self.increment}, {self.samples}) needs positive numbers, "
-                f"start <= {self.final}"
+                f"rampup is {self.rampup}; it takes three numbers: (first size, increment, samples)"
             )
-        if (self.final - self.start) % self.increment:
+        start, increment, samples = self.rampup
+        final = self.global_batch_size
+        if start < 1 or increment < 1 or samples < 1 or start > final:
             raise ConfigError(
-                f"ramp-up from {self.start} to {self.final} is not a whole number of increments of "
-                f"{self.increment}; change one"
+                f"ramp-up ({start}, {increment}, {samples}) needs positive numbers, "
+                f"start <= {final}"
             )
+        if (final - start) % increment:
+            raise ConfigError(
+                f"ramp-up from {start} to {final} is not a whole number of increments of "
+                f"{increment}; change one"
+            )
+
+    # Samples and global batches.
 
     @cached_property
-    def stages(self) -> list[tuple[int, int]]:
+    def stages(self) -> list[Stage]:
         """(first sample, global batch size) of every stage from `origin` on, in order."""
-        stages = self._stages_of_first_phase()
-        for first_sample, size in self.changes:
-            if size is None:
+        stages = self._stages_of_first_segment()
+        for segment in self.segments[1:]:
+            if segment.global_batch_size is None:
                 continue
-            begins = max(first_sample, self.origin)
+            begins = max(segment.first_sample, self.origin)
             stages = [stage for stage in stages if _first_sample(stage) < begins]
-            stages.append((begins, size))
+            stages.append((begins, segment.global_batch_size))
         return stages
 
-    def _stages_of_first_phase(self) -> list[tuple[int, int]]:
-        """The stages of a run whose first phase has no end."""
-        if self.start is None or self.start == self.final:
-            return [(self.origin, self.final)]
-        count = (self.final - self.start) // self.increment
-        stages = []
+    def _stages_of_first_segment(self) -> list[Stage]:
+        """The stages of a run whose first segment has no end."""
+        stages: list[Stage] = []
         first_sample = self.origin
-        for number in range(count):
-            size = self.start + number * self.increment
-            end = self.samples * (number + 1) / count
-            if first_sample < end:
-                stages.append((first_sample, size))
-                # The next stage begins with the first step that starts at or past this one's end.
-                steps = -int((first_sample - end) // size)
-                first_sample += steps * size
-        stages.append((first_sample, self.final))
-        return stages
+        if self.rampup is not None:
+            start, increment, samples = self.rampup
+            count = (self.global_batch_size - start) // increment
+            for number in range(count):
+                size = start + number * increment
+                end = samples * (number + 1) / count
+                if first_sample < end:
+                    stages.append((first_sample, size))
+                    # The next stage begins with the first step that starts at or past this one's end.
+                    steps = -int((first_sample - end) // size)
+                    first_sample += steps * size
+        return [*stages, (first_sample, self.global_batch_size)]
 
     def size_at(self, consumed: int) -> int:
         """The global batch size of the step that holds sample `consumed`."""
@@ -103,28 +112,18 @@ class BatchSchedule:
         """The end of the last whole global batch within the first `num_samples` samples."""
         return num_samples - self.offset_at(num_samples)
 
-    def samples_after(self, steps: int) -> int:
-        """Samples of the first so many steps of a run that began at sample 0."""
-        stages = self._from_zero.stages
-        for (first, size), (end, _) in zip(stages, stages[1:], strict=False):
-            steps_of_stage = (end - first) // size
-            if steps <= steps_of_stage:
-                return first + steps * size
-            steps -= steps_of_stage
-        first, size = stages[-1]  # which has no end
-        return first + steps * size
-
     def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
         """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size, and
-        every change is at the end of a step.
+        every segment begins at the end of a step.
         """
         for _, size in self._from_zero.stages:
             check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
-        self._from_zero.check_changes()
+        self._from_zero.check_segments()
 
-    def check_changes(self) -> None:
-        """Raise ConfigError for a change after `origin` that is not at the end of a step."""
-        for number, (first_sample, _) in enumerate(self.changes, 1):
+    def check_segments(self) -> None:
+        """Raise ConfigError for a segment after `origin` that does not begin at the end of a step."""
+        for number, segment in enumerate(self.segments[1:], 1):
+            first_sample = segment.first_sample
             if first_sample <= self.origin:
                 continue
             first, size = self._stage_from(first_sample - 1)
@@ -136,75 +135,48 @@ class BatchSchedule:
                     f"{first_sample - before + size}"
                 )
 
-    def resumed(self, consumed: int, offset: int) -> BatchSchedule:
+    def resumed(self, consumed: int, offset: int) -> TrainingSchedule:
         """The schedule of a run that resumes at `consumed`, `offset` samples into a
         global batch.
         """
         return replace(self, origin=consumed - offset)
 
-    @property
-    def _from_zero(self) -> BatchSchedule:
+    @cached_property
+    def _from_zero(self) -> TrainingSchedule:
         """The schedule of a run that began at sample 0."""
-        return replace(self, origin=0)
+        return replace(self, origin=0) if self.origin else self
 
-    def _stage(self, consumed: int) -> tuple[int, int]:
+    def _stage(self, consumed: int) -> Stage:
         """The stage of a sample; before `origin` the steps are taken to be those of a run that
         began at 0.
         """
         if consumed >= self.origin:
             return self._stage_from(consumed)
-        if self.start is not None or any(size for _, size in self.changes):
+        changes_size = any(segment.global_batch_size for segment in self.segments[1:])
+        if self.rampup is not None or changes_size:
             return self._from_zero._stage_from(consumed)
         # Of one size, the steps before `origin` are those that lead up to it.
-        aligned = replace(self, origin=self.origin % self.final)
+        aligned = replace(self, origin=self.origin % self.global_batch_size)
         return aligned._stage_from(consumed)
 
-    def _stage_from(self, consumed: int) -> tuple[int, int]:
+    def _stage_from(self, consumed: int) -> Stage:
         later = bisect_right(self.stages, consumed, key=_first_sample)
         return self.stages[max(0, later - 1)]
 
+    # Steps, of a run from sample 0 on.
 
-def _first_sample(stage: tuple[int, int]) -> int:
-    first, _ = stage
-    return first
+    def samples_after(self, steps: int) -> int:
+        """Samples of the first so many global batches, those that are skipped too."""
+        stages = self._from_zero.stages
+        for (first, size), (end, _) in pairwise(stages):
+            steps_of_stage = (end - first) // size
+            if steps <= steps_of_stage:
+                return first + steps * size
+            steps -= steps_of_stage
+        first, size = stages[-1]  # which has no end
+        return first + steps * size
 
-
-def batch_schedule(
-    global_batch_size: int,
-    rampup: tuple[int, int, int] | None,
-    changes: Sequence[tuple[int, int | None]] = (),
-) -> BatchSchedule:
-    """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins
-    smaller, and `changes` end.
-    """
-    if rampup is None:
-        return BatchSchedule(final=global_batch_size, changes=changes)
-    if len(rampup) != 3:
-        raise ConfigError(
-            f"rampup is {rampup}; it takes three numbers: (first size, increment, samples)"
-        )
-    start, increment, samples = rampup
-    return BatchSchedule(
-        final=global_batch_size,
-        start=start,
-        increment=increment,
-        samples=samples,
-        changes=changes,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepNumbers:
-    """The steps of a run from sample 0 on, counted from 1 as metrics count them: a global batch
-    each, of whatever size the schedule has there.
-
-    skips: [start, stop) ranges of samples that no step takes; whole global batches.
-    """
-
-    schedule: BatchSchedule
-    skips: Sequence[tuple[int, int]] = ()
-
-    def samples(self, step: int) -> range:
+    def samples_of_step(self, step: int) -> range:
         """The samples of a step. Raises ConfigError for one below 1."""
         if step < 1:
             raise ConfigError(f"step is {step}; steps are counted from 1, as in metrics.jsonl")
@@ -215,12 +187,12 @@ class StepNumbers:
             if first > before:
                 break
             before += self._batches_before(stop) - first
-        start = self.schedule.samples_after(before)
-        return range(start, start + self.schedule.size_at(start))
+        start = self.samples_after(before)
+        return range(start, start + self._from_zero.size_at(start))
 
     def step_of(self, sample: int) -> int | None:
         """The step that takes a sample; None where it is skipped."""
-        batches = self._batches_before(sample - self.schedule.offset_at(sample))
+        batches = self._batches_before(sample - self._from_zero.offset_at(sample))
         for start, stop in self.skipped:
             if start <= sample < stop:
                 return None
@@ -244,66 +216,62 @@ class StepNumbers:
             return None
         return first, last
 
-    @property
+    @cached_property
     def skipped(self) -> list[tuple[int, int]]:
-        """The ranges in their order, none of which overlaps another."""
+        """The skipped ranges in their order, none of which overlaps another."""
         apart: list[tuple[int, int]] = []
         for start, stop in sorted(self.skips):
-            former = apart[-1][1] if apart else 0
-            if stop > former:
-                apart.append((max(start, former), stop))
+            end_before = apart[-1][1] if apart else 0
+            if stop > end_before:
+                apart.append((max(start, end_before), stop))
         return apart
 
     def _batches_before(self, sample: int) -> int:
         """Whole global batches before the one that begins with a sample."""
         batches = 0
-        stages = self.schedule.stages
-        for number, (first, size) in enumerate(stages):
-            is_last = number == len(stages) - 1
-            end = sample if is_last else min(sample, stages[number + 1][0])
-            if end > first:
-                batches += (end - first) // size
+        for (first, size), (end, _) in pairwise([*self._from_zero.stages, (sample, 0)]):
+            batches += max(0, min(end, sample) - first) // size
         return batches
 
-
-def rank_of(
-    sample: int, batch_start: int, micro_batch_size: int, dp_size: int, *, contiguous: bool
-) -> int:
-    """The data-parallel rank that reads a sample of the global batch from `batch_start` on: the
-    inverse of `rank_samples`.
-    """
-    if not contiguous:
-        return sample % dp_size
-    within_micro_step = (sample - batch_start) % (micro_batch_size * dp_size)
-    return within_micro_step // micro_batch_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLengths:
-    """starts: (first sample, tokens of each sample from there on), in order, the first at 0."""
-
-    starts: Sequence[tuple[int, int]]
+    # Tokens of samples, of those that are skipped too.
 
     def tokens_before(self, sample: int) -> int:
         """Tokens of all samples before one."""
+        ends = [segment.first_sample for segment in self.segments[1:]] + [sample]
         tokens = 0
-        for (first, length), (end, _) in pairwise([*self.starts, (sample, 0)]):
-            tokens += max(0, min(end, sample) - first) * length
+        for segment, end in zip(self.segments, ends, strict=True):
+            tokens += max(0, min(end, sample) - segment.first_sample) * segment.sequence_length
         return tokens
 
-    def sample_at(self, token: int) -> int:
+    def sample_with_token(self, token: int) -> int:
         """The sample that has a token, counted over all samples from 0 on."""
-        first, length = self.starts[0]
-        before = 0
-        for next_first, next_length in self.starts[1:]:
-            before_next = self.tokens_before(next_first)
-            if before_next > token:
-                break
-            first, length, before = next_first, next_length, before_next
-        return first + (token - before) // length
+        first_tokens = [self.tokens_before(segment.first_sample) for segment in self.segments]
+        number = bisect_right(first_tokens, token) - 1
+        segment = self.segments[number]
+        return segment.first_sample + (token - first_tokens[number]) // segment.sequence_length
 
 
-def in_samples(
+def _first_sample(stage: Stage) -> int:
+    first, _ = stage
+    return first
+
+
+def training_schedule(
+    config: DataConfig,
+    split: str,
+    global_batch_size: int,
+    rampup: tuple[int, int, int] | None = None,
+) -> TrainingSchedule:
+    """The schedule of a split. global_batch_size, rampup: of its first segment."""
+    return TrainingSchedule(
+        global_batch_size=global_batch_size,
+        rampup=rampup,
+        segments=config.segments(split),
+        skips=config.skip_samples,
+    )
+
+
+def resolve_phase_starts(
     config: DataConfig, global_batch_size: int, rampup: tuple[int, int, int] | None = None
 ) -> DataConfig:
     """The config with every phase told by its `first_sample`.
@@ -318,8 +286,8 @@ def in_samples(
     phases: list[PhaseConfig] = []
     for phase in config.phases:
         before = replace(config, phases=tuple(phases))
-        schedule = batch_schedule(global_batch_size, rampup, before.batch_changes("train"))
-        first_sample = _start_of(phase, before, schedule)
+        schedule = training_schedule(before, "train", global_batch_size, rampup)
+        first_sample = _start_of(phase, schedule)
         # the others are left out: of a config that is changed later they would be told twice
         phases.append(replace(phase, first_sample=first_sample, first_step=None, first_token=None))
     return replace(config, phases=tuple(phases))
@@ -338,21 +306,19 @@ def check_in_samples(phases: Sequence[PhaseConfig]) -> None:
             )
 
 
-def _start_of(phase: PhaseConfig, before: DataConfig, schedule: BatchSchedule) -> int:
-    """The first sample of a phase. before: the config with the phases before it alone."""
+def _start_of(phase: PhaseConfig, schedule: TrainingSchedule) -> int:
+    """The first sample of a phase. schedule: of the phases before it alone."""
     if phase.first_step is not None:
-        steps = StepNumbers(schedule=schedule, skips=before.skip_samples)
-        return steps.samples(phase.first_step).start
+        return schedule.samples_of_step(phase.first_step).start
     if phase.first_token is None:
         return phase.first_sample
-    lengths = SampleLengths(starts=before.length_starts("train"))
-    sample = lengths.sample_at(phase.first_token)
+    sample = schedule.sample_with_token(phase.first_token)
     step_begin = sample - schedule.offset_at(sample)
     step_end = step_begin + schedule.size_at(sample)
-    if lengths.tokens_before(step_begin) != phase.first_token:
+    if schedule.tokens_before(step_begin) != phase.first_token:
         raise ConfigError(
-            f"phase {len(before.phases) + 1} begins at token {phase.first_token}, within the step of "
+            f"phase {len(schedule.segments)} begins at token {phase.first_token}, within the step of "
             f"samples [{step_begin}, {step_end}); it may begin at token "
-            f"{lengths.tokens_before(step_begin)} or at {lengths.tokens_before(step_end)}"
+            f"{schedule.tokens_before(step_begin)} or at {schedule.tokens_before(step_end)}"
         )
     return step_begin

@@ -73,6 +73,18 @@ def rank_samples(
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
 
 
+def rank_of(
+    sample: int, batch_start: int, micro_batch_size: int, dp_size: int, *, contiguous: bool
+) -> int:
+    """The data-parallel rank that reads a sample of the global batch from `batch_start` on: the
+    inverse of `rank_samples`.
+    """
+    if not contiguous:
+        return sample % dp_size
+    within_micro_step = (sample - batch_start) % (micro_batch_size * dp_size)
+    return within_micro_step // micro_batch_size
+
+
 def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
     """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs
     all ranks the same.

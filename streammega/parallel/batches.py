@@ -34,8 +34,8 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     dp_rank = ranks.at["dp"]
     cp_rank = ranks.at["cp"]
     # a length that cannot be cut is named on every rank
-    for length in config.lengths_of(options.get("split", "train")):
-        zigzag_bounds(length, cp_rank, layout.cp)
+    for segment in config.segments(options.get("split", "train")):
+        zigzag_bounds(segment.sequence_length, cp_rank, layout.cp)
     if layout.cp > 1 and not needs_whole_samples(config):
         options |= {"cp_rank": cp_rank, "cp_size": layout.cp}
     # ids are copied into a message on the host, which is pinned where that serves

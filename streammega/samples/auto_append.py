@@ -19,7 +19,7 @@ from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig, par
 from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
-from streammega.order.schedule import BatchSchedule, check_in_samples
+from streammega.order.schedule import TrainingSchedule, check_in_samples
 from streammega.samples.append_log import (
     FollowRecord,
     Joined,
@@ -28,7 +28,7 @@ from streammega.samples.append_log import (
     same_phases,
 )
 from streammega.samples.document_names import with_names_read
-from streammega.samples.segments import dataset_names, segments_of, split_blend
+from streammega.samples.segments import dataset_names, datasets_of_segments, split_blend
 from streammega.samples.source import SampleSource, SegmentSource
 from streammega.samples.stream_source import StreamSource, digests_of
 
@@ -367,7 +367,7 @@ class AutoAppendSource(SampleSource):
         if self._looked.sample < sample - 1:
             self._looked = replace(self._looked, sample=sample - 1)
 
-    def advance_to(self, sample: int, schedule: BatchSchedule) -> bool:
+    def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
         """Take in what joins up to a sample: newer versions are looked for at the ends of steps that
         `follow` says, in their order, by whoever comes there first.
 
@@ -427,7 +427,7 @@ class AutoAppendSource(SampleSource):
         """The "dataset_id" of each dataset: of those that joined, that of the first dataset of the
         config that is a version of the same.
         """
-        own = dataset_names(segments_of(self._named, self._split))
+        own = dataset_names(datasets_of_segments(self._named, self._split))
         number_of = {name: number for number, name in enumerate(own)}
         first_of_growing: dict[str, int] = {}
         for number, (prefix, _) in enumerate(own):
@@ -435,7 +435,7 @@ class AutoAppendSource(SampleSource):
             if growing is not None:
                 first_of_growing.setdefault(_spelled(growing.prefix), number)
         ids = []
-        for name in dataset_names(segments_of(whole, self._split)):
+        for name in dataset_names(datasets_of_segments(whole, self._split)):
             growing = VersionName.parse(name[0])
             if name in number_of or growing is None:
                 ids.append(number_of[name])

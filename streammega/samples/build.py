@@ -53,7 +53,7 @@ def build_split(
 ) -> SplitDataset | None:
     """One split. `opened` keeps pairs that several splits share."""
     opened = {} if opened is None else opened
-    if config.phases_of(split):
+    if len(config.segments(split)) > 1:
         raise ConfigError(
             f"{split} has phases, which are datasets of their own: read them by a StreamLoader, or "
             "build each by a config without phases"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import DataConfig, PhaseConfig
+from streammega.config import DataConfig, Segment
 from streammega.dataset import IndexedDataset
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
@@ -28,7 +28,7 @@ from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import SkippedTokens, skipped_tokens
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.packed import check_one_kind
-from streammega.samples.segments import dataset_names, segments_of
+from streammega.samples.segments import dataset_names, datasets_of_segments
 from streammega.samples.source import Integers, SampleSource, SegmentSource, SegmentUsage, Span
 from streammega.samples.token_file import TokenFile, check_tokenizers
 
@@ -99,10 +99,10 @@ def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> 
     files.
     """
     built = build_phases(config, split, num_samples)
-    segments = segments_of(config, split)
+    segments = datasets_of_segments(config, split)
     dataset_of_number: dict[int, GPTDataset] = {}
     for samples, segment in zip(built, segments, strict=True):
-        for number, dataset in zip(segment.datasets, samples.datasets, strict=True):
+        for number, dataset in zip(segment.numbers, samples.datasets, strict=True):
             dataset_of_number.setdefault(number, dataset)
     datasets = [dataset_of_number[number] for number in sorted(dataset_of_number)]
     opened = [dataset.indexed for dataset in datasets]
@@ -115,7 +115,7 @@ def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> 
     return SampleSource(
         config,
         [
-            MegatronSegment(samples, segment.first_sample, segment.datasets, files, skipped)
+            MegatronSegment(samples, segment.segment.first_sample, segment.numbers, files, skipped)
             for samples, segment in zip(built, segments, strict=True)
         ],
     )
@@ -125,22 +125,19 @@ def build_phases(
     config: DataConfig, split: str, num_samples: int
 ) -> list[GPTDataset | BlendedDataset]:
     """Megatron's dataset of each phase. num_samples: of all of them. Raises ConfigError."""
-    phases = config.phases_of(split)
-    check_in_samples(phases)
-    starts = [0, *(phase.first_sample for phase in phases), num_samples]
-    if starts[-1] <= starts[-2]:
+    check_in_samples(config.phases)
+    segments = config.segments(split)
+    starts = [segment.first_sample for segment in segments]
+    if num_samples <= starts[-1]:
         raise ConfigError(
-            f"num_samples asks {num_samples} samples of {split}, and phase {len(phases)} begins at "
-            f"sample {starts[-2]}; ask for those of all phases"
+            f"num_samples asks {num_samples} samples of {split}, and phase {len(starts) - 1} begins at "
+            f"sample {starts[-1]}; ask for those of all phases"
         )
     opened: dict[str, IndexedDataset] = {}
-    of_phase = replace(config, phases=(), skip_documents=())  # skipped over all phases
     built = []
-    for number, start in enumerate(starts[:-1]):
-        if number:
-            of_phase = _in_phase(of_phase, split, phases[number - 1])
-        asked = starts[number + 1] - start
-        built.append(_built(of_phase, split, number, asked, opened))
+    for number, (segment, end) in enumerate(zip(segments, [*starts[1:], num_samples], strict=True)):
+        of_segment = _config_of(config, split, segment)
+        built.append(_built(of_segment, split, number, end - segment.first_sample, opened))
     return built
 
 
@@ -162,13 +159,11 @@ def _built(
     return samples
 
 
-def _in_phase(before: DataConfig, split: str, phase: PhaseConfig) -> DataConfig:
-    """The config of a phase, of that before it."""
-    length = phase.sequence_length or before.sequence_length
-    if phase.blend is None:
-        return replace(before, sequence_length=length)
-    if before.blend_per_split is None:
-        return replace(before, sequence_length=length, blend=phase.blend)
-    blends = list(before.blend_per_split)
-    blends[SPLITS.index(split)] = phase.blend
-    return replace(before, sequence_length=length, blend_per_split=blends)
+def _config_of(config: DataConfig, split: str, segment: Segment) -> DataConfig:
+    """The config of one segment alone. What is skipped goes by the samples of all of them."""
+    alone = replace(config, phases=(), skip_documents=(), sequence_length=segment.sequence_length)
+    if config.blend_per_split is None:
+        return replace(alone, blend=segment.blend)
+    blends = list(config.blend_per_split)
+    blends[SPLITS.index(split)] = segment.blend
+    return replace(alone, blend_per_split=blends)

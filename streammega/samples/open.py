@@ -30,7 +30,9 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     """Samples of a split in the config's order. Raises ConfigError before any token is read."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    check_in_samples(config.phases_of(split))
+    has_phases = len(config.segments(split)) > 1
+    if has_phases:
+        check_in_samples(config.phases)
     if config.order == "stream":
         if config.follows(split):
             return AutoAppendSource(config, split, global_batch_size)
@@ -43,7 +45,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
-    if asked is not None and config.phases_of(split):
+    if asked is not None and has_phases:
         return open_megatron_segments(config, split, asked)
     samples = build_split(config, split, asked)
     if isinstance(samples, list):

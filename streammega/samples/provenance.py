@@ -119,7 +119,8 @@ class Provenance:
                 raise ConfigError(
                     f"tokens {first_column}:{last_column} are none; give FIRST:BEHIND-THE-LAST"
                 )
-            width = max(self.config.lengths_of(self.split)) + int(self.config.add_extra_token)
+            lengths = [segment.config.sequence_length for segment in self.source.segments]
+            width = max(lengths) + int(self.config.add_extra_token)
             if first_column >= width:
                 raise ConfigError(
                     f"tokens {first_column}:{last_column} are none: a sample has {width}"

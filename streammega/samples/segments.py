@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig, Segment, parse_blend
 from streammega.dataset.names import strip_suffix
 from streammega.dataset.resolve import is_local_folder
 from streammega.errors import ConfigError
@@ -64,73 +65,48 @@ def blend_of(config: DataConfig, split: str) -> SplitBlend:
     return blend
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """What training draws from, from a sample on.
+class SegmentDatasets(NamedTuple):
+    """The datasets of a segment.
 
-    datasets: numbers over all segments, in the order in which datasets first appear. names: of
-    each. weights: None: in proportion to samples. restart: numbers of datasets that begin a new
-    epoch. lanes: None: as before.
+    numbers: over all segments, in the order in which datasets first appear. names: of each. weights:
+    None: in proportion to samples. restart: numbers of datasets that begin a new epoch.
     """
 
-    first_sample: int
-    datasets: Sequence[int]
+    segment: Segment
+    numbers: Sequence[int]
     names: Sequence[Name]
     weights: Sequence[float] | None
-    sequence_length: int
-    restart: frozenset[int] = frozenset()
-    lanes: int | None = None
+    restart: frozenset[int]
 
 
-def segments_of(config: DataConfig, split: str) -> list[Segment]:
-    """The segments of a split. Raises ConfigError where the config gives it nothing, or a phase
-    restarts what it does not draw from.
+def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets]:
+    """The datasets of each segment of a split. Raises ConfigError where the config gives it nothing,
+    or a phase restarts what it does not draw from.
     """
-    blend = blend_of(config, split)
+    blend_of(config, split)
     spelling_of: dict[str, str] = {}
     number_of: dict[Name, int] = {}
-    names = _names([_first_spelling(prefix, spelling_of) for prefix in blend.prefixes])
-    segments = [
-        Segment(
-            first_sample=0,
-            datasets=[number_of.setdefault(name, len(number_of)) for name in names],
-            names=names,
-            weights=blend.weights,
-            sequence_length=config.sequence_length,
-            lanes=config.lanes,
-        )
-    ]
-    for number, phase in enumerate(config.phases_of(split), 1):
-        before = segments[-1]
-        names = before.names
-        weights = before.weights
-        if phase.blend is not None:
-            prefixes, weights = parse_blend(phase.blend)
-            names = _names([_first_spelling(prefix, spelling_of) for prefix in prefixes])
-        restart = [_first_spelling(prefix, spelling_of) for prefix in phase.restart]
-        _check_restart(number, restart, names, segments)
-        segments.append(
-            Segment(
-                first_sample=phase.first_sample,
-                datasets=[number_of.setdefault(name, len(number_of)) for name in names],
-                names=names,
-                weights=weights,
-                sequence_length=phase.sequence_length or before.sequence_length,
-                restart=frozenset(number_of[name] for name in names if name[0] in restart),
-                lanes=phase.lanes,
-            )
-        )
-    return segments
+    found: list[SegmentDatasets] = []
+    for number, segment in enumerate(config.segments(split)):
+        assert segment.blend is not None
+        prefixes, weights = parse_blend(segment.blend)
+        names = _names([_first_spelling(prefix, spelling_of) for prefix in prefixes])
+        restart = [_first_spelling(prefix, spelling_of) for prefix in segment.restart]
+        _check_restart(number, restart, names, number_of)
+        numbers = [number_of.setdefault(name, len(number_of)) for name in names]
+        restarted = frozenset(number_of[name] for name in names if name[0] in restart)
+        found.append(SegmentDatasets(segment, numbers, names, weights, restarted))
+    return found
 
 
-def dataset_names(segments: Sequence[Segment]) -> list[Name]:
+def dataset_names(segments: Sequence[SegmentDatasets]) -> list[Name]:
     """The name of each dataset, by its number."""
     return list(dict.fromkeys(name for segment in segments for name in segment.names))
 
 
 def prefixes_of(config: DataConfig, split: str) -> list[str]:
     """The prefix of each dataset of a split, by its number over all segments."""
-    return [prefix for prefix, _ in dataset_names(segments_of(config, split))]
+    return [prefix for prefix, _ in dataset_names(datasets_of_segments(config, split))]
 
 
 def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
@@ -138,7 +114,7 @@ def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
     "dataset" of a single one, and in phases "phases.1.datasets[0]".
     """
     names = {}
-    for number, segment in enumerate(segments_of(config, split)):
+    for number, segment in enumerate(datasets_of_segments(config, split)):
         phase = f"{PHASES}.{number}." if number else ""
         for place, (prefix, _) in enumerate(segment.names):
             names[f"{phase}datasets[{place}]"] = redact_urls(prefix)
@@ -189,15 +165,15 @@ def _names(prefixes: Sequence[str]) -> Sequence[Name]:
 
 
 def _check_restart(
-    number: int, restart: Sequence[str], names: Sequence[Name], before: Sequence[Segment]
+    number: int, restart: Sequence[str], names: Sequence[Name], drawn: Collection[Name]
 ) -> None:
     """Raise ConfigError for a prefix to begin anew that the phase does not draw from, or that no
-    phase before it did.
+    phase before it did. drawn: what those draw from.
     """
     here = {prefix for prefix, _ in names}
-    drawn = {prefix for segment in before for prefix, _ in segment.names}
+    before = {prefix for prefix, _ in drawn}
     for prefix in restart:
-        if prefix not in here or prefix not in drawn:
+        if prefix not in here or prefix not in before:
             where = "in its blend" if prefix not in here else "in a phase before it"
             raise ConfigError(
                 f"phase {number}: restart names {redact_urls(prefix)}, which is not {where}; "

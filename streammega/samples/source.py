@@ -18,7 +18,7 @@ from streammega.config import DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.order import Extents
 from streammega.order.extents import merge_extents
-from streammega.order.schedule import BatchSchedule
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import PHASES
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import StreamOrder
@@ -271,7 +271,7 @@ class SampleSource:
         none is looked for there any more. Data that never grows has nothing to note.
         """
 
-    def advance_to(self, sample: int, schedule: BatchSchedule) -> bool:
+    def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
         """Take in all data that is appended up to a sample. To be called before the sample is handed
         out. Returns whether there are other segments now; data that never grows has none.
         """

@@ -30,7 +30,12 @@ from streammega.order.stream_order import (
 from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import SkippedTokens, skipped_tokens
 from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
-from streammega.samples.segments import Segment, blend_of, dataset_names, segments_of
+from streammega.samples.segments import (
+    SegmentDatasets,
+    blend_of,
+    dataset_names,
+    datasets_of_segments,
+)
 from streammega.samples.source import (
     Integers,
     SampleSource,
@@ -194,7 +199,7 @@ class OpenStream:
 
     config: DataConfig
     split: str
-    segments: Sequence[Segment]
+    segments: Sequence[SegmentDatasets]
     datasets: Sequence[OpenDataset]
     skipped: SkippedTokens | None
     dataset_ids: Integers | None = None
@@ -219,7 +224,7 @@ class OpenStream:
             for phase in order.phases
         ]
 
-    def _first_order(self, segment: Segment, lanes: int) -> StreamOrder:
+    def _first_order(self, segment: SegmentDatasets, lanes: int) -> StreamOrder:
         config = self.config
         datasets = self._parts_of(segment)
         schedule = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
@@ -240,28 +245,29 @@ class OpenStream:
             raise ConfigError(f"{self.split}: {error}") from None
         return order
 
-    def _later(self, segment: Segment) -> LaterPhase:
+    def _later(self, segment: SegmentDatasets) -> LaterPhase:
         return LaterPhase(
-            first_sample=segment.first_sample,
-            numbers=segment.datasets,
+            first_sample=segment.segment.first_sample,
+            numbers=segment.numbers,
             datasets=self._parts_of(segment),
             weights=self._weights_of(segment),
             restart=segment.restart,
-            sequence_length=segment.sequence_length,
-            lanes=segment.lanes,
+            sequence_length=segment.segment.sequence_length,
+            lanes=segment.segment.lanes,
         )
 
-    def _parts_of(self, segment: Segment) -> list[StreamDataset]:
-        return [self.datasets[number].parts for number in segment.datasets]
+    def _parts_of(self, segment: SegmentDatasets) -> list[StreamDataset]:
+        return [self.datasets[number].parts for number in segment.numbers]
 
-    def _weights_of(self, segment: Segment) -> list[float]:
+    def _weights_of(self, segment: SegmentDatasets) -> list[float]:
         """The weights of a segment; without any, the samples of each dataset."""
         if segment.weights:
             return [float(weight) for weight in segment.weights]
         datasets = self._parts_of(segment)
         extra = int(_has_extra_token(self.config, datasets))
         return [
-            float(dataset_samples(dataset, segment.sequence_length, extra)) for dataset in datasets
+            float(dataset_samples(dataset, segment.segment.sequence_length, extra))
+            for dataset in datasets
         ]
 
 
@@ -276,7 +282,7 @@ def open_stream(
     Raises ConfigError for a split or dataset that holds nothing, or is in two segments by two
     names; StorageError and FormatError for the files.
     """
-    segments = segments_of(config, split)
+    segments = datasets_of_segments(config, split)
     prefixes = [prefix for prefix, _ in dataset_names(segments)]
     shares = blend_of(config, split).shares
     opened = open_datasets(prefixes, shares, split, config, known)
@@ -284,8 +290,8 @@ def open_stream(
     _check_apart(segments, prefixes, files)
     bins = [(dataset.name, dataset.bin_tokens) for dataset in opened]
     for segment in segments:
-        bins_here = [bins[number] for number in segment.datasets]
-        check_bins(bins_here, _with_length(config, segment.sequence_length))
+        bins_here = [bins[number] for number in segment.numbers]
+        check_bins(bins_here, _with_length(config, segment.segment.sequence_length))
     check_one_kind(bins)
     return OpenStream(
         config=config,
@@ -391,10 +397,9 @@ def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size:
     """What is to be said of the first phase whose global batch does not divide its lanes: ranks
     would share them. None: there is none.
     """
-    size = global_batch_size
-    for number, phase in enumerate(config.phases_of(split), 1):
-        size = phase.global_batch_size or size
-        lanes = phase.lanes or lanes
+    for number, segment in enumerate(config.segments(split)[1:], 1):
+        size = segment.global_batch_size or global_batch_size
+        lanes = segment.lanes or lanes
         if lanes % size:
             divided = -(-lanes // size) * size
             return (
@@ -406,7 +411,9 @@ def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size:
 
 
 def _check_apart(
-    segments: Sequence[Segment], prefixes: Sequence[str], files: Sequence[Sequence[TokenFile]]
+    segments: Sequence[SegmentDatasets],
+    prefixes: Sequence[str],
+    files: Sequence[Sequence[TokenFile]],
 ) -> None:
     """Raise ConfigError where datasets of different phases have a file in common, as `web@1` and
     `web@2` do, or `web` and `./web`: to the order they are two, and it would read that file in each.

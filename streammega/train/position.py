@@ -11,7 +11,6 @@ from streammega.errors import StateError
 from streammega.gradients.loss_scale import LossScale
 from streammega.train.config import RunConfig
 from streammega.train.metrics import finite
-from streammega.train.schedule import step_numbers_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: 
     step = position["step"]
     ahead = phases_ahead(config, consumed)
     before = position.get("phases_ahead", ahead)
-    if ahead == before or step_numbers_of(config).samples(max(step, 1)).stop == consumed:
+    if ahead == before or config.schedule.samples_of_step(max(step, 1)).stop == consumed:
         return
     log.warning(
         "by the batch sizes of this config step %d does not end at sample %d, as it did: phases "

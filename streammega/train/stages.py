@@ -87,8 +87,8 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
             f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp "
             f"{tp} ranks without any; lower tp, or raise vocab_size"
         )
-    for length in sorted(config.data.lengths_of("train")):
-        kept = length // layout.cp
+    for segment in config.data.segments("train"):
+        kept = segment.sequence_length // layout.cp
         if config.parallel.sequence_parallel and kept % tp:
             raise ConfigError(
                 f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank "

@@ -19,7 +19,7 @@ from streammega.config import Order
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.loading.micro_steps import BalancedBatches, attention_costs
 from streammega.loading.read_plan import plan_reading
-from streammega.order.schedule import StepNumbers, batch_schedule
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import pace
 from streammega.samples.provenance import Provenance
 from tests.support.builders import write_dataset
@@ -283,7 +283,7 @@ def test_a_trace_names_the_rank_that_reads_a_sample(data: str, tmp_path: Path) -
     config = config_of(data, "stream", tmp_path)
     traced = TracedRunFile(
         provenance=Provenance(config, "train", GLOBAL),
-        steps=StepNumbers(schedule=batch_schedule(GLOBAL, None)),
+        schedule=TrainingSchedule(global_batch_size=GLOBAL),
         split="train",
         micro_batch_size=2,
         last_step=10,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, StreamingDataset, locate
 from streammega.errors import ConfigError, StateError
-from streammega.order.schedule import in_samples
+from streammega.order.schedule import resolve_phase_starts
 from streammega.samples.open import prepare
 
 LENGTH = 4
@@ -87,10 +87,10 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
         size = next_size or size
         length = next_length or length
     config = config_of(*told, skip_samples=tuple(skips))
-    found = in_samples(config, 6, rampup)
+    found = resolve_phase_starts(config, 6, rampup)
     assert [phase.first_sample for phase in found.phases] == wanted
     assert all(phase.is_in_samples for phase in found.phases)
-    assert in_samples(found, 6, rampup) is found
+    assert resolve_phase_starts(found, 6, rampup) is found
 
 
 @pytest.mark.guarantee("phase-told-step")
@@ -137,11 +137,11 @@ def test_a_phase_says_once_where_it_begins() -> None:
         PhaseConfig(blend=[MOCK])
     config = config_of(PhaseConfig(first_step=4), PhaseConfig(first_sample=12))
     with pytest.raises(ConfigError, match=r"phase 2 begins at sample 12, .* at 18"):
-        in_samples(config, 6)
+        resolve_phase_starts(config, 6)
     with pytest.raises(ConfigError, match="only batch sizes tell"):
         locate(config, [0])
     with pytest.raises(ConfigError, match="only batch sizes tell"):
         list(prepare(replace(config, order="megatron", lanes=None, num_samples=(48, 0, 0))))
     scheduled = config_of(PhaseConfig(first_step=4), blend_schedule=[(30, [1.0])])
     with pytest.raises(ConfigError, match="where the phase from 18 on holds"):
-        in_samples(scheduled, 6)
+        resolve_phase_starts(scheduled, 6)

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streammega.config import PhaseConfig, Segment
 from streammega.errors import ConfigError
 from streammega.kernels.stream import choose
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.epoch_remainder import remainder_of
 from streammega.order.extents import Extents
-from streammega.order.schedule import BatchSchedule, batch_schedule
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_inverse import TokenUses, samples_using_tokens
 from streammega.order.stream_order import (
     LaterPhase,
@@ -472,8 +473,19 @@ def samples_of_extents(extents: Extents) -> list[list[Row]]:
 # --- batch sizes ---
 
 
+def schedule_of(
+    size: int, rampup: tuple[int, int, int] | None, changes: list[tuple[int, int | None]]
+) -> TrainingSchedule:
+    """changes: (first sample, global batch size) of later phases."""
+    segments = [Segment(first_sample=0, blend=None, sequence_length=4)]
+    for first_sample, changed in changes:
+        phase = PhaseConfig(first_sample=first_sample, global_batch_size=changed)
+        segments.append(segments[-1].followed_by(phase))
+    return TrainingSchedule(global_batch_size=size, rampup=rampup, segments=segments)
+
+
 def test_a_batch_size_holds_from_its_phase_on() -> None:
-    schedule = batch_schedule(8, None, [(40, None), (64, 16), (128, 4)])
+    schedule = schedule_of(8, None, [(40, None), (64, 16), (128, 4)])
     assert schedule.stages == [(0, 8), (64, 16), (128, 4)]
     assert [schedule.size_at(at) for at in (0, 63, 64, 127, 128)] == [8, 8, 16, 16, 4]
     assert schedule.samples_after(10) == 96
@@ -484,13 +496,13 @@ def test_a_batch_size_holds_from_its_phase_on() -> None:
 
 
 def test_a_phase_ends_the_ramp_up_that_it_finds() -> None:
-    schedule = batch_schedule(12, (4, 4, 40), [(28, 6)])
+    schedule = schedule_of(12, (4, 4, 40), [(28, 6)])
     assert schedule.stages == [(0, 4), (20, 8), (28, 6)]
-    assert batch_schedule(12, (4, 4, 40), [(28, None)]).stages == [(0, 4), (20, 8), (44, 12)]
+    assert schedule_of(12, (4, 4, 40), [(28, None)]).stages == [(0, 4), (20, 8), (44, 12)]
 
 
 def test_a_phase_within_a_step_is_refused_with_what_would_do() -> None:
-    schedule = BatchSchedule(final=8, changes=[(40, 16), (60, None)])
+    schedule = schedule_of(8, None, [(40, 16), (60, None)])
     with pytest.raises(
         ConfigError, match=r"phase 2 begins at sample 60, 4 samples into.* 56 or at 72"
     ):

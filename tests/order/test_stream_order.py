@@ -27,7 +27,7 @@ from streammega.errors import ConfigError, ObjectNotFoundError, StateError
 from streammega.kernels.stream import keyed, permute, permute_back
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
-from streammega.order.schedule import BatchSchedule
+from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_order import StreamOrder, default_lanes
 from streammega.samples.stream_source import StreamSource
 from tests.support.builders import write_random_pair
@@ -621,7 +621,7 @@ GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 5
 @pytest.mark.guarantee("global-batch-ramps")
 def test_ramp_up_is_megatrons_step_by_step() -> None:
     """By hand: 4 to 12 by 4 over 40 samples: two increments of 20 samples each."""
-    schedule = BatchSchedule(final=12, start=4, increment=4, samples=40)
+    schedule = TrainingSchedule(global_batch_size=12, rampup=(4, 4, 40))
     sizes = []
     at = 0
     while at < 90:
@@ -643,7 +643,7 @@ def test_ramp_up_follows_the_formula_at_every_step(
     start: int, increment: int, count: int, samples: int
 ) -> None:
     final = start + increment * count
-    schedule = BatchSchedule(final=final, start=start, increment=increment, samples=samples)
+    schedule = TrainingSchedule(global_batch_size=final, rampup=(start, increment, samples))
     consumed = 0
     while consumed < samples + 3 * final:
         expected = (

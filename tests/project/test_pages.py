@@ -66,7 +66,7 @@ def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
     overrides = command.split("run.toml", 1)[1].split()
     assert overrides
     config = load_run(str(tmp_path / "run.toml"), overrides)
-    assert config.num_samples()[0] == config.train.schedule.samples_after(10_000)
+    assert config.num_samples()[0] == config.schedule.samples_after(10_000)
     assert set(config.validation) == {"books"}
     assert config.parallel.optimizer == "sharded", "what the narrow dtype of the page needs"
 

@@ -14,8 +14,8 @@ from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
 from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.names import shard_name
 from streammega.errors import ConfigError
-from streammega.order.schedule import StepNumbers, batch_schedule, rank_of
-from streammega.order.sharding import rank_samples
+from streammega.order.schedule import TrainingSchedule
+from streammega.order.sharding import rank_of, rank_samples
 from streammega.samples.document_names import DocumentName
 from streammega.samples.provenance import Provenance, TracedSample
 
@@ -248,24 +248,24 @@ def test_documents_are_named_by_the_end_of_a_name(
 def test_steps_and_samples_lead_to_each_other(
     rampup: tuple[int, int, int] | None, skipped_steps: tuple[tuple[int, int], ...]
 ) -> None:
-    schedule = batch_schedule(32, rampup)
+    schedule = TrainingSchedule(global_batch_size=32, rampup=rampup)
     skips = [(schedule.samples_after(a), schedule.samples_after(b)) for a, b in skipped_steps]
-    steps = StepNumbers(schedule=schedule, skips=skips)
+    schedule = replace(schedule, skips=skips)
     consumed = 0
     step = 1
     while consumed < 1000:
         skipped = [stop for start, stop in skips if start <= consumed < stop]
         if skipped:
-            assert steps.step_of(consumed) is None
+            assert schedule.step_of(consumed) is None
             consumed = skipped[0]
             continue
         size = schedule.size_at(consumed)
-        assert steps.samples(step) == range(consumed, consumed + size)
-        assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
+        assert schedule.samples_of_step(step) == range(consumed, consumed + size)
+        assert {schedule.step_of(sample) for sample in schedule.samples_of_step(step)} == {step}
         consumed += size
         step += 1
     with pytest.raises(ConfigError, match="counted from 1"):
-        steps.samples(0)
+        schedule.samples_of_step(0)
 
 
 @pytest.mark.guarantee("steps-samples-ranks")

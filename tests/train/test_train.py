@@ -36,8 +36,8 @@ from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import check_pipeline
 from streammega.train.loop import Trainer
 from streammega.train.metrics import MetricsLog, read_metrics
-from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import has_valid, open_plain
+from streammega.train.step import set_learning_rate
 from tests.support.builders import write_random_pair, write_small_run
 from tests.support.gang import Gang
 from tests.support.processes import launch
@@ -522,11 +522,7 @@ def test_the_global_batch_ramps_up(run_file: str) -> None:
     sizes = [record["samples"][1] - record["samples"][0] for record in records]
     assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
     assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
-    assert (
-        config.num_samples()[0]
-        == records[-1]["samples"][1]
-        == config.train.schedule.samples_after(16)
-    )
+    assert config.num_samples()[0] == records[-1]["samples"][1] == config.schedule.samples_after(16)
 
 
 @pytest.mark.guarantee("later-phase-never")

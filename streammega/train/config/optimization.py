@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
-from streammega.order.schedule import BatchSchedule, batch_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +139,3 @@ class TrainConfig:
     def lowest_lr(self) -> float:
         """What the learning rate falls to by the last step."""
         return self.lr / 10 if self.min_lr is None else self.min_lr
-
-    @property
-    def schedule(self) -> BatchSchedule:
-        """The global batch size of every step of the first phase."""
-        return batch_schedule(self.global_batch_size, self.rampup)

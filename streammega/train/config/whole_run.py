@@ -9,7 +9,7 @@ from typing import Any
 from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
-from streammega.order.schedule import BatchSchedule, in_samples
+from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.train.config.optimization import TrainConfig
 from streammega.train.config.sizes import ModelConfig, ParallelConfig
 
@@ -70,7 +70,7 @@ class RunConfig:
 
     def _set_phase_starts(self) -> None:
         """Every phase is told by its first sample, as all that reads it wants it."""
-        data = in_samples(self.data, self.train.global_batch_size, self.train.rampup)
+        data = resolve_phase_starts(self.data, self.train.global_batch_size, self.train.rampup)
         object.__setattr__(self, "data", data)
 
     def _check_vocabulary(self) -> None:
@@ -84,9 +84,10 @@ class RunConfig:
             )
 
     @property
-    def schedule(self) -> BatchSchedule:
-        """The global batch size of every step, over all phases."""
-        return replace(self.train.schedule, changes=self.data.batch_changes("train"))
+    def schedule(self) -> TrainingSchedule:
+        """The samples, steps and tokens of training, over all phases."""
+        train = self.train
+        return training_schedule(self.data, "train", train.global_batch_size, train.rampup)
 
     @property
     def every_stage(self) -> bool:
