@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from streammega.cli.options import (
     storage_config,
     with_flags,
 )
+from streammega.cli.render import show_report
 from streammega.config import StorageConfig
 from streammega.convert.options import (
     DOCUMENTS,
@@ -132,7 +134,7 @@ def convert(
     from streammega.convert import convert as convert_all
     from streammega.convert import convert_task, merge_tasks
     from streammega.convert.dry_run import plan_conversion
-    from streammega.convert.run import parse_task
+    from streammega.convert.run import MERGE, parse_task
     from streammega.dataset.append import append
 
     conversion: dict[str, Any] = {
@@ -156,9 +158,14 @@ def convert(
         run = merge_tasks
     with ProgressDisplay("preparing") as progress:
         done = run(inputs, output, progress=progress, **conversion)
-    typer.echo(done.as_text())
-    if dry_run or share is not None:
+    if dry_run:
+        show_report(done, summary="a dry run: nothing is written; this is what would be done")
         return
+    if share is not None:
+        follows = f"when all tasks have ended: the same command with --task {MERGE}"
+        show_report(asdict(done) | {"task": task}, summary=follows)
+        return
+    show_report(done.summary())
     if append_to is not None:
         with ProgressDisplay("appending"):
             version = append(append_to, [done.prefix], conversion["storage"])
@@ -307,7 +314,7 @@ def _write_outputs(
     done: ConvertReport, report: str | None, plot: str | None, command: Sequence[str]
 ) -> None:
     if report:
-        Path(report).write_text(done.as_json(command), encoding="utf-8")
+        Path(report).write_text(json.dumps(done.as_dict(command), indent=1), encoding="utf-8")
     if plot:
         from streammega.cli.plotting import write_lengths
 

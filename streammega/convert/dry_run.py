@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
 from streammega.convert.job import Job, UnitRecord
-from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.source import Input, Skipped
@@ -25,7 +24,6 @@ from streammega.convert.write.destination import check_may_write
 from streammega.convert.write.segments import Selection, batches_of, token_dtype
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize
 from streammega.kernels.parallel import num_threads
 from streammega.storage.progress import ProgressObserver
 
@@ -38,21 +36,11 @@ SHOWN_TOKENS = 24
 """How much of a document and of a sequence is shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownSequence:
-    """The beginning of a sequence: its ids, what each stands for ([] for tokens without a
-    tokenizer), its mode or None.
-    """
-
-    ids: list[int]
-    pieces: list[str]
-    mode: int | None
-    length: int
-
-
 @dataclass(kw_only=True)
 class Sample:
-    """Documents of some units, as they would be stored. shown: the sequences of the first ones.
+    """Documents of some units, as they would be stored.
+
+    first_documents: a row for each of their sequences, with the first ids and what these stand for.
     dropped: documents that would be left out, by reason.
     """
 
@@ -63,95 +51,31 @@ class Sample:
     """Whether it is all of the inputs."""
     dtype: np.dtype[Any] | None = None
     """Of its tokens; None without any."""
-    shown: list[list[ShownSequence]] = field(default_factory=list)
+    first_documents: list[dict[str, Any]] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True)
-class Plan:
-    """What a conversion would do. inputs: files and bytes by format. documents, tokens,
-    output_bytes, shards: estimates, which scale the sample by the bytes of all inputs.
-    """
-
-    prefix: str
-    kind: str
-    inputs: dict[str, tuple[int, int]]
-    units: int
-    workers: int
-    tokenizer: str
-    eod_id: int | None
-    dtype: str
-    sample: Sample
-    documents: int
-    tokens: int
-    output_bytes: int
-    shards: int
-    notes: list[str]
-
-    def as_text(self) -> str:
-        """For a terminal."""
-        lines = [f"{self.prefix}: nothing is written; this is what would be done"]
-        for name, (count, size) in sorted(self.inputs.items()):
-            lines.append(f"  input      {count:,} {name}, {size:,} bytes")
-        tokenizer = self.tokenizer or "none: the inputs hold tokens"
-        lines.append(f"  work       {pluralize(self.units, 'unit')}, {self.workers} at a time")
-        lines.append(f"  tokenizer  {tokenizer}; documents end with id {self.eod_id}")
-        for number, document in enumerate(self.sample.shown):
-            lines += [_shown(number, sequence) for sequence in document]
-        for reason, count in sorted(self.sample.dropped.items()):
-            lines.append(f"  left out   {count:,} of the sample: {reason}")
-        lines.append(
-            f"  output     about {pluralize(self.documents, 'document')}, "
-            f"{pluralize(self.tokens, 'token')} of "
-            f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in "
-            f"{pluralize(self.shards, f'{self.kind} shard')} (by "
-            f"{pluralize(self.sample.documents, 'document')}, "
-            f"{self.sample.bytes:,} bytes)"
-        )
-        lines += [f"  note       {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-def plan_conversion(
-    inputs: Sequence[str],
-    output: str,
-    *,
-    options: ConvertOptions | None = None,
-    runner: Runner | None = None,
-    overwrite: bool = False,
-    storage: StorageConfig | None = None,
-    input_storage: StorageConfig | None = None,
-    progress: ProgressObserver | None = None,
-    **settings: Any,
-) -> Plan:
+def plan_conversion(inputs: Sequence[str], output: str, **arguments: Any) -> dict[str, Any]:
     """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is
     read.
 
-    Raises what `convert` would raise before its first document, and for the documents of the
-    sample.
+    documents, tokens, output_bytes, shards are estimates: they scale the sample by the bytes of all
+    inputs. Raises what `convert` would raise before its first document, and for the documents of
+    the sample.
     """
     for name in inputs:
         if is_pipe(name):
             raise ConfigError(
                 f"{name}: can be read only once, so a dry run would take it away; give files"
             )
-    conversion = plan(
-        inputs,
-        output,
-        options=options,
-        runner=runner,
-        overwrite=overwrite,
-        storage=storage,
-        input_storage=input_storage,
-        progress=progress,
-        **settings,
-    )
-    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
+    conversion = plan(inputs, output, **arguments)
+    conversion.publisher.check(conversion.inputs, overwrite=conversion.overwrite)
     check_may_write(conversion.prefix, conversion.storage)
     options = conversion.options
+    tokenizer = conversion.tokenizer
     job = conversion.job(all_units=True)
     conversion.progress.begin("reading samples", None)
-    sample = _take_sample(job, conversion.tokenizer, conversion.progress)
+    sample = _take_sample(job, tokenizer, conversion.progress)
     scale = 1.0
     if not sample.is_complete:
         input_bytes = sum(item.size for item in conversion.inputs)
@@ -163,23 +87,32 @@ def plan_conversion(
     shards = 1
     if options.shard_bytes is not None:
         shards = max(1, -(-output_bytes // options.shard_bytes))
-    workers = min(conversion.runner.workers or num_threads(), max(1, len(job.units)))
-    return Plan(
-        prefix=redact_urls(conversion.prefix),
-        kind=options.kind,
-        inputs=_by_format(conversion.inputs),
-        units=len(job.units),
-        workers=workers,
-        tokenizer=conversion.tokenizer.name if conversion.tokenizer else "",
-        eod_id=conversion.metadata["eod_id"],
-        dtype=str(dtype),
-        sample=sample,
-        documents=round(sample.documents * scale),
-        tokens=tokens,
-        output_bytes=output_bytes,
-        shards=shards,
-        notes=_notes(options, conversion.inputs, conversion.skipped_files.counts),
-    )
+    formats = {item.format: {"files": 0, "bytes": 0} for item in conversion.inputs}
+    for item in conversion.inputs:
+        formats[item.format]["files"] += 1
+        formats[item.format]["bytes"] += item.size
+    return {
+        "dataset": redact_urls(conversion.prefix),
+        "kind": options.kind,
+        "units": len(job.units),
+        "workers": min(conversion.runner.workers or num_threads(), max(1, len(job.units))),
+        "tokenizer": tokenizer.name if tokenizer else "none: the inputs hold tokens",
+        "eod_id": conversion.metadata["eod_id"],
+        "dtype": str(dtype),
+        "documents": round(sample.documents * scale),
+        "tokens": tokens,
+        "output_bytes": output_bytes,
+        "shards": shards,
+        "notes": _notes(options, conversion.inputs),
+        "inputs": formats,
+        "files_passed_over": conversion.skipped_files.counts,
+        "sample": {
+            "documents": sample.documents,
+            "bytes": sample.bytes,
+            "dropped": sample.dropped,
+            "first_documents": sample.first_documents,
+        },
+    }
 
 
 def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserver) -> Sample:
@@ -231,38 +164,24 @@ def _add(sample: Sample, batch: Tokens, job: Job, tokenizer: Tokenizer | None) -
         sample.dtype = dtype if sample.dtype is None else np.result_type(sample.dtype, dtype)
     token_bounds = bounds_of(batch.lengths)
     sequence_bounds = bounds_of(batch.documents)
-    for document in range(min(len(batch.documents), SHOWN_DOCUMENTS - len(sample.shown))):
-        sequences = []
+    shown = sample.documents - len(batch.documents)
+    for document in range(min(len(batch.documents), max(0, SHOWN_DOCUMENTS - shown))):
         for number in range(*sequence_bounds[document : document + 2].tolist()):
             start, stop = token_bounds[number : number + 2].tolist()
             ids = batch.tokens[start : min(stop, start + SHOWN_TOKENS)].tolist()
-            sequences.append(
-                ShownSequence(
-                    ids=ids,
-                    pieces=[] if tokenizer is None else [tokenizer.decode([one]) for one in ids],
-                    mode=None if batch.modes is None else int(batch.modes[number]),
-                    length=stop - start,
-                )
+            sample.first_documents.append(
+                {
+                    "document": shown + document,
+                    "mode": None if batch.modes is None else int(batch.modes[number]),
+                    "tokens": stop - start,
+                    "ids": ids,
+                    "pieces": [] if tokenizer is None else [tokenizer.decode([one]) for one in ids],
+                }
             )
-        sample.shown.append(sequences)
 
 
-def _by_format(inputs: Sequence[Input]) -> dict[str, tuple[int, int]]:
-    """(files, bytes) of each format."""
-    totals: dict[str, tuple[int, int]] = {}
-    for item in inputs:
-        files, size = totals.get(item.format, (0, 0))
-        totals[item.format] = (files + 1, size + item.size)
-    return totals
-
-
-def _notes(
-    options: ConvertOptions, inputs: Sequence[Input], passed_over: dict[str, int]
-) -> list[str]:
-    notes = [
-        f"{pluralize(count, 'file')} of folders left out: {reason}"
-        for reason, count in sorted(passed_over.items())
-    ]
+def _notes(options: ConvertOptions, inputs: Sequence[Input]) -> list[str]:
+    notes = []
     if options.dedup:
         notes.append("duplicates are not looked for in the sample: less may be left")
     if options.kind == "zst":
@@ -273,14 +192,3 @@ def _notes(
             "their bytes"
         )
     return notes
-
-
-def _shown(number: int, sequence: ShownSequence) -> str:
-    """A line for a sequence of a document."""
-    mode = "" if sequence.mode is None else f" mode {sequence.mode},"
-    more = " ..." if sequence.length > len(sequence.ids) else ""
-    tokens = [str(token_id) for token_id in sequence.ids]
-    if sequence.pieces:
-        with_pieces = zip(sequence.ids, sequence.pieces, strict=True)
-        tokens = [f"{token_id}={piece!r}" for token_id, piece in with_pieces]
-    return f"  document {number},{mode} {pluralize(sequence.length, 'token')}: {' '.join(tokens)}{more}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,37 +67,12 @@ class ConvertReport:
     packing: dict[str, int] = field(default_factory=dict)
 
     @property
-    def empty_documents(self) -> int:
-        """Documents left out since they had no text."""
-        return self.dropped.get("empty", 0)
-
-    @property
     def compression(self) -> float:
         """Bytes of tokens for each stored byte."""
         token_bytes = self.tokens * np.dtype(self.dtype).itemsize
         return token_bytes / max(1, self.stored_bytes)
 
-    def as_text(self) -> str:
-        """For a terminal."""
-        lines = [self._line_of_output(), self._line_of_speed()]
-        if self.packing:
-            lines.append(self._line_of_packing())
-        if self.files_passed_over:
-            reasons = sorted(self.files_passed_over.items())
-            files = "; ".join(f"{reason}: {count:,}" for reason, count in reasons)
-            lines.append(f"files not read, by reason: {files}")
-        if self.members_left_out:
-            kinds = sorted(self.members_left_out.items())
-            members = "; ".join(f"{kind}: {count:,}" for kind, count in kinds)
-            lines.append(f"members of archives not read, by kind: {members}")
-        shown = self.messages[:SHOWN_MESSAGES]
-        lines += [f"  left out: {message}" for message in shown]
-        more = len(self.messages) - len(shown)
-        if more:
-            lines.append(f"  and {more} more; --report FILE.json has them")
-        return without_controls("\n".join(lines))
-
-    def as_json(self, command: Sequence[str] = ()) -> str:
+    def as_dict(self, command: Sequence[str] = ()) -> dict[str, Any]:
         """Everything; command: the words that asked for it, without secrets."""
         values = {"streammega": streammega.__version__, "command": list(command)} | asdict(self)
         values["compression"] = self.compression
@@ -107,49 +81,28 @@ class ConvertReport:
             {"from_tokens": 2**number, "to_tokens": 2 ** (number + 1) - 1, "documents": documents}
             for number, documents in enumerate(histogram)
         ]
-        return json.dumps(values, indent=1)
+        return values
 
-    def _line_of_output(self) -> str:
-        empty = ""
-        if self.empty_documents:
-            empty = f" ({pluralize(self.empty_documents, 'empty one')} left out)"
-        megabytes = self.stored_bytes / 1e6
-        ratio = f" ({self.compression:.2f}x smaller than .bin)" if self.kind == "zst" else ""
-        return (
-            f"{self.prefix}: {pluralize(self.documents, 'document')}{empty}, "
-            f"{pluralize(self.tokens, 'token')} of "
-            f"{self.dtype}, eod_id {self.eod_id}, vocab_size {self.vocab_size}, "
-            f"{megabytes:,.1f} MB in {pluralize(self.shards, f'{self.kind} shard')}{ratio}"
-        )
-
-    def _line_of_packing(self) -> str:
-        packing = self.packing
-        bins = max(1, packing["bins"])
-        share = packing["padding"] / max(1, self.tokens)
-        text = (
-            f"{pluralize(packing['bins'], 'bin')}, {share:.3%} padding; {packing['pieces'] / bins:.1f} "
-            f"documents a bin, {packing['most_pieces']:,} at most"
-        )
-        for happened in ("split", "dropped"):
-            if packing[happened]:
-                text += f"; {packing[happened]:,} longer than a bin were {happened}"
-        return text
-
-    def _line_of_speed(self) -> str:
-        mean_tokens = self.tokens / max(1, self.documents)
+    def summary(self) -> dict[str, Any]:
+        """What a terminal shows: figures, rates, and the first faults."""
+        names = ("documents", "tokens", "dtype", "eod_id", "vocab_size", "kind", "shards")
         seconds = max(self.seconds, SHORTEST)
-        tokens_per_second = self.tokens / seconds
-        megabytes_per_second = self.text_bytes / 1e6 / seconds
-        dropped = ""
-        for reason, count in sorted(self.dropped.items()):
-            # Empty documents are counted in the first line.
-            if reason != "empty":
-                dropped += f"; {count_of(reason, count)}"
-        return (
-            f"{pluralize(round(mean_tokens), 'token')} per document; "
-            f"{tokens_per_second:,.0f} tokens/s, "
-            f"{megabytes_per_second:,.1f} MB/s{dropped}"
-        )
+        shown = self.messages[:SHOWN_MESSAGES]
+        return {
+            "dataset": self.prefix,
+            **{name: getattr(self, name) for name in names},
+            "stored_bytes": self.stored_bytes,
+            "compression": self.compression if self.kind == "zst" else None,
+            "mean_tokens": round(self.tokens / max(1, self.documents)),
+            "tokens_per_second": round(self.tokens / seconds),
+            "text_bytes_per_second": round(self.text_bytes / seconds),
+            "left_out": [without_controls(message) for message in shown],
+            "left_out_too": len(self.messages) - len(shown) or None,
+            "dropped": self.dropped,
+            "packing": self.packing,
+            "files_passed_over": self.files_passed_over,
+            "members_left_out": self.members_left_out,
+        }
 
 
 def sum_records(records: Sequence[UnitRecord]) -> UnitRecord:
@@ -172,18 +125,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 5
 """Skipped records that are shown, where there are too many."""
-NOUNS = {
-    "broken record": ("broken record", "broken records"),
-    "duplicates": ("duplicate", "duplicates"),
-    "hostile path": ("hostile path", "hostile paths"),
-    "samples without the member": ("sample without the member", "samples without the member"),
-    "sequences of other modes": ("sequence of another mode", "sequences of other modes"),
-    "tokens cut off": ("token cut off", "tokens cut off"),
-    "unreadable file": ("unreadable file", "unreadable files"),
-    "unreadable row": ("unreadable row", "unreadable rows"),
-}
-"""Reasons that are nouns."""
-TOLD = 20
+SHOWN_UNITS = 20
 """Units that are named, where some are not done."""
 
 
@@ -191,18 +133,14 @@ def check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None:
     """Raise ConvertError for units that tasks have not done."""
     left = [number for number in numbers if number not in done]
     if left:
-        named = ", ".join(map(str, left[:TOLD])) + (", ..." if len(left) > TOLD else "")
+        named = ", ".join(map(str, left[:SHOWN_UNITS])) + (
+            ", ..." if len(left) > SHOWN_UNITS else ""
+        )
         raise ConvertError(
             f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
             f"{named}; start the tasks again that have not ended (task i of N does the units i, "
             f"i + N, ...), with the same inputs and options as here"
         )
-
-
-def count_of(reason: str, documents: int) -> str:
-    """How many documents were left out for a reason."""
-    singular, plural = NOUNS.get(reason, (reason, reason))
-    return pluralize(documents, singular, plural)
 
 
 def check_errors(
@@ -233,7 +171,7 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
     places.
     """
     total = sum_records(records)
-    parts = [f"; {count_of(reason, count)}" for reason, count in sorted(total.counts.items())]
+    parts = [f"; {reason}: {count:,}" for reason, count in sorted(total.counts.items())]
     parts += [f"\n  {message}" for message in total.messages[:3]]
     return "".join(parts)
 

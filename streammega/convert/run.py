@@ -97,16 +97,6 @@ class TaskReport:
     tokens: int
     seconds: float
 
-    def as_text(self) -> str:
-        """For people."""
-        before = f", {self.units_before:,} of them before" if self.units_before else ""
-        return (
-            f"task {self.task.number} of {self.task.of}: {self.units:,} of {self.units_of_all:,} "
-            f"units are done{before}; {self.documents:,} documents, {self.tokens:,} tokens, "
-            f"{self.seconds:.1f} s\n"
-            f"when all tasks have ended: the same command with --task {MERGE}"
-        )
-
 
 def convert(
     inputs: Sequence[str],
@@ -140,23 +130,40 @@ def convert(
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
+    began = time.monotonic()
     options, runner = merge_settings(options, runner, settings)
-    arguments: dict[str, Any] = {
-        "options": options,
-        "runner": runner,
-        "overwrite": overwrite,
-        "storage": storage or StorageConfig(),
-        "input_storage": input_storage,
-        "progress": progress,
-    }
+    storage = storage or StorageConfig()
     check_output(output)
-    if not any(is_pipe(name) for name in inputs):
-        return _convert_files(inputs, output, **arguments)
-    with _kept_pipes(inputs, output, options, runner, arguments["storage"], overwrite) as kept:
-        files = [kept.get(name, name) for name in inputs]
-        report = _convert_files(files, output, is_kept=True, **arguments)
-    messages = [with_pipe_names(message, kept) for message in report.messages]
-    return replace(report, messages=messages)
+    with ExitStack() as stack:
+        pipes: dict[str, str] = {}
+        if any(is_pipe(name) for name in inputs):
+            kept = _kept_pipes(inputs, output, options, runner, storage, overwrite)
+            pipes = stack.enter_context(kept)
+        conversion = plan(
+            [pipes.get(name, name) for name in inputs],
+            output,
+            options=options,
+            runner=runner,
+            overwrite=overwrite,
+            storage=storage,
+            input_storage=input_storage,
+            progress=progress,
+        )
+        if not pipes:
+            stack.enter_context(output_lock(conversion.prefix, conversion.work))
+        _check_before_run(conversion)
+        try:
+            written, manifest = _run_and_publish(conversion)
+        except BaseException:
+            if pipes:  # what was made of a stream cannot be resumed
+                conversion.remove_work()
+            else:
+                conversion.release()
+            raise
+        conversion.remove_work()
+        report = _make_report(conversion, written, manifest, time.monotonic() - began)
+        messages = [with_pipe_names(message, pipes) for message in report.messages]
+        return replace(report, messages=messages)
 
 
 def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: Any) -> TaskReport:
@@ -167,8 +174,7 @@ def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: An
     `convert`.
     """
     began = time.monotonic()
-    _check_tasks(inputs, output, arguments)
-    conversion = plan(inputs, output, **arguments)
+    conversion = _plan_of_tasks(inputs, output, arguments)
     check_unlocked(conversion.work)
     conversion.publisher.check(conversion.inputs, overwrite=conversion.overwrite)
     check_may_write(conversion.prefix, conversion.storage)
@@ -191,17 +197,22 @@ def merge_tasks(inputs: Sequence[str], output: str, **arguments: Any) -> Convert
 
     Arguments are those of `convert`. Raises ConvertError where some of the work is not done.
     """
-    _check_tasks(inputs, output, arguments)
-    return _convert_files(inputs, output, is_merge=True, **arguments)
+    began = time.monotonic()
+    conversion = _plan_of_tasks(inputs, output, arguments)
+    with output_lock(conversion.prefix, conversion.work):
+        _check_before_run(conversion)
+        written, manifest = _run_and_publish(conversion, is_merge=True)
+        conversion.remove_work()
+        return _make_report(conversion, written, manifest, time.monotonic() - began)
 
 
-def _check_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]) -> None:
-    """Raise ConfigError for what several processes cannot share."""
-    settings = {name: arguments[name] for name in Runner.__dataclass_fields__ if name in arguments}
-    runner = replace(arguments.get("runner") or Runner(), **settings)
+def _plan_of_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]) -> Conversion:
+    """A planned conversion. Raises ConfigError for what several processes cannot share."""
     check_output(output)
     if any(is_pipe(name) for name in inputs):
         raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
+    conversion = plan(inputs, output, **arguments)
+    runner = conversion.runner
     if runner.restart:
         raise ConfigError(
             "restart (--restart) would forget what other tasks have done; remove the work folder "
@@ -216,39 +227,7 @@ def _check_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]) 
             f"{output}: tasks need a work folder that all of them can write; name one by --work, a "
             f"URL beside the output for instance"
         )
-
-
-def _convert_files(
-    inputs: Sequence[str],
-    output: str,
-    *,
-    is_kept: bool = False,
-    is_merge: bool = False,
-    **arguments: Any,
-) -> ConvertReport:
-    """Convert inputs that can be read again. Other arguments are those of `convert`.
-
-    is_kept: the inputs are streams, kept in a work folder that is locked already. is_merge: tasks have done all
-    units.
-    """
-    began = time.monotonic()
-    conversion = plan(inputs, output, **arguments)
-    with ExitStack() as stack:
-        if not is_kept:
-            stack.enter_context(output_lock(conversion.prefix, conversion.work))
-        _check_before_run(conversion)
-        try:
-            conversion.publisher.reserve(overwrite=conversion.overwrite)
-            written = conversion.run(is_merge=is_merge)
-            manifest = conversion.publish(written)
-        except BaseException:
-            if is_kept:  # what was made of a stream cannot be resumed
-                conversion.remove_work()
-            elif not is_merge:  # else tasks may be at work in the folder
-                conversion.release()
-            raise
-        conversion.remove_work()
-    return _make_report(conversion, written, manifest, time.monotonic() - began)
+    return conversion
 
 
 def _check_before_run(conversion: Conversion) -> None:
@@ -257,12 +236,21 @@ def _check_before_run(conversion: Conversion) -> None:
     overwrite = conversion.overwrite
     conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     # What is done already takes room, and is not done again.
-    if not (os.path.isdir(conversion.work) and can_resume(conversion.work)):
+    if not can_resume(conversion.work):
         warn_of_little_room(prefix, conversion.inputs)
     check_not_grown(prefix, conversion.storage, overwrite=overwrite)
     check_writable(prefix, conversion.storage, replaces=overwrite)
     if is_remote(conversion.work):
         check_writable(conversion.work, conversion.storage, is_work=True)
+
+
+def _run_and_publish(
+    conversion: Conversion, *, is_merge: bool = False
+) -> tuple[WrittenDataset, Manifest]:
+    """is_merge: tasks have done all units."""
+    conversion.publisher.reserve(overwrite=conversion.overwrite)
+    written = conversion.run(is_merge=is_merge)
+    return written, conversion.publish(written)
 
 
 def plan(

@@ -165,6 +165,8 @@ def finished_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
 
 def can_resume(work: str) -> bool:
     """Whether a work folder of this machine holds what a second run can use."""
+    if is_remote(work) or not os.path.isdir(work):
+        return False
     records = [name for name in os.listdir(work) if name.endswith(".json")]
     return any(name.startswith(("unit-", "shard-")) for name in records)
 

@@ -250,7 +250,8 @@ def test_convert_and_describe_as_a_user_runs_them(
     words = [str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer]
     made = run("convert", *words, env=environment)
     assert made.returncode == 0, made.stderr
-    assert "2 documents (1 empty one left out), 17 tokens of uint16" in made.stdout
+    assert "documents: 2\ntokens: 17\ndtype: uint16\n" in made.stdout
+    assert "empty: 1\n" in made.stdout
     words = [url, "--tokenizer", tokenizer, "--plot", str(tmp_path / "h.png")]
     told = run("describe", *words, env=environment)
     assert told.returncode == 0, told.stderr

@@ -65,15 +65,17 @@ def test_the_plan_is_what_comes_out(
         workers=1,
         **settings,
     )
-    assert plan.documents == pytest.approx(made.documents, rel=0.25)
-    assert plan.tokens == pytest.approx(made.tokens, rel=0.25)
-    assert plan.shards == pytest.approx(made.shards, abs=3)
-    assert (plan.dtype, plan.eod_id) == (made.dtype, made.eod_id)
+    assert plan["documents"] == pytest.approx(made.documents, rel=0.25)
+    assert plan["tokens"] == pytest.approx(made.tokens, rel=0.25)
+    assert plan["shards"] == pytest.approx(made.shards, abs=3)
+    assert (plan["dtype"], plan["eod_id"]) == (made.dtype, made.eod_id)
     stored = IndexedDataset(str(tmp_path / "out" / "web.manifest.json"))
-    for number, (sequence,) in enumerate(plan.sample.shown):
-        assert sequence.ids == np.asarray(stored[number]).tolist()[: len(sequence.ids)]
-        assert sequence.length == len(np.asarray(stored[number]))
-        assert "".join(sequence.pieces).startswith(f"document {number}"[:20]) or number > 0
+    shown = plan["sample"]["first_documents"]
+    assert [row["document"] for row in shown] == [0, 1, 2]
+    for number, row in enumerate(shown):
+        assert row["ids"] == np.asarray(stored[number]).tolist()[: len(row["ids"])]
+        assert row["tokens"] == len(np.asarray(stored[number]))
+        assert "".join(row["pieces"]).startswith(f"document {number}"[:20]) or number > 0
 
 
 @pytest.mark.guarantee("dry-run-writes")
@@ -83,7 +85,8 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     plan = plan_conversion(
         [str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1")
     )
-    assert [[sequence.mode for sequence in document] for document in plan.sample.shown] == [[0, 1]]
+    shown = plan["sample"]["first_documents"]
+    assert [(row["document"], row["mode"]) for row in shown] == [(0, 0), (0, 1)]
     made = convert(
         [str(tmp_path / "q.jsonl")],
         str(tmp_path / "o"),
@@ -91,16 +94,20 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
         keys=("q", "a:1"),
         workers=1,
     )
-    assert (plan.documents, plan.tokens) == (made.documents, made.tokens)
-    assert plan.sample.dropped == made.dropped
+    assert (plan["documents"], plan["tokens"]) == (made.documents, made.tokens)
+    assert plan["sample"]["dropped"] == made.dropped
 
 
 def test_tokens_pass_as_they_are(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), 50)
     plan = plan_conversion([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
     made = convert([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
-    assert (plan.documents, plan.tokens, plan.dtype) == (made.documents, made.tokens, made.dtype)
-    assert plan.sample.shown[0][0].pieces == []
+    assert (plan["documents"], plan["tokens"], plan["dtype"]) == (
+        made.documents,
+        made.tokens,
+        made.dtype,
+    )
+    assert plan["sample"]["first_documents"][0]["pieces"] == []
 
 
 @pytest.mark.guarantee("dry-run-writes")
@@ -112,7 +119,8 @@ def test_the_command_prints_it_and_ends_as_the_conversion_would(
     assert main([*words, "--tokenizer", "bytes"]) == 0
     out = capsys.readouterr().out
     assert "nothing is written" in out
-    assert "100='d' 111='o'" in out
+    assert "100, 111" in out
+    assert "d, o" in out
     assert main(words) == 1
     assert "a tokenizer is needed" in capsys.readouterr().err
     assert (
@@ -142,5 +150,5 @@ def test_the_plan_names_the_dtype_of_token_inputs(
     inputs = [str(tmp_path / "in")]
     plan = plan_conversion(inputs, str(tmp_path / "out"), **settings)
     made = convert(inputs, str(tmp_path / "out"), workers=1, **settings)
-    assert plan.dtype == made.dtype == dtype
-    assert plan.output_bytes == made.stored_bytes
+    assert plan["dtype"] == made.dtype == dtype
+    assert plan["output_bytes"] == made.stored_bytes

@@ -152,7 +152,7 @@ def test_inputs_and_output_may_be_of_two_servers(
     named = words.format(source=source, target=target, tmp_path=tmp_path).split()
     output = f"s3://{target}/web"
     assert main(["convert", named[0], output, *named[1:], *options, "--dry-run"]) == 0
-    assert "100 documents" in capsys.readouterr().out
+    assert "documents: 100\n" in capsys.readouterr().out
     status = main(["convert", named[0], output, *named[1:], *options])
     assert status == 0, capsys.readouterr().err
     written = IndexedDataset(output, StorageConfig(storage_options=other_s3.options))

@@ -220,7 +220,6 @@ def test_long_documents_are_dropped_where_asked_and_counted(
     fitting = [tuple(document) for document in documents if len(document) <= PACK]
     assert Counter(stored(str(tmp_path / "out"))) == Counter(fitting)
     assert report.packing["dropped"] == len(documents) - len(fitting)
-    assert f"{report.packing['dropped']} longer than a bin were dropped" in report.as_text()
 
 
 @pytest.mark.guarantee("packed-dataset-megatron")
@@ -331,7 +330,7 @@ def test_the_command_line_packs(documents: list[list[int]], tmp_path: Path) -> N
     result = CliRunner().invoke(app, [*arguments, "--max-documents", "2", "--eod-id", "0"])
     assert result.exit_code == 0, result.output
     assert max(map(len, bins_of(str(tmp_path / "out")))) == 2
-    assert "padding; " in result.output
+    assert "padding: " in result.output
     described = CliRunner().invoke(app, ["describe", str(tmp_path / "out")])
     assert f"{len(bins_of(str(tmp_path / 'out'))):,} of {PACK} tokens\n" in described.output
 

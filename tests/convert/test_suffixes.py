@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.cli.main import main
+from streammega.cli.render import as_text
 from streammega.convert import ConvertReport, convert
 from streammega.convert.read.formats import format_of
 from streammega.errors import ConfigError, ConvertError
@@ -82,7 +83,7 @@ def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
     report = convert_to(tmp_path, tmp_path / "in")
     assert made(tmp_path) == ["one", "two"]
     assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
-    assert "of unknown suffix: 6" in report.as_text()
+    assert "of unknown suffix: 6" in as_text(report.summary())
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_the_command_does_tasks_and_merges_them(
     for number in (1, 0):
         assert main([*command, "--task", f"{number}/2"]) == 0
     told = capsys.readouterr().out
-    assert "task 1 of 2: 4 of 9 units are done" in told
+    assert "task: 1/2\nunits: 4\nunits_before: 0\nunits_of_all: 9\n" in told
     assert "--task merge" in told
     assert main([*command, "--task", "0/2", "--report", str(tmp_path / "report.json")]) != 0
     assert "give them to --task merge" in capsys.readouterr().err

@@ -397,8 +397,8 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     reported = f"--dedup --format zst --report {dataset}/r.json --plot {dataset}/r.png"
     assert main(f"{convert_bad} {reported} --shard-size 1M".split()) == 0
     text = capsys.readouterr().out
-    assert "1 document (1 empty one left out), 4 tokens of uint16" in text
-    assert "1 broken record; 1 duplicate" in text
+    assert "documents: 1\ntokens: 4\ndtype: uint16\n" in text
+    assert "duplicates: 1\n  broken record: 1\n  empty: 1\n" in text
     assert "bad.jsonl:2: broken JSON" in text
     found = json.loads((dataset / "r.json").read_text())
     assert found["dropped"] == {"broken record": 1, "empty": 1, "duplicates": 1}

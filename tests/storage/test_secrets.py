@@ -153,9 +153,9 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
     ),
     "pass over broken lines": lambda site: convert(
         [f"{site.url}/broken.jsonl"], f"{site.memory}/p", tokenizer="bytes", storage=FAST, on_error="skip"
-    ).as_text(),
+    ).summary(),
     "convert nothing": lambda site: convert([f"{site.url}/no.jsonl"], f"{site.memory}/o", tokenizer="bytes", storage=FAST),
-    "convert": lambda site: convert([f"{site.url}/texts.jsonl"], f"{site.memory}/q", tokenizer="bytes", storage=FAST).as_json(),
+    "convert": lambda site: convert([f"{site.url}/texts.jsonl"], f"{site.memory}/q", tokenizer="bytes", storage=FAST).as_dict(),
     "convert over its input": lambda site: convert([f"{site.url}/one"], f"{site.url}/one", storage=FAST),
     "convert to where nothing can be written": lambda site: convert([f"{site.url}/one"], f"{site.url}/other", storage=FAST),
     "convert with a tokenizer of that name": lambda site: convert([f"{site.url}/x"], "o", tokenizer=f"{site.url}/tok.json"),
@@ -227,7 +227,7 @@ def test_files_of_a_run_hold_no_passwords(site: Site, tmp_path: Path) -> None:
     made = convert(
         [f"{site.url}/texts.jsonl"], str(tmp_path / "out" / "set"), tokenizer="bytes", storage=FAST
     )
-    (tmp_path / "report.json").write_text(made.as_json())
+    (tmp_path / "report.json").write_text(json.dumps(made.as_dict()))
     assert main(["convert", f"{site.url}/broken.jsonl", f"{site.memory}/r", "--tokenizer", "bytes", "--on-error", "skip",
                  "--report", str(tmp_path / "other.json")]) == 0  # fmt: skip
     assert not files_with(site.password, tmp_path)
