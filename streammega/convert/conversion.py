@@ -31,6 +31,7 @@ from streammega.convert.report import (
     reasons_of,
     warn_missing_ids,
     warn_missing_provenance,
+    warn_of_earlier_merge,
 )
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.work_dir import (
@@ -166,6 +167,7 @@ class Conversion:
             clear_work_dir(self.work, self.storage)
         if not self.options.origins:
             warn_missing_provenance(self.inputs, self.input_storage)
+        warn_of_earlier_merge(self.inputs)
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
@@ -258,7 +260,7 @@ class Conversion:
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
-        self.publisher.release_unwritten()
+        self.publisher.release(unless_written=True)
         if is_remote(self.work) or not os.path.isdir(self.work):
             return
         if can_resume(self.work):

@@ -17,7 +17,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
 from streammega.dataset.manifest import ShardEntry
-from streammega.dataset.names import strip_suffix
+from streammega.dataset.names import MANIFEST, set_name, strip_suffix
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
 from streammega.errors import ConvertError
@@ -174,6 +174,23 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
     parts = [f"; {reason}: {count:,}" for reason, count in sorted(total.counts.items())]
     parts += [f"\n  {message}" for message in total.messages[:3]]
     return "".join(parts)
+
+
+def warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
+    """Warn of a dataset as large as all others together: every document would be there twice."""
+    sizes: dict[str, int] = {}
+    for item in inputs:
+        if item.format == "megatron":
+            name = set_name(strip_suffix(item.path.removesuffix(MANIFEST)))
+            sizes[name] = sizes.get(name, 0) + item.size
+    for name, size in sizes.items():
+        if len(sizes) > 2 and 2 * size == sum(sizes.values()):
+            log.warning(
+                "%s: has as many bytes of tokens as the %d other datasets of the inputs together. Is "
+                "it made of them? Then leave it out by --exclude",
+                redact_urls(name),
+                len(sizes) - 1,
+            )
 
 
 def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> None:

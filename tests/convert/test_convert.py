@@ -5,6 +5,7 @@ command lines.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import os
@@ -27,6 +28,7 @@ from streammega.convert import ConvertReport, convert
 from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.storage.backends.local import LocalWriter
 from tests.support.builders import write_random_pair
 from tests.support.servers import S3
 
@@ -431,3 +433,15 @@ def _run_script(script: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
     )
+
+
+def test_a_disk_that_fails_is_named_before_a_document_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "in.txt").write_text("text")
+    monkeypatch.setattr(LocalWriter, "commit", failing)
+    with pytest.raises(ConvertError, match=r"out: cannot be written: .*Input/output error"):
+        convert([str(tmp_path / "in.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)

@@ -146,6 +146,18 @@ def test_a_folder_is_excluded_by_its_name(tmp_path: Path) -> None:
     assert names(root, root, exclude=("x/old",)) == ["a.jsonl", "old/b.jsonl", "x/old.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["include", "exclude"])
+def test_a_pattern_that_nothing_matches_is_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tree(tmp_path, ["a.jsonl", "b.jsonl", "c.tmp", ".d.jsonl"])
+    patterns = ("a.*", "*.tmp", ".d*") if name == "exclude" else ("a.*",)
+    found(root, **{name: patterns})
+    assert not caplog.messages
+    found(root, **{name: (*patterns, "c.json*")})
+    assert "matches 'c.json*' (--include, --exclude); is it mistyped?" in caplog.text
+
+
 def test_pipes_are_not_opened(tmp_path: Path) -> None:
     root = tree(tmp_path, ["a.jsonl"])
     os.mkfifo(tmp_path / "b.jsonl")
@@ -188,7 +200,9 @@ def test_outputs_within_the_input_folder_do_not_feed_the_next_conversion(tmp_pat
     assert names(root, f"{root}/**") == ["b.jsonl", "n/a.jsonl"]
 
 
-def test_a_folder_of_datasets_alone_is_merged_without_the_output(tmp_path: Path) -> None:
+def test_a_folder_of_datasets_alone_is_merged_without_the_output(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = tree(tmp_path / "source", ["a.jsonl"])
     root = tmp_path / "sets"
     for name in ("one", "two"):
@@ -197,6 +211,9 @@ def test_a_folder_of_datasets_alone_is_merged_without_the_output(tmp_path: Path)
         report = convert([str(root)], f"{root}/all", overwrite=True, workers=1)
         assert report.documents == 2
     assert report.files_passed_over == {"of this conversion's own output": 3}
+    assert "Is it made of them" not in caplog.text
+    convert([str(root)], str(tmp_path / "twice"), workers=1)
+    assert f"{root}/all: has as many bytes of tokens as the 2 other datasets" in caplog.text
     # what is named is meant
     with pytest.raises(ConvertError, match="would replace its own input"):
         convert([f"{root}/all"], f"{root}/all", overwrite=True, workers=1)

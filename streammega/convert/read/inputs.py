@@ -6,6 +6,7 @@ why it is left out.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ from streammega.errors import (
 from streammega.errors.redaction import redact_urls, split_query
 from streammega.storage.open import is_remote, resolved
 
+log = logging.getLogger(__name__)
+
 PROBE = ".streammega-writable"
 """Of the object by which a conversion tries its rights: a hidden file, and so no input."""
 CLAIM = ".streammega-claim"
@@ -72,10 +75,6 @@ class _Found:
     parts: list[str] = field(default_factory=list)
     is_dataset: bool = False
     is_read_as: bool = False
-
-    def skip(self, skipped: SkippedFiles, reason: str) -> None:
-        """Count it, and what belongs to it."""
-        skipped.add(reason, self.input.path, *self.parts)
 
 
 class OwnOutput(NamedTuple):
@@ -113,6 +112,12 @@ def find_inputs(
     for item in _listed(inputs):
         with _plain_errors(item, storage):
             found += _found_by(item, storage, options, skipped, own)
+    unmatched = {*options.include, *options.exclude} - skipped.matched_patterns
+    if unmatched:
+        log.warning(
+            "no name in a folder or of a glob matches %s (--include, --exclude); is it mistyped?",
+            " or ".join(map(repr, sorted(unmatched))),
+        )
     found = _without_repeats(found, skipped)
     found = _of_one_split(found, options.hf_split, skipped)
     if options.read_as is not None and not any(item.is_read_as for item in found):
@@ -214,7 +219,10 @@ def _found_by(
     rows = chosen_files(rows, root, pattern, options, left_out)
     found = _Files(rows, place, left_out, known).inputs()
     found = _of_known_format(found, options.read_as, None if pattern else left_out)
-    found = _without_datasets(found, left_out)
+    # beside files of other formats, a dataset was perhaps made of them
+    datasets = [item for item in found if item.is_dataset]
+    if any(item.input.format != "megatron" for item in found):
+        found = _without(found, datasets, DATASETS, left_out)
     skipped.merge(left_out)
     if not found:
         shown, _query = split_query(item)
@@ -422,41 +430,35 @@ def _of_known_format(
                 item.input = replace(item.input, format=FORMAT_READ_AS[read_as])
                 item.is_read_as = True
         return found
-    known = [item for item in found if item.input.format != "unknown"]
-    for item in found:
-        if item.input.format != "unknown":
-            continue
-        if not known or skipped is None:
-            raise ConvertError(
-                f"{item.input.path!r}: its suffix names no format that is known; say how it is read: "
-                f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
-                f"line), or leave it out of a folder or glob by --exclude"
-            )
-        item.skip(skipped, "of unknown suffix")
-    return known
+    unknown = [item for item in found if item.input.format == "unknown"]
+    if unknown and (skipped is None or len(unknown) == len(found)):
+        raise ConvertError(
+            f"{unknown[0].input.path!r}: its suffix names no format that is known; say how it is read: "
+            f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
+            f"line), or leave it out of a folder or glob by --exclude"
+        )
+    return _without(found, unknown, "of unknown suffix", skipped)
 
 
-def _without_datasets(found: list[_Found], skipped: SkippedFiles) -> list[_Found]:
-    """Of files of other formats, those alone: a dataset beside them was made of them, perhaps."""
-    if all(item.input.format == "megatron" for item in found):
-        return found
-    for item in found:
-        if item.is_dataset:
-            item.skip(skipped, DATASETS)
-    return [item for item in found if not item.is_dataset]
+def _without(
+    found: list[_Found], others: list[_Found], reason: str, skipped: SkippedFiles | None
+) -> list[_Found]:
+    """All but the others, which are counted with the files that belong to them."""
+    for item in others:
+        if skipped is not None:
+            skipped.add(reason, item.input.path, *item.parts)
+    left_out = set(map(id, others))
+    return [item for item in found if id(item) not in left_out]
 
 
 def _without_repeats(found: list[_Found], skipped: SkippedFiles) -> list[_Found]:
     """All but the later names of one file."""
-    known = set()
-    kept = []
-    for item in found:
-        if item.identity in known:
-            item.skip(skipped, REPEATED)
-        else:
-            kept.append(item)
-        known.add(item.identity)
-    return kept
+    first = {}
+    for item in reversed(found):
+        first[item.identity] = item
+    return _without(
+        found, [item for item in found if first[item.identity] is not item], REPEATED, skipped
+    )
 
 
 def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles) -> list[_Found]:
@@ -478,13 +480,9 @@ def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles
                 f"NAME, choose files by --include GLOB, or take all by --hf-split {ALL_SPLITS}"
             )
         return found
-    kept = []
     above = common.rpartition("/")[0]
-    for item in found:
-        if is_of_split(within(item.input.path, above), wanted):
-            kept.append(item)
-        else:
-            item.skip(skipped, f"not of split {wanted}")
+    others = [item for item in found if not is_of_split(within(item.input.path, above), wanted)]
+    kept = _without(found, others, f"not of split {wanted}", skipped)
     if not kept:
         raise ConvertError(
             f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"

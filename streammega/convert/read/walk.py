@@ -357,6 +357,8 @@ class SkippedFiles:
 
     counts: dict[str, int] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
+    matched_patterns: set[str] = field(default_factory=set)
+    """Of `include` and `exclude`, those that something matched."""
 
     def add(self, reason: str, *paths: str) -> None:
         """Count some."""
@@ -367,6 +369,7 @@ class SkippedFiles:
 
     def merge(self, other: SkippedFiles) -> None:
         """Count what another has."""
+        self.matched_patterns |= other.matched_patterns
         for reason, count in other.counts.items():
             self.add(reason, *other.names[reason])
             self.counts[reason] += count - len(other.names[reason])
@@ -397,13 +400,23 @@ def chosen_files(
     hidden: dict[str, None] = {}
     for row in rows:
         path = within(row.path, root)
+        included, excluded = _matching_patterns(row, path, pattern, options)
+        skipped.matched_patterns |= included | excluded
         hidden_name = _hidden_name(path)
         if hidden_name and not shows_hidden(pattern):
             # of all that is in a hidden folder, once
             hidden[row.path.removesuffix(path) + hidden_name] = None
             continue
-        reason = _reason_to_skip(row, path, pattern, options)
-        if not reason:
+        reason = row.kind
+        if excluded:
+            reason = "excluded"
+        elif row.kind in FOLDERS:
+            pass
+        elif not pattern and not included and _matches(path, LEFTOVERS):
+            reason = "leftovers and checksums"
+        elif options.include and not included:
+            reason = "not included"
+        if reason == FILE:
             files.append(row)
             continue
         if reason == row.kind and row.fault and options.on_error == "stop":
@@ -418,24 +431,20 @@ def chosen_files(
     return [row for row in files if row.path not in about]
 
 
-def _reason_to_skip(row: Row, path: str, pattern: Sequence[str], options: ConvertOptions) -> str:
-    """Why a name is not read; "" if it is. path: as seen from the folder that is searched."""
-    is_included = _matches(path, options.include)
+def _matching_patterns(
+    row: Row, path: str, pattern: Sequence[str], options: ConvertOptions
+) -> tuple[set[str], set[str]]:
+    """The patterns of `include`, and those of `exclude`, that a name matches. path: as seen from the
+    folder that is searched.
+    """
     is_folder = row.kind in FOLDERS
-    if not is_folder and not pattern and not is_included and _matches(path, LEFTOVERS):
-        return "leftovers and checksums"
     below = f"{path}/" if is_folder else path
     above = row.path.removesuffix(path) if pattern else ""
     ends = [end for end, letter in enumerate(below) if letter == "/"] + [len(below)]
-    if any(_matches(above + below[:end], options.exclude) for end in ends):
-        return "excluded"
-    if is_folder:
-        return row.kind
-    if pattern:
-        is_included = _matches(row.path, options.include)
-    if options.include and not is_included:
-        return "not included"
-    return "" if row.kind == FILE else row.kind
+    names = [above + below[:end] for end in ends]
+    included = {one for one in options.include if not is_folder and _matches(above + path, (one,))}
+    excluded = {one for one in options.exclude if any(_matches(name, (one,)) for name in names)}
+    return included, excluded
 
 
 def _hidden_name(path: str) -> str:

@@ -317,8 +317,8 @@ def check_writable(
         if is_remote(prefix):
             reason = "there is no such bucket; create it, or check its name"
         raise ConvertError(f"{place}: cannot be written: {reason}") from None
-    except StorageError as error:
-        if error.transient:
+    except OSError as error:  # a StorageError is one too
+        if isinstance(error, StorageError) and error.transient:
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
     why_delete = "a work folder is removed in the end" if is_work else ""

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from streammega.convert.job import load_json, save_json
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.source import Input
-from streammega.convert.write.destination import Destination, ExistingDataset, Reservation
+from streammega.convert.write.destination import Destination, Reservation
 from streammega.convert.write.shards import ShardLayout
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import MANIFEST, split_name
@@ -30,7 +30,7 @@ from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, link, move
-from streammega.storage.open import resolved
+from streammega.storage.open import local_path, resolved
 from streammega.storage.store import create_object, replace_object
 
 RECORD = "publishing.json"
@@ -47,10 +47,10 @@ class PublishRecord:
     """
 
     job: str
-    mark: str
-    replaced: list[str]
-    replaced_version: str
-    manifests: list[str]
+    mark: str = ""
+    replaced: list[str] = field(default_factory=list)
+    replaced_version: str = ""
+    manifests: list[str] = field(default_factory=list)
 
 
 class Publisher:
@@ -66,25 +66,21 @@ class Publisher:
         self._storage = destination.storage
         self._is_remote = destination.is_remote
         self._work = work
-        self._job = job
         # Origins come before the .idx, which makes a shard readable.
         self._last_endings = (ENDING, ".idx") if has_origins else (".idx",)
         self._has_origins = has_origins
         self._reservation = Reservation(destination, job)
-        self._has_reservation = False
+        self._record = PublishRecord(job=job)
+        self._version = ""
+        """Of the manifest that was there at the start, on which the commit depends."""
         self._is_resumed = False
         """Whether an earlier run of this conversion was interrupted while it published."""
-        self._existing = ExistingDataset()
-        """What was there at the start, and is replaced."""
-        self._replaced_version = ""
-        self._keeps_tokens = False
+        self._has_tokens = False
         """Whether tokens under plain names can only be this job's: its reservation never ended."""
-        self._writes_tokens = False
-        self._mark = ""
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
         """Look at what is there. Raises ConvertError if it would have to be replaced and may not."""
-        record = self._own_record()
+        record = self._stored_record()
         # Before the manifest is read: after a change in between, the version does not match.
         version = self._destination.manifest_version()
         if not version:
@@ -99,11 +95,10 @@ class Publisher:
         if not self._is_resumed:
             self._look(overwrite=overwrite)
         elif record is not None:
-            self._existing = ExistingDataset(files=record.replaced, manifest_version=version)
-            self._replaced_version = record.replaced_version
-            self._mark = record.mark
+            self._record = record
+            self._version = version
         is_committed = self._is_resumed and bool(version)
-        self._keeps_tokens = is_committed or (self._is_remote and self._reservation.is_ours())
+        self._has_tokens = is_committed or (self._is_remote and self._reservation.is_ours())
         self._check_inputs(inputs)
 
     def reserve(self, *, overwrite: bool) -> None:
@@ -111,25 +106,21 @@ class Publisher:
 
         Raises ConvertError if another job has them; with `overwrite`, other names are used.
         """
-        if not self._is_remote or self._mark:
+        if not self._needs_reservation:
             return
-        self._has_reservation = self._reservation.take()
-        if not self._has_reservation:
-            if not overwrite:
-                raise ConvertError(self._reservation.conflict() or self._lost_reservation())
-            self._mark = self._make_mark()
-        elif not self._is_resumed:
-            # Another conversion may have ended since `check`.
-            self._look(overwrite=overwrite)
+        if self._reservation.take():
+            if not self._is_resumed:  # another conversion may have ended since `check`
+                self._look(overwrite=overwrite)
+        elif overwrite:
+            self._record = replace(self._record, mark=self._make_mark(self._version))
+        else:
+            raise ConvertError(self._reservation.conflict() or self._lost_reservation())
 
-    def release(self) -> None:
-        """Free the reserved names."""
-        if self._is_remote:
-            self._reservation.release()
-
-    def release_unwritten(self) -> None:
-        """Free the reserved names if no tokens are there, so that other options may have them."""
-        if self._has_reservation and not (self._keeps_tokens or self._writes_tokens):
+    def release(self, *, unless_written: bool = False) -> None:
+        """Free the reserved names. unless_written: not if tokens are there, by which this job can
+        be resumed.
+        """
+        if self._is_remote and not (unless_written and self._has_tokens):
             self._reservation.release()
 
     def choose_names(self, layout: ShardLayout) -> ShardLayout:
@@ -138,60 +129,52 @@ class Publisher:
         Raises ConvertError if shards of another dataset are in the way.
         """
         self._check_unchanged()
-        if self._has_reservation and not self._reservation.take():
+        if self._needs_reservation and not self._reservation.take():
             raise ConvertError(self._lost_reservation())
-        self._writes_tokens = True
         if not self._is_resumed:
             self._check_set_without_manifest(layout)
         if not self._is_remote:
             return layout
-        names = self._destination.shard_names(layout.names, self._mark)
+        mark = self._record.mark
+        names = self._destination.shard_names(layout.names, mark)
         targets = [self._destination.url(name) for name in names]
         # The mark is part of the digest: shards under other names would have to be written again.
-        return replace(layout, targets=targets, digest=layout.digest + self._mark)
+        return replace(layout, targets=targets, digest=layout.digest + mark)
 
     def missing_shards(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
         """Of written shards, those whose tokens are gone, have another size or may be another job's:
-        a `gc` may have removed them or the reservation.
+        a `gc` may have removed them or the reservation. Others are written from now on.
         """
-        if self._is_remote and not self._mark and not self._keeps_tokens:
-            return list(shards)
-        return self._missing_tokens(layout, shards)
-
-    def _missing_tokens(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
-        if not self._is_remote:  # they are in the work folder, or were published
-            return []
-        urls = {number: layout.targets[number] + self._destination.suffix for number in shards}
-        sizes = self._destination.sizes(list(urls.values()))
-        return [
-            number for number, shard in shards.items() if sizes.get(urls[number]) != shard.bytes
-        ]
+        may_be_others = self._needs_reservation and not self._has_tokens
+        self._has_tokens = True
+        return list(shards) if may_be_others else self._missing_tokens(layout, shards)
 
     def publish(self, layout: ShardLayout, manifest: Manifest) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end."""
-        names = self._destination.shard_names(layout.names, self._mark)
+        mark = self._record.mark
+        names = self._destination.shard_names(layout.names, mark)
         committed = _with_names(manifest, names)
-        restores_names = bool(self._mark) and not self._is_remote
+        restores_names = bool(mark) and not self._is_remote
         manifests = [committed.to_json(), manifest.to_json()][: 2 if restores_names else 1]
         if self._is_resumed and restores_names and self._destination.manifest() == manifests[-1]:
             # An earlier run ended the second switch.
             self._remove_marked(names)
             return manifest
         self._check_unchanged()
-        needs_names = self._is_remote and not self._mark
-        if needs_names and not self._reservation.begin_publishing():
+        if self._needs_reservation and not self._reservation.begin_publishing():
             # Tokens under plain names may be another job's by now.
             raise ConvertError(self._lost_reservation())
         self._check_tokens(layout, manifest)
-        record = PublishRecord(
-            job=self._job,
-            mark=self._mark,
-            replaced=self._existing.files,
-            replaced_version=self._replaced_version,
-            manifests=[digest_of_bytes(data) for data in manifests],
-        )
-        save_json(self._record_url, asdict(record), self._storage)
-        self._bring(layout, names)
+        digests = [digest_of_bytes(data) for data in manifests]
+        self._record = replace(self._record, manifests=digests)
+        save_json(join_url(self._work, RECORD), asdict(self._record), self._storage)
+        # Tokens without an .idx are no dataset, so each .idx comes last.
+        if not self._is_remote:  # else they were written there
+            self._move(layout, names, self._destination.suffix)
+        if not self._has_origins:
+            self._remove_stale_origins(names)
+        for ending in self._last_endings:
+            self._move(layout, names, ending)
         self._commit(manifests[0])
         self._remove_replaced(names)
         if not restores_names or not self._link(names, layout.names):
@@ -203,12 +186,13 @@ class Publisher:
     # --- checks ---
 
     @property
-    def _record_url(self) -> str:
-        return join_url(self._work, RECORD)
+    def _needs_reservation(self) -> bool:
+        """Whether tokens are written under plain names that others could write too."""
+        return self._is_remote and not self._record.mark
 
-    def _own_record(self) -> PublishRecord | None:
-        stored = load_json(self._record_url, self._storage)
-        if stored is None or stored.get("job") != self._job:
+    def _stored_record(self) -> PublishRecord | None:
+        stored = load_json(join_url(self._work, RECORD), self._storage)
+        if stored is None or stored.get("job") != self._record.job:
             return None
         return PublishRecord(**stored)
 
@@ -219,15 +203,20 @@ class Publisher:
         """
         if not overwrite:
             self._check_nothing_exists()
-        self._existing = self._destination.existing()
-        self._replaced_version = self._existing.manifest_version
-        if self._existing.version and not overwrite:
+        existing = self._destination.existing()
+        if existing.version and not overwrite:
             self._check_nothing_exists()  # it appeared in between
-        self._mark = self._make_mark() if self._existing.version else ""
+        self._version = existing.manifest_version
+        self._record = replace(
+            self._record,
+            mark=self._make_mark(existing.version) if existing.version else "",
+            replaced=existing.files,
+            replaced_version=existing.manifest_version,
+        )
 
-    def _make_mark(self) -> str:
+    def _make_mark(self, version: str) -> str:
         """The same after a kill, another one when another job or another dataset is concerned."""
-        seed = f"{self._job} {self._existing.version}"
+        seed = f"{self._record.job} {version}"
         return f"gen{hashlib.blake2b(seed.encode(), digest_size=6).hexdigest()}"
 
     def _check_nothing_exists(self) -> None:
@@ -248,7 +237,7 @@ class Publisher:
     def _check_inputs(self, inputs: Sequence[Input]) -> None:
         """Raise ConvertError for an input that the output would replace."""
         destination = self._destination
-        replaced = self._existing.files
+        replaced = self._record.replaced
         prefixes = {resolved(split_name(url)[0]) for url in (destination.prefix, *replaced)}
         files = {
             resolved(url) for url in (destination.tokens_url, destination.index_url, *replaced)
@@ -272,7 +261,7 @@ class Publisher:
         destination = self._destination
         for name in {layout.names[0], layout.names[-1]}:
             url = destination.url(f"{name}.idx")
-            is_other = name != destination.stem and url not in self._existing.files
+            is_other = name != destination.stem and url not in self._record.replaced
             if is_other and exists(url, self._storage):
                 raise ConvertError(
                     f"{redact_urls(url)}: exists already, of a dataset without "
@@ -282,7 +271,7 @@ class Publisher:
 
     def _check_unchanged(self) -> None:
         """Raise ConvertError if another conversion has published since this one looked."""
-        if self._destination.manifest_version() != self._existing.manifest_version:
+        if self._destination.manifest_version() != self._version:
             raise ConvertError(self._published_by_others())
 
     def _check_tokens(self, layout: ShardLayout, manifest: Manifest) -> None:
@@ -295,6 +284,15 @@ class Publisher:
                 f"{len(manifest.shards)} shards). Another conversion or 'gc' may have removed it; "
                 f"run the same command again, which writes it again"
             )
+
+    def _missing_tokens(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
+        if not self._is_remote:  # they are in the work folder, or were published
+            return []
+        urls = {number: layout.targets[number] + self._destination.suffix for number in shards}
+        sizes = self._destination.sizes(list(urls.values()))
+        return [
+            number for number, shard in shards.items() if sizes.get(urls[number]) != shard.bytes
+        ]
 
     def _lost_reservation(self) -> str:
         return (
@@ -310,15 +308,6 @@ class Publisher:
         )
 
     # --- steps ---
-
-    def _bring(self, layout: ShardLayout, names: Sequence[str]) -> None:
-        """Put tokens under their names, then each `.idx`: tokens without one are no dataset."""
-        if not self._is_remote:  # else they were written there
-            self._move(layout, names, self._destination.suffix)
-        if not self._has_origins:
-            self._remove_stale_origins(names)
-        for ending in self._last_endings:
-            self._move(layout, names, ending)
 
     def _remove_stale_origins(self, names: Sequence[str]) -> None:
         """Delete origins whose dataset was removed by hand: they would describe these documents."""
@@ -342,7 +331,7 @@ class Publisher:
             save_bytes(url, manifest, self._storage)
             return
         store, key = open_store(url, self._storage)
-        version = self._existing.manifest_version
+        version = self._version
         is_put = (
             replace_object(store, key, manifest, version)
             if version
@@ -356,7 +345,7 @@ class Publisher:
         """Delete the files of the replaced dataset, but none that the new one has."""
         endings = (self._destination.suffix, *self._last_endings)
         kept = {self._destination.url(name + ending) for name in names for ending in endings}
-        for url in self._existing.files:
+        for url in self._record.replaced:
             if url not in kept:
                 delete(url, self._storage)
 
@@ -364,21 +353,18 @@ class Publisher:
         """Give local shards their plain names too. False on a file system without hard links, where
         they keep the marked ones.
         """
-        for ending in (self._destination.suffix, *self._last_endings):
-            for marked_name, name in zip(marked_names, names, strict=True):
-                if not link(self._path(marked_name + ending), self._path(name + ending)):
-                    return False
-        return True
+        url = self._destination.url
+        return all(
+            link(local_path(url(marked_name + ending)), local_path(url(name + ending)))
+            for ending in (self._destination.suffix, *self._last_endings)
+            for marked_name, name in zip(marked_names, names, strict=True)
+        )
 
     def _remove_marked(self, marked_names: Sequence[str]) -> None:
         """Delete the marked names, each `.idx` first: tokens without one are no dataset."""
         for ending in (".idx", self._destination.suffix, ENDING):
             for name in marked_names:
                 delete(self._destination.url(name + ending), self._storage)
-
-    def _path(self, name: str) -> str:
-        _, path = open_store(self._destination.url(name), self._storage)
-        return path
 
 
 def _with_names(manifest: Manifest, names: Sequence[str]) -> Manifest:
