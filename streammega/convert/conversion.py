@@ -296,7 +296,7 @@ class Conversion:
             inputs=self.inputs,
         ):
             records[number] = record
-            if record.errors:
+            if record.skipped.errors:
                 check_errors(records.values(), self.options)
         return records
 

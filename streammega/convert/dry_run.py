@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streammega.convert.documents import RawDocument, Tokens, bounds_of
-from streammega.convert.job import Job, UnitRecord
+from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of
 from streammega.convert.read.formats import FORMATS
@@ -124,9 +124,8 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
     units = np.unique(spread.astype(int)).tolist()
     sample.is_complete = len(units) == len(job.units)
     for unit in units:
-        record = UnitRecord(digest="")
         skipped = Skipped()
-        selection = Selection(job, record)
+        selection = Selection(job, skipped)
         size = 0
         for batch in batches_of(job, unit, skipped):
             if size >= SAMPLE_BYTES:
@@ -141,9 +140,8 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
             _add(sample, kept, job, tokenizer)
             progress.advance(batch.source_bytes, len(kept.tokens))
         sample.bytes += size
-        for counts in (record.counts, skipped.counts):
-            for reason, count in counts.items():
-                sample.dropped[reason] = sample.dropped.get(reason, 0) + count
+        for reason, count in skipped.counts.items():
+            sample.dropped[reason] = sample.dropped.get(reason, 0) + count
     return sample
 
 

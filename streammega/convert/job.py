@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.source import Input, Slice
+from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.errors import StorageError
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.store import Bytes
@@ -48,11 +48,11 @@ class Job:
 
     def unit_digest(self, number: int) -> str:
         """Changes with the inputs of a unit and with every setting."""
-        slices = [asdict(piece) for piece in self.units[number]]
-        for piece in slices:
-            # Signatures of one object differ, and its ETag says whether it is the same.
-            piece["input"].pop("query")
-            piece.pop("stored_bytes")
+        # Signatures of one object differ, and its ETag says whether it is the same.
+        slices = []
+        for piece in self.units[number]:
+            item = piece.input
+            slices.append([item.path, item.format, item.size, item.etag, piece.start, piece.stop])
         return digest_of_json([self.options.digest(), self.tokenizer_digest, slices])
 
 
@@ -68,28 +68,19 @@ class Segment:
 class UnitRecord:
     """What a unit made.
 
-    `counts`: documents by what happened to them; `members`: of archives, those that are no
-    documents, by what they are; `histogram`: of those kept.
+    skipped: what happened to documents that were not stored as they are. histogram: of the lengths
+    of those kept.
     """
 
     digest: str
     segments: list[Segment] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-    members: dict[str, int] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
-    errors: int = 0
-    """Records that were skipped because something was wrong with them."""
+    skipped: Skipped = field(default_factory=Skipped)
     read: int = 0
     """All records, with those that were left out."""
     source_bytes: int = 0
     documents: int = 0
     tokens: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * HISTOGRAM_BINS)
-
-    def count(self, reason: str, documents: int) -> None:
-        """Count documents to which something happened."""
-        if documents:
-            self.counts[reason] = self.counts.get(reason, 0) + documents
 
 
 def segment_bytes_within(memory_bytes: int, units_at_once: int) -> int:
@@ -121,7 +112,8 @@ def read_record(job: Job, number: int) -> UnitRecord | None:
     if stored is None or stored.get("digest") != job.unit_digest(number):
         return None
     segments = [Segment(**segment) for segment in stored.pop("segments")]
-    return UnitRecord(segments=segments, **stored)
+    skipped = Skipped(**stored.pop("skipped"))
+    return UnitRecord(segments=segments, skipped=skipped, **stored)
 
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:

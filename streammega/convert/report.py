@@ -12,10 +12,10 @@ import numpy as np
 
 import streammega
 from streammega.config import StorageConfig
-from streammega.convert.job import HISTOGRAM_BINS, UnitRecord
+from streammega.convert.job import UnitRecord
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.megatron import dataset_name
-from streammega.convert.read.source import Input
+from streammega.convert.read.source import Input, Skipped
 from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.names import MANIFEST, set_name, strip_suffix
 from streammega.dataset.provenance import ENDING, has_provenance
@@ -105,19 +105,16 @@ class ConvertReport:
         }
 
 
-def sum_records(records: Sequence[UnitRecord]) -> UnitRecord:
-    """What happened in all units: counts, the first messages, and the histogram."""
-    total = UnitRecord(digest="")
-    histogram = np.zeros(HISTOGRAM_BINS, np.int64)
+def sum_skipped(records: Sequence[UnitRecord]) -> Skipped:
+    """What was skipped in all units: counts, and the first messages."""
+    total = Skipped()
     for record in records:
-        for reason, count in record.counts.items():
-            total.count(reason, count)
-        for kind, count in record.members.items():
+        for reason, count in record.skipped.counts.items():
+            total.leave_out(reason, count)
+        for kind, count in record.skipped.members.items():
             total.members[kind] = total.members.get(kind, 0) + count
         room = KEPT_MESSAGES - len(total.messages)
-        total.messages += record.messages[:room]
-        histogram += np.array(record.histogram)
-    total.histogram = histogram.tolist()
+        total.messages += record.skipped.messages[:room]
     return total
 
 
@@ -154,10 +151,10 @@ def check_errors(
         return
     read = sum(record.read for record in records)
     most = options.most_errors(read)
-    errors = sum(record.errors for record in records)
+    errors = sum(record.skipped.errors for record in records)
     if most is None or errors <= most:
         return
-    first = list(chain.from_iterable(record.messages for record in records))[:SHOWN_ERRORS]
+    first = list(chain.from_iterable(record.skipped.messages for record in records))[:SHOWN_ERRORS]
     raise ConvertError(
         f"{pluralize(errors, 'record')} of {read:,} that were read "
         f"{'was' if errors == 1 else 'were'} skipped, more than max_errors (--max-errors) "
@@ -170,7 +167,7 @@ def reasons_of(records: Sequence[UnitRecord]) -> str:
     """Why nothing is left, for a message: counts by reason, and the first faults with their
     places.
     """
-    total = sum_records(records)
+    total = sum_skipped(records)
     parts = [f"; {reason}: {count:,}" for reason, count in sorted(total.counts.items())]
     parts += [f"\n  {message}" for message in total.messages[:3]]
     return "".join(parts)

@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from streammega.config import StorageConfig
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
@@ -27,7 +29,7 @@ from streammega.convert.read.stdin import (
     with_pipe_names,
 )
 from streammega.convert.read.walk import SkippedFiles
-from streammega.convert.report import ConvertReport, sum_records
+from streammega.convert.report import ConvertReport, sum_skipped
 from streammega.convert.tokenize.chat import as_option, find_template
 from streammega.convert.tokenize.encode import BatchEncoder, keep_encoder
 from streammega.convert.tokenize.tokenizers import load_tokenizer
@@ -345,9 +347,10 @@ def _make_report(
     conversion: Conversion, written: WrittenDataset, manifest: Manifest, seconds: float
 ) -> ConvertReport:
     """Sums over units. Without units, where datasets are copied as they are, nothing was dropped."""
-    total = sum_records(written.records)
-    histogram = total.histogram
-    if not written.records:
+    total = sum_skipped(written.records)
+    if written.records:
+        histogram = np.sum([record.histogram for record in written.records], axis=0).tolist()
+    else:
         indexed = IndexedDataset(conversion.prefix + MANIFEST, conversion.storage)
         histogram = length_histogram(document_tokens(indexed))
     dropped = {"duplicates": written.duplicates} if written.duplicates else {}

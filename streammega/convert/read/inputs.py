@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -62,21 +62,6 @@ SPLITS = {
 """The words by which the datasets library knows splits in names."""
 
 
-@dataclass(kw_only=True)
-class _Found:
-    """An input. parts: the files that belong to it. is_dataset: a manifest lists it. is_read_as:
-    its format is what `read_as` says.
-
-    identity: the same for all names of what it holds.
-    """
-
-    input: Input
-    identity: Any
-    parts: list[str] = field(default_factory=list)
-    is_dataset: bool = False
-    is_read_as: bool = False
-
-
 class OwnOutput(NamedTuple):
     """What a conversion writes, which is no input of it. prefix: of the dataset; work: the folder
     for what is unfinished.
@@ -108,7 +93,7 @@ def find_inputs(
     options = options or ConvertOptions()
     if skipped is None:
         skipped = SkippedFiles()
-    found: list[_Found] = []
+    found: list[Input] = []
     for item in _listed(inputs):
         with _plain_errors(item, storage):
             found += _found_by(item, storage, options, skipped, own)
@@ -120,12 +105,13 @@ def find_inputs(
         )
     found = _without_repeats(found, skipped)
     found = _of_one_split(found, options.hf_split, skipped)
-    if options.read_as is not None and not any(item.is_read_as for item in found):
+    formats = {format_of(item.path) for item in found}
+    if options.read_as is not None and formats.isdisjoint(("text", "unknown")):
         raise ConfigError(
             f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
-            f"format ({found[0].input.path!r}); leave it out"
+            f"format ({found[0].path!r}); leave it out"
         )
-    return [item.input for item in found]
+    return found
 
 
 def described(inputs: Sequence[Input]) -> list[dict[str, Any]]:
@@ -191,7 +177,7 @@ def _found_by(
     options: ConvertOptions,
     skipped: SkippedFiles,
     own: OwnOutput | None,
-) -> list[_Found]:
+) -> list[Input]:
     """The inputs that one name stands for."""
     place = open_place(item, storage)
     # a signature is that of one object
@@ -199,8 +185,7 @@ def _found_by(
     for ending in endings:
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
-            found = _Files([row], place).inputs()
-            return _of_known_format(found, options.read_as, None)
+            return _of_known_format(_Files([row], place).inputs(), options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
@@ -221,7 +206,7 @@ def _found_by(
     found = _of_known_format(found, options.read_as, None if pattern else left_out)
     # beside files of other formats, a dataset was perhaps made of them
     datasets = [item for item in found if item.is_dataset]
-    if any(item.input.format != "megatron" for item in found):
+    if any(item.format != "megatron" for item in found):
         found = _without(found, datasets, DATASETS, left_out)
     skipped.merge(left_out)
     if not found:
@@ -279,7 +264,7 @@ class _Files:
         self._rows = {row.path: row for row in rows}
         """Those that are not part of an input yet."""
 
-    def inputs(self) -> list[_Found]:
+    def inputs(self) -> list[Input]:
         """All inputs, by the order of their paths."""
         found = self._folders_of_loaders()
         manifest_of, manifests = self._manifests()
@@ -288,27 +273,26 @@ class _Files:
                 continue
             item = self._pair(row)
             if item is None:
-                file_format = "megatron" if path in manifests else format_of(path)
-                item = _Found(input=self._input(row, file_format), identity=row.identity)
+                item = self._input(row, "megatron" if path in manifests else format_of(path))
             manifest = manifest_of.get(strip_suffix(path))
-            if manifest is not None and item.input.format == "megatron":
-                item.is_dataset = True
-                if manifest in manifests:
-                    manifests.remove(manifest)
-                    item.parts.append(manifest)
+            if manifest is not None and item.format == "megatron":
+                parts = (manifest,) if manifest in manifests else ()
+                manifests.discard(manifest)
+                item = replace(item, is_dataset=True, parts=item.parts + parts)
             found.append(item)
         if self._skipped is not None:
             self._skipped.add("manifests without their shards", *sorted(manifests))
-        return sorted(found, key=lambda item: item.input.path)
+        return sorted(found, key=lambda item: item.path)
 
-    def _input(self, row: Row, file_format: str) -> Input:
+    def _input(self, row: Row, file_format: str, path: str | None = None) -> Input:
         row = self._with_size(row)
         return Input(
-            path=row.path + self._place.chain,
+            path=(row.path if path is None else path) + self._place.chain,
             format=file_format,
             size=row.size,
             etag=row.etag,
             query=self._place.query,
+            identity=row.identity,
         )
 
     def _with_size(self, row: Row) -> Row:
@@ -316,27 +300,27 @@ class _Files:
             row = self._place.file(row.path) or row
         return row._replace(size=max(0, row.size))
 
-    def _folders_of_loaders(self) -> list[_Found]:
+    def _folders_of_loaders(self) -> list[Input]:
         """Folders of MDS and litdata."""
-        folders: dict[str, tuple[_Found, set[str]]] = {}
-        for path, row in self._rows.items():
-            folder, _, name = path.rpartition("/")
-            index = _loader_index(self._place.read(path)) if name == "index.json" else None
-            if index is not None:
-                file_format, shards = index
-                whole = replace(self._input(row, file_format), path=folder or ".")
-                folders[folder] = (_Found(input=whole, identity=row.identity), shards)
-        for path in list(self._rows):
-            folder, _, name = path.rpartition("/")
-            if folder not in folders:
+        found = []
+        paths_of_folder: dict[str, list[str]] = {}
+        for path in self._rows:
+            paths_of_folder.setdefault(path.rpartition("/")[0], []).append(path)
+        for folder, paths in paths_of_folder.items():
+            index_path = os.path.join(folder, "index.json")
+            index = _loader_index(self._place.read(index_path)) if index_path in paths else None
+            if index is None:
                 continue
-            del self._rows[path]
-            item, shards = folders[folder]
-            if name in shards or name == "index.json":
-                item.parts.append(path)
-            elif self._skipped is not None:
-                self._skipped.add(NOT_IN_INDEX, path)
-        return [item for item, _ in folders.values()]
+            file_format, shards = index
+            item = self._input(self._rows[index_path], file_format, folder or ".")
+            names = {"index.json", *shards}
+            parts = tuple(path for path in paths if os.path.basename(path) in names)
+            found.append(replace(item, parts=parts))
+            for path in paths:
+                del self._rows[path]
+                if path not in parts and self._skipped is not None:
+                    self._skipped.add(NOT_IN_INDEX, path)
+        return found
 
     def _manifests(self) -> tuple[dict[str, str], set[str]]:
         """The manifest of each prefix of a shard that one lists, and all manifests of ours."""
@@ -354,7 +338,7 @@ class _Files:
                 manifest_of[os.path.join(folder, name)] = path
         return manifest_of, manifests
 
-    def _pair(self, row: Row) -> _Found | None:
+    def _pair(self, row: Row) -> Input | None:
         """An .idx with its tokens; None if the file is neither."""
         prefix = strip_suffix(row.path)
         index_path = f"{prefix}.idx"
@@ -373,12 +357,12 @@ class _Files:
         parts = [file for file in files if self._rows.pop(file, None) is not None and file != path]
         # what is read are the tokens, and a change of either file makes another dataset
         index, tokens = self._with_size(index), self._with_size(tokens)
-        item = replace(
-            self._input(tokens, "megatron"),
-            path=path + self._place.chain,
+        return replace(
+            self._input(tokens, "megatron", path),
             etag=f"{index.etag}+{tokens.etag}",
+            identity=(index.identity, tokens.identity),
+            parts=tuple(parts),
         )
-        return _Found(input=item, identity=(index.identity, tokens.identity), parts=parts)
 
     def _beside(self, path: str) -> Row | None:
         """The file of a name that was found, or that may be there though it was not asked for."""
@@ -419,18 +403,19 @@ def _shard_names(data: bytes) -> list[str]:
 
 
 def _of_known_format(
-    found: list[_Found], read_as: str | None, skipped: SkippedFiles | None
-) -> list[_Found]:
+    found: list[Input], read_as: str | None, skipped: SkippedFiles | None
+) -> list[Input]:
     """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
     `skipped` if they are beside known ones, else they are an error.
     """
     if read_as is not None:
-        for item in found:
-            if item.input.format in ("text", "unknown"):
-                item.input = replace(item.input, format=FORMAT_READ_AS[read_as])
-                item.is_read_as = True
-        return found
-    unknown = [item for item in found if item.input.format == "unknown"]
+        return [
+            replace(item, format=FORMAT_READ_AS[read_as])
+            if item.format in ("text", "unknown")
+            else item
+            for item in found
+        ]
+    unknown = [item for item in found if item.format == "unknown"]
     if unknown and (skipped is None or len(unknown) == len(found)):
         raise ConvertError(
             f"{unknown[0].input.path!r}: its suffix names no format that is known; say how it is read: "
@@ -441,17 +426,17 @@ def _of_known_format(
 
 
 def _without(
-    found: list[_Found], others: list[_Found], reason: str, skipped: SkippedFiles | None
-) -> list[_Found]:
+    found: list[Input], others: list[Input], reason: str, skipped: SkippedFiles | None
+) -> list[Input]:
     """All but the others, which are counted with the files that belong to them."""
     for item in others:
         if skipped is not None:
-            skipped.add(reason, item.input.path, *item.parts)
+            skipped.add(reason, item.path, *item.parts)
     left_out = set(map(id, others))
     return [item for item in found if id(item) not in left_out]
 
 
-def _without_repeats(found: list[_Found], skipped: SkippedFiles) -> list[_Found]:
+def _without_repeats(found: list[Input], skipped: SkippedFiles) -> list[Input]:
     """All but the later names of one file."""
     first = {}
     for item in reversed(found):
@@ -461,17 +446,17 @@ def _without_repeats(found: list[_Found], skipped: SkippedFiles) -> list[_Found]
     )
 
 
-def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles) -> list[_Found]:
+def _of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
     """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
     several splits if none is named.
     """
     if wanted == ALL_SPLITS:
         return found
-    paths = [item.input.path for item in found]
+    paths = [item.path for item in found]
     # letter by letter, as `commonpath` cannot compare URLs
     common = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071
     groups = _splits_below(common, found)
-    examples = {split: item.input.path for group in groups for split, item in group.items()}
+    examples = {split: item.path for group in groups for split, item in group.items()}
     there = "; ".join(f"{split}: {path!r}" for split, path in sorted(examples.items()))
     if wanted is None:
         if groups:
@@ -481,7 +466,7 @@ def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles
             )
         return found
     above = common.rpartition("/")[0]
-    others = [item for item in found if not is_of_split(within(item.input.path, above), wanted)]
+    others = [item for item in found if not is_of_split(within(item.path, above), wanted)]
     kept = _without(found, others, f"not of split {wanted}", skipped)
     if not kept:
         raise ConvertError(
@@ -490,15 +475,15 @@ def _of_one_split(found: list[_Found], wanted: str | None, skipped: SkippedFiles
     return kept
 
 
-def _splits_below(root: str, found: list[_Found]) -> list[dict[str, _Found]]:
+def _splits_below(root: str, found: list[Input]) -> list[dict[str, Input]]:
     """Where names below a folder say several splits, an input of each: anywhere; of texts, beside
     each other.
     """
-    beside: dict[str, dict[str, _Found]] = {}
+    beside: dict[str, dict[str, Input]] = {}
     for item in found:
-        path = within(item.input.path, root)
+        path = within(item.path, root)
         for start, split in splits_of(path):
-            folder = path[:start] if item.input.format == "text" else "/"
+            folder = path[:start] if item.format == "text" else "/"
             beside.setdefault(folder, {}).setdefault(split, item)
     groups = []
     for folder, group in beside.items():

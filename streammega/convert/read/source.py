@@ -31,6 +31,8 @@ class Input:
     bytes. etag: changes when it does.
 
     path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
+    identity: the same for all names of what it holds. parts: files that belong to it. is_dataset:
+    whether a manifest lists it.
     """
 
     path: str
@@ -38,6 +40,9 @@ class Input:
     size: int
     etag: str
     query: str = field(default="", repr=False)
+    identity: Any = field(default=None, repr=False)
+    parts: tuple[str, ...] = field(default=(), repr=False)
+    is_dataset: bool = False
 
     @property
     def url(self) -> str:
@@ -60,7 +65,7 @@ class Slice:
 
 @dataclass
 class Skipped:
-    """Counts of what readers skip, by kind of fault, and the first messages."""
+    """Counts of documents that are skipped or changed, by reason, and the first messages."""
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -84,7 +89,8 @@ class Skipped:
 
     def leave_out(self, reason: str, count: int = 1) -> None:
         """Count documents that are left out."""
-        self.counts[reason] = self.counts.get(reason, 0) + count
+        if count:
+            self.counts[reason] = self.counts.get(reason, 0) + count
 
     def add_member(self, kind: str) -> None:
         """Count a member of an archive that is not a document."""

@@ -53,7 +53,7 @@ PARSED_BYTES = 4096
 def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     """Read, encode and write one unit, and its record. Raises ConvertError, StorageError."""
     record = UnitRecord(digest=job.unit_digest(number))
-    skipped = Skipped()
+    skipped = record.skipped
     writer = SegmentWriter(job, number, record)
     stored = stored_bytes(job.units[number])
     bytes_told = 0
@@ -76,11 +76,6 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     if stored is not None:  # columns that are not wanted are not read
         skipped.bytes_read = stored
     note(0, 0)
-    for reason, count in skipped.counts.items():
-        record.count(reason, count)
-    record.members = skipped.members
-    record.messages = skipped.messages
-    record.errors = skipped.errors
     save_record(job, number, record)
     return record
 
@@ -115,7 +110,7 @@ class SegmentWriter:
         self._job = job
         self._unit = unit
         self._record = record
-        self._selection = Selection(job, record)
+        self._selection = Selection(job, record.skipped)
         self._held: list[Tokens] = []
         self._numbers: list[NDArray[np.int64]] = []
         """Of the documents held, counted over all that the unit has."""
@@ -210,12 +205,12 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
 
 
 class Selection:
-    """Leaves out, and cuts, what the options ask; the record counts what happened to documents."""
+    """Leaves out, and cuts, what the options ask, and counts what happened to documents."""
 
-    def __init__(self, job: Job, record: UnitRecord) -> None:
+    def __init__(self, job: Job, skipped: Skipped) -> None:
         self._job = job
         self._options = job.options
-        self._record = record
+        self._skipped = skipped
 
     def choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
         """(what is kept of documents, which of them are kept)."""
@@ -263,11 +258,11 @@ class Selection:
     def _cut(self, batch: Tokens, most: int) -> Tokens:
         tokens_before = len(batch.tokens)
         batch = batch.cut(most, eod_of(self._job))
-        self._record.count("tokens cut off", tokens_before - len(batch.tokens))
+        self._skipped.leave_out("tokens cut off", tokens_before - len(batch.tokens))
         return batch
 
     def _count(self, reason: str, which: NDArray[np.bool_]) -> None:
-        self._record.count(reason, int(np.count_nonzero(which)))
+        self._skipped.leave_out(reason, int(np.count_nonzero(which)))
 
 
 def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
