@@ -45,15 +45,14 @@ from streammega.convert.workers import run_tasks
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import remove_duplicates
 from streammega.convert.write.manifest_metadata import Labels
-from streammega.convert.write.packing import PackCounts
+from streammega.convert.write.packing import PackingStats
 from streammega.convert.write.publish import Publisher
 from streammega.convert.write.segments import run_unit
 from streammega.convert.write.shards import (
     ShardLayout,
     ShardRecord,
-    parts_of_datasets,
-    parts_of_units,
     plan_shards,
+    segments_of_inputs,
     write_shard,
 )
 from streammega.dataset.manifest import Manifest
@@ -92,10 +91,10 @@ class WrittenDataset:
     source_bytes: int
 
     @property
-    def packing(self) -> PackCounts | None:
+    def packing(self) -> PackingStats | None:
         """What packing made of all documents; None without bins."""
         counts = [shard.packing for shard in self.shards if shard.packing is not None]
-        total = PackCounts()
+        total = PackingStats()
         for count in counts:
             total.add(count)
         return total if counts else None
@@ -174,7 +173,7 @@ class Conversion:
         if self._copies_datasets:
             if is_merge:
                 raise ConfigError(NO_UNITS)
-            parts = parts_of_datasets(self.inputs, self.input_storage)
+            parts = segments_of_inputs(self.inputs, self.input_storage)
             sources = [f"{item.path} {item.etag}" for item in self.inputs]
             source_bytes = sum(item.size for item in self.inputs)
         else:
@@ -191,7 +190,7 @@ class Conversion:
             done = self.do_units(job, numbers, done)
             records = [done[number] for number in numbers]
             check_errors(records, self.options, all_done=True)
-            parts = parts_of_units(job, records)
+            parts = [segment for record in records for segment in record.segments]
             sources = [record.digest for record in records]
             source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:

@@ -13,6 +13,7 @@ from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
+from streammega.storage.store import address_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ class Tokens:
     @property
     def document_tokens(self) -> NDArray[np.int64]:
         """Tokens of each document, int64."""
-        token_bounds = bounds_of(self.lengths)
-        sequence_bounds = bounds_of(self.documents)
+        token_bounds = offsets_of(self.lengths)
+        sequence_bounds = offsets_of(self.documents)
         tokens: NDArray[np.int64] = np.diff(token_bounds[sequence_bounds])
         return tokens
 
@@ -68,19 +69,28 @@ class Tokens:
         """The documents with where they come from: the file, or its rows from number `first` on."""
         return replace(self, origins=origins_in(path, kind, first, len(self.documents)))
 
-    def take(self, keep: NDArray[np.bool_]) -> Tokens:
-        """Some of the documents, in their order."""
-        if keep.all():
-            return self
-        sequences = np.repeat(keep, self.documents)
-        tokens = np.repeat(sequences, self.lengths)
+    def take(self, documents: NDArray[np.int64]) -> Tokens:
+        """Some of the documents, in the order of these numbers."""
+        tokens = np.ascontiguousarray(self.tokens)
+        sizes = self.document_tokens
+        starts = offsets_of(sizes)
+        # Addresses go to a kernel, which looks no further.
+        if int(starts[-1]) != len(tokens):
+            raise ConvertError(f"documents of {starts[-1]} tokens are to be cut of {len(tokens)}")
+        taken_sizes = sizes[documents]
+        taken_starts = offsets_of(taken_sizes)
+        taken = np.empty(int(taken_starts[-1]), tokens.dtype)
+        addresses = address_of(tokens.view(np.uint8)) + starts[documents] * tokens.itemsize
+        gather(addresses, taken_sizes * tokens.itemsize, taken, taken_starts[:-1])
+        counts = self.documents[documents]
+        sequences = concat_ranges(offsets_of(self.documents)[documents], counts)
         return Tokens(
-            tokens=self.tokens[tokens],
+            tokens=taken,
             lengths=self.lengths[sequences],
-            documents=self.documents[keep],
+            documents=counts,
             modes=None if self.modes is None else self.modes[sequences],
             source_bytes=self.source_bytes,
-            origins=None if self.origins is None else self.origins.take(np.flatnonzero(keep)),
+            origins=None if self.origins is None else self.origins.take(documents),
         )
 
     def take_sequences(self, keep: NDArray[np.bool_]) -> Tokens:
@@ -101,8 +111,8 @@ class Tokens:
     def cut(self, most: int, end: int | None) -> Tokens:
         """Documents of at most `most` tokens; the last of them stays `end` where it was."""
         is_kept = self._first_tokens(most, end)
-        tokens_kept_before = bounds_of(is_kept)
-        token_bounds = bounds_of(self.lengths)
+        tokens_kept_before = offsets_of(is_kept)
+        token_bounds = offsets_of(self.lengths)
         lengths = np.diff(tokens_kept_before[token_bounds]).astype(np.int32)
         shortened = Tokens(
             tokens=self.tokens[is_kept],
@@ -144,11 +154,32 @@ def origins_in(path: str, kind: int, first: int, count: int) -> DocumentOrigins:
     )
 
 
-def bounds_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Where each of some stretches begins, and where the last one ends: [len(counts) + 1]."""
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, dtype=np.int64, out=bounds[1:])
     return bounds
+
+
+def concat_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), then those of starts[1], and so on."""
+    bounds = offsets_of(counts)
+    # What a number of the result is more than its place in it.
+    shifts = starts - bounds[:-1]
+    return np.repeat(shifts, counts) + np.arange(int(bounds[-1]))
+
+
+def gather(
+    addresses: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    out: NDArray[Any],
+    targets: NDArray[np.int64],
+) -> None:
+    """Copy stretches of memory to elements of `out`. sizes: in bytes."""
+    # imported here: the commands that only list inputs do without kernels
+    from streammega.kernels.plan import copy_bytes
+
+    copy_bytes(np.empty(0, np.uint8), addresses, sizes, address_of(out) + targets * out.itemsize)
 
 
 def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
@@ -177,7 +208,7 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
     )
 
 
-def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str) -> Tokens:
+def one_per_document(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str) -> Tokens:
     """Every document is one sequence.
 
     Raises ConvertError, naming `where`, for what is no token id.

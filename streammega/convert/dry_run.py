@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.convert.documents import RawDocument, Tokens, bounds_of
+from streammega.convert.documents import RawDocument, Tokens, offsets_of
 from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of
@@ -160,8 +160,8 @@ def _add(sample: Sample, batch: Tokens, job: Job, tokenizer: Tokenizer | None) -
     if len(batch.tokens):
         dtype = token_dtype([batch.tokens], job.options.dtype)
         sample.dtype = dtype if sample.dtype is None else np.result_type(sample.dtype, dtype)
-    token_bounds = bounds_of(batch.lengths)
-    sequence_bounds = bounds_of(batch.documents)
+    token_bounds = offsets_of(batch.lengths)
+    sequence_bounds = offsets_of(batch.documents)
     shown = sample.documents - len(batch.documents)
     for document in range(min(len(batch.documents), max(0, SHOWN_DOCUMENTS - shown))):
         for number in range(*sequence_bounds[document : document + 2].tolist()):

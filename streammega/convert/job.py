@@ -17,6 +17,7 @@ from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.source import Input, Skipped, Slice
+from streammega.dataset.indexed import IndexedDataset
 from streammega.errors import StorageError
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.store import Bytes
@@ -58,10 +59,26 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One written segment. `name`: its prefix in the work folder."""
+    """Documents of one pair: a segment that a unit wrote, or an input that passes as it is.
+
+    name: of the pair in the work folder, or the input's. has_keep: whether a `.keep` file says which
+    documents are no duplicates.
+    """
 
     name: str
     documents: int
+    unit: int = 0
+    has_keep: bool = False
+    is_input: bool = False
+
+    def prefix(self, job: Job) -> str:
+        """Under which its pair is stored."""
+        return self.name if self.is_input else join_url(job.work, self.name)
+
+    def open(self, job: Job) -> IndexedDataset:
+        """Its pair."""
+        storage = job.input_storage if self.is_input else job.storage
+        return IndexedDataset(self.prefix(job), storage)
 
 
 @dataclass(kw_only=True)

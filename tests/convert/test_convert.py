@@ -180,7 +180,7 @@ def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"body": "a"}\n{\n')
     with pytest.raises(
         ConvertError,
-        match=r"nothing was written; 2 broken records\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
+        match=r"nothing was written; broken record: 2\n.*in.jsonl:1: has no key 'text' \(it has: 'body'\)",
     ):
         tokenize(tmp_path / "in.jsonl", tmp_path / "p", tokenizer, on_error="skip")
 

@@ -212,9 +212,9 @@ def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
     report = convert(inputs, str(tmp_path / "kept"), keep_empty=True, **settings)
     assert read(tmp_path / "kept") == [[2]] * 6
     assert report.dropped == {}
-    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; 6 empty"):
+    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; empty: 6"):
         convert(inputs, str(tmp_path / "dropped"), **settings)
-    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; 6 empty"):
+    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; empty: 6"):
         convert(inputs, str(tmp_path / "no"), keep_empty=True, append_eod=False, **settings)
 
 

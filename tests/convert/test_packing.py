@@ -30,9 +30,10 @@ from streammega import (
 from streammega.cli.main import app
 from streammega.config import Order, PhaseConfig
 from streammega.convert import ConvertReport, convert
+from streammega.convert.documents import gather
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
-from streammega.convert.write.copy import HeldDocuments, gather, read_all
+from streammega.convert.write.copy import LoadedDocuments, load_documents
 from streammega.convert.write.packing import pack
 from streammega.dataset.append import append
 from streammega.dataset.manifest import read_manifest
@@ -285,9 +286,9 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
     read: list[weakref.ref[Any]] = []
     filled: list[weakref.ref[Any]] = []
 
-    def reading(*arguments: Any) -> HeldDocuments:
+    def reading(*arguments: Any) -> LoadedDocuments:
         assert not any(array() is not None for array in read + filled)
-        held = read_all(*arguments)
+        held = load_documents(*arguments)
         read.extend(weakref.ref(tokens) for tokens in held.tokens)
         return held
 
@@ -299,7 +300,7 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
         assert starts is None or not any(array() is not None for array in read)
         add_documents(*arguments, starts=starts)
 
-    monkeypatch.setattr("streammega.convert.write.packing.read_all", reading)
+    monkeypatch.setattr("streammega.convert.write.packing.load_documents", reading)
     monkeypatch.setattr("streammega.convert.write.packing.gather", gathering)
     monkeypatch.setattr(IndexedDatasetWriter, "add_documents", writing)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, workers=1)

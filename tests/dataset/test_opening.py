@@ -13,8 +13,9 @@ import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.config import parse_blend
+from streammega.convert.job import Segment
 from streammega.convert.options import ConvertOptions
-from streammega.convert.write.document_order import DocumentSet, remove_duplicates
+from streammega.convert.write.document_order import remove_duplicates
 from streammega.dataset.names import SUFFIXES
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.verify import verify
@@ -131,14 +132,13 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
     parts = []
     for unit in (999_999, 1_000_000):
         sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
-        segment = str(tmp_path / f"unit-{unit:06d}-0000")
-        parts.append(DocumentSet(dataset=segment, documents=1, unit=unit))
+        parts.append(Segment(name=f"unit-{unit:06d}-0000", documents=1, unit=unit))
     job: Any = SimpleNamespace(
         work=str(tmp_path), storage=StorageConfig(), options=ConvertOptions(dedup=True)
     )
     kept, removed = remove_duplicates(job, parts, 1 << 20)
     assert all(part.has_keep for part in kept)
-    flags = [np.fromfile(f"{part.dataset}.keep", np.uint8) for part in kept]
+    flags = [np.fromfile(f"{part.prefix(job)}.keep", np.uint8) for part in kept]
     bits = [np.unpackbits(flag, count=1)[0] for flag in flags]
     assert (bits, removed) == ([1, 0], 1)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.convert.options import ConvertOptions
-from streammega.convert.write.packing import WINDOW_BINS, WINDOW_TOKENS, PackCounts, pack
+from streammega.convert.write.packing import WINDOW_BINS, WINDOW_TOKENS, PackingStats, pack
 from tools.bench import corpus, harness
 
 CAPACITIES = (2048, 4096, 8192, 32768)
@@ -58,16 +58,16 @@ def main() -> None:
             )
 
 
-def padding_of(counts: PackCounts, capacity: int) -> float:
+def padding_of(counts: PackingStats, capacity: int) -> float:
     return counts.padding / (counts.bins * capacity)
 
 
-def pack_all(sizes: NDArray[np.int64], options: ConvertOptions) -> PackCounts:
+def pack_all(sizes: NDArray[np.int64], options: ConvertOptions) -> PackingStats:
     """As a conversion does: window by window."""
     assert options.pack is not None
     most = max(WINDOW_TOKENS, WINDOW_BINS * options.pack)
     ends = np.cumsum(sizes)
-    counts = PackCounts()
+    counts = PackingStats()
     first = 0
     while first < len(sizes):
         before = int(ends[first - 1]) if first else 0

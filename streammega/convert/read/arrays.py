@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import Tokens, one_each
+from streammega.convert.documents import Tokens, one_per_document
 from streammega.convert.read.compression import compression_of
 from streammega.convert.read.source import Input, Source
 from streammega.dataset.idx import MOST_TOKENS
@@ -111,7 +111,7 @@ def read_npy(source: Source) -> Iterator[Tokens]:
             data = file.read(size)
             whole_rows = len(data) * count // max(1, size)
             ids = np.frombuffer(data, dtype, whole_rows * row_tokens)
-            yield one_each(ids, np.full(whole_rows, row_tokens, np.int32), ids.nbytes, path)
+            yield one_per_document(ids, np.full(whole_rows, row_tokens, np.int32), ids.nbytes, path)
             if whole_rows < count:
                 raise ConvertError(f"{path}: the array ends early; copy it again")
 
@@ -171,7 +171,7 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], source: Source) -> Iterator[To
                 tokens = np.concatenate([*begun, chunk[: ends[-1]]])
                 lengths = np.diff(ends, prepend=0)
                 lengths[0] += begun_tokens
-                yield one_each(tokens, lengths, tokens.nbytes, path)
+                yield one_per_document(tokens, lengths, tokens.nbytes, path)
                 begun = []
                 begun_tokens = 0
                 rest = chunk[ends[-1] :]
@@ -185,4 +185,4 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], source: Source) -> Iterator[To
             raise ConvertError(f"{path}: a document of over {MOST_TOKENS:,} tokens; {advice}")
     if begun_tokens:
         tokens = np.concatenate(begun)
-        yield one_each(tokens, np.array([begun_tokens]), tokens.nbytes, path)
+        yield one_per_document(tokens, np.array([begun_tokens]), tokens.nbytes, path)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, Tokens, one_each
+from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import decompressed
 from streammega.convert.read.fields import MISSING, first_value
@@ -67,7 +67,9 @@ def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | T
     if isinstance(item, bytes):
         item = np.frombuffer(item, options.array_dtype)
     if isinstance(item, np.ndarray):
-        return one_each(item.reshape(-1), np.array([item.size], np.int32), item.nbytes, where)
+        return one_per_document(
+            item.reshape(-1), np.array([item.size], np.int32), item.nbytes, where
+        )
     if isinstance(item, str):
         return RawDocument(data=item.encode(), path=where)
     size = 0

@@ -16,6 +16,7 @@ from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import DOCUMENT, DocumentOrigins, concat_origins
 from streammega.storage.open import is_remote
+from streammega.storage.store import Span
 
 _Bytes: TypeAlias = "NDArray[np.int64]"
 RUN_BYTES = 8 << 20
@@ -126,21 +127,23 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
     """Tokens of sequences [first, last), end to end."""
     if first == last:
         return np.empty(0, indexed.dtype)
-    sizes, offsets = _places(indexed, first, last)
-    starts = offsets
-    stops = offsets + sizes
-    if not len(_gaps(sizes, offsets)):  # one request brings them all
-        starts = starts[:1]
-        stops = stops[-1:]
-    bodies = indexed.store.read(
-        indexed.bin_key,
-        list(zip(starts.tolist(), stops.tolist(), strict=True)),
-        indexed.bin_info.etag,
-    )
+    spans = sequence_spans(indexed, first, last)
+    bodies = indexed.store.read(indexed.bin_key, spans, indexed.bin_info.etag)
     stored = indexed.dtype.newbyteorder("<")
     arrays = [np.frombuffer(body, stored) for body in bodies]
     # of one body a view, as it is a copy already, or the mapped file
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def sequence_spans(indexed: IndexedDataset, first: int, last: int) -> list[Span]:
+    """Where the bytes of sequences [first, last) are in the .bin: one span if they lie end to end."""
+    if first == last:
+        return []
+    sizes, starts = _places(indexed, first, last)
+    stops = starts + sizes
+    if not len(_gaps(sizes, starts)):
+        return [(int(starts[0]), int(stops[-1]))]
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _places(indexed: IndexedDataset, first: int, last: int) -> tuple[_Bytes, _Bytes]:

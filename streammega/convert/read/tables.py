@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, Tokens, one_each
+from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import format_suffix
 from streammega.convert.read.fields import id_fields, listed, names_of, splits
@@ -321,7 +321,7 @@ def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
         raise ConvertError(
             f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out"
         )
-    return one_each(np.asarray(flat), lengths, size, path)
+    return one_per_document(np.asarray(flat), lengths, size, path)
 
 
 def _is_token_list(kind: Any) -> bool:

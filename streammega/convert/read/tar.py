@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.convert.documents import RawDocument, Tokens, one_each
+from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.read.arrays import load_npy
 from streammega.convert.read.compression import (
     COMPRESSIONS,
@@ -156,7 +156,7 @@ def _documents_of(
         source.fault("too large", too_large(where, source.options))
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
-        yield one_each(array, np.array([array.size]), len(data), where)
+        yield one_per_document(array, np.array([array.size]), len(data), where)
     else:  # .txt, or what was asked for by its name
         yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
 

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import bounds_of
-from streammega.convert.read.megatron import document_runs
-from streammega.convert.write.document_order import Integers, OrderedDocuments, Portion, ragged
+from streammega.convert.documents import concat_ranges, gather, offsets_of
+from streammega.convert.read.megatron import document_runs, sequence_spans
+from streammega.convert.write.document_order import DocumentOrder, Integers, Portion
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.derived_stores import file_ranges
-from streammega.storage.store import Bytes, Span, address_of
+from streammega.storage.store import Bytes, address_of
 
 CHUNK_BYTES = 32 << 20
 """Read of a remote object, and gathered, at a time."""
@@ -34,7 +33,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def copy_in_order(
-    documents: OrderedDocuments,
+    documents: DocumentOrder,
     portions: Iterable[Portion],
     writer: IndexedDatasetWriter,
     threads: int,
@@ -108,7 +107,7 @@ def _files_of(
         return None
     first = int(indexed.document_indices[start])
     last = int(indexed.document_indices[stop])
-    spans = _spans_of_sequences(indexed, first, last)
+    spans = sequence_spans(indexed, first, last)
     # Sequences that lie anywhere in their .bin would be millions of ranges.
     if len(spans) > 1:
         return None
@@ -119,7 +118,7 @@ def _files_of(
 
 
 def copy_shuffled(
-    documents: OrderedDocuments, portions: Iterable[Portion], writer: IndexedDatasetWriter
+    documents: DocumentOrder, portions: Iterable[Portion], writer: IndexedDatasetWriter
 ) -> Generator[int, None, None]:
     """Documents of many parts in a shuffled order: each part's bytes are read at once, then
     gathered. Yields as `copy_in_order`.
@@ -129,14 +128,17 @@ def copy_shuffled(
 
 
 def _copy_gathered(
-    documents: OrderedDocuments, portion: Portion, writer: IndexedDatasetWriter
+    documents: DocumentOrder, portion: Portion, writer: IndexedDatasetWriter
 ) -> Iterator[int]:
     """The documents of one portion, whose tokens are in memory until its end."""
-    held = read_all(documents, portion, writer.dtype)
+    held = load_documents(documents, portion, writer.dtype)
     for low, high in _chunks_of(held.sizes):
-        gathered = _gather(held.addresses[low:high], held.sizes[low:high])
+        sizes = held.sizes[low:high]
+        bounds = offsets_of(sizes)
+        gathered = np.empty(int(bounds[-1]), np.uint8)
+        gather(held.addresses[low:high], sizes, gathered, bounds[:-1])
         num_sequences = held.num_sequences[low:high]
-        sequences = ragged(held.first_sequences[low:high], num_sequences)
+        sequences = concat_ranges(held.first_sequences[low:high], num_sequences)
         modes = None if held.modes is None else held.modes[sequences]
         writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
         yield len(gathered)
@@ -155,21 +157,8 @@ def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
         low = high
 
 
-def gather(addresses: Integers, sizes: Integers, out: NDArray[Any], targets: Integers) -> None:
-    """Copy stretches of memory to elements of `out`. sizes: in bytes."""
-    copy_bytes(_NOTHING, addresses, sizes, address_of(out) + targets * out.itemsize)
-
-
-def _gather(addresses: Integers, sizes: Integers) -> Bytes:
-    """Stretches of memory, end to end."""
-    bounds = bounds_of(sizes)
-    gathered = np.empty(int(bounds[-1]), np.uint8)
-    gather(addresses, sizes, gathered, bounds[:-1])
-    return gathered
-
-
 @dataclass(frozen=True, kw_only=True)
-class HeldDocuments:
+class LoadedDocuments:
     """Documents of many parts, in memory. addresses, sizes, first_sequences, num_sequences: of each
     document; lengths, modes: of each sequence. tokens: keeps alive what addresses point to.
     """
@@ -183,7 +172,9 @@ class HeldDocuments:
     modes: NDArray[np.int8] | None
 
 
-def read_all(documents: OrderedDocuments, portion: Portion, dtype: np.dtype[Any]) -> HeldDocuments:
+def load_documents(
+    documents: DocumentOrder, portion: Portion, dtype: np.dtype[Any]
+) -> LoadedDocuments:
     """Documents in their order, wherever they lie in memory.
 
     Of each part, all is read from the first of its documents to the last. There are few others
@@ -203,7 +194,7 @@ def read_all(documents: OrderedDocuments, portion: Portion, dtype: np.dtype[Any]
         start = int(indexed.document_indices[int(numbers.min())])
         stop = int(indexed.document_indices[int(numbers.max()) + 1])
         lengths_of_part = np.asarray(indexed.sequence_lengths[start:stop])
-        byte_bounds = bounds_of(lengths_of_part) * dtype.itemsize
+        byte_bounds = offsets_of(lengths_of_part) * dtype.itemsize
         stored = _read_sequences(indexed, start, lengths_of_part, dtype)
         # Addresses go to a kernel, which looks no further.
         if len(stored) != int(byte_bounds[-1]):
@@ -222,7 +213,7 @@ def read_all(documents: OrderedDocuments, portion: Portion, dtype: np.dtype[Any]
         lengths.append(lengths_of_part)
         if indexed.sequence_modes is not None:
             modes.append(np.asarray(indexed.sequence_modes[start:stop]))
-    return HeldDocuments(
+    return LoadedDocuments(
         tokens=tokens,
         addresses=addresses,
         sizes=sizes,
@@ -273,22 +264,8 @@ def _sequences_of(
 
 def _bytes_of_sequences(indexed: IndexedDataset, first: int, last: int) -> Iterator[Bytes]:
     """The stored bytes of sequences [first, last), in their order."""
-    for start, stop in _spans_of_sequences(indexed, first, last):
+    for start, stop in sequence_spans(indexed, first, last):
         yield from _stored_bytes(indexed, start, stop - start)
-
-
-def _spans_of_sequences(indexed: IndexedDataset, first: int, last: int) -> list[Span]:
-    """Where the bytes of sequences [first, last) lie, in their order."""
-    if first == last:
-        return []
-    itemsize = indexed.dtype.itemsize
-    sizes = indexed.sequence_lengths[first:last].astype(np.int64) * itemsize
-    offsets = indexed.sequence_offsets[first:last]
-    ends = offsets + sizes
-    if np.array_equal(offsets[1:], ends[:-1]):
-        return [(int(offsets[0]), int(ends[-1]))]
-    # A dataset may have its sequences in any order in its .bin.
-    return list(zip(offsets.tolist(), ends.tolist(), strict=True))
 
 
 def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:

@@ -5,7 +5,7 @@ of the inputs. All of it is known before a token is moved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +13,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from streammega.convert.documents import Tokens, bounds_of
-from streammega.convert.job import Job, load_bytes
+from streammega.convert.documents import Tokens, offsets_of
+from streammega.convert.job import Job, Segment, load_bytes
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
-from streammega.errors import ConvertError
 from streammega.kernels.mix import GOLDEN, mix
-from streammega.kernels.plan import copy_bytes
 from streammega.storage import open_store, save_bytes
-from streammega.storage.store import address_of
 
 Integers = NDArray[np.int64]
 Portion = tuple[Integers, Integers]
@@ -33,33 +30,14 @@ OPENED_PARTS = 64
 """Parts that are kept open where one is read after the other: a corpus may have thousands."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentSet:
-    """Documents that are there: a dataset's name, and the unit that made it.
-
-    has_keep: whether a `.keep` file says which documents are no duplicates.
-    """
-
-    dataset: str
-    documents: int
-    unit: int = 0
-    has_keep: bool = False
-    is_input: bool = False
-    """Whether it is an input, and no segment in the work folder."""
-
-    def open(self, job: Job) -> IndexedDataset:
-        """The dataset, from where it is stored."""
-        return IndexedDataset(self.dataset, job.input_storage if self.is_input else job.storage)
-
-
-class OrderedDocuments:
+class DocumentOrder:
     """The documents of some parts in their final order, portion by portion.
 
     A portion is a part, in the order of its documents; with `buckets`, one of so many ranges of
     shuffle keys, in the order of these.
     """
 
-    def __init__(self, job: Job, parts: Sequence[DocumentSet], buckets: int) -> None:
+    def __init__(self, job: Job, parts: Sequence[Segment], buckets: int) -> None:
         self._job = job
         self._parts = parts
         self._buckets = buckets
@@ -72,7 +50,7 @@ class OrderedDocuments:
 
     def name(self, part: int) -> str:
         """The prefix of a part."""
-        return self._parts[part].dataset
+        return self._parts[part].prefix(self._job)
 
     def dataset(self, part: int) -> IndexedDataset:
         """A part, opened; only the last few are kept so."""
@@ -168,7 +146,7 @@ class OrderedDocuments:
         part = self._parts[number]
         if not part.has_keep:
             return None
-        bits = load_bytes(f"{part.dataset}{KEEP}", self._job.storage)
+        bits = load_bytes(f"{part.prefix(self._job)}{KEEP}", self._job.storage)
         return np.unpackbits(bits, count=part.documents).astype(np.bool_)
 
 
@@ -178,12 +156,9 @@ def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = 
     sequence_bounds = indexed.document_indices[start:last_bound]
     first = int(sequence_bounds[0])
     last = int(sequence_bounds[-1])
-    token_bounds = bounds_of(indexed.sequence_lengths[first:last])
+    token_bounds = offsets_of(indexed.sequence_lengths[first:last])
     tokens: Integers = np.diff(token_bounds[sequence_bounds - first])
     return tokens
-
-
-_NOTHING = np.empty(0, np.uint8)
 
 
 def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -196,43 +171,6 @@ def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np
         for word in (units, numbers.astype(np.uint64)):
             state = mix(state + GOLDEN + word)
     return state
-
-
-def permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
-    """The documents in another order."""
-    tokens = np.ascontiguousarray(batch.tokens)
-    sizes = batch.document_tokens * tokens.itemsize
-    bounds = bounds_of(sizes)
-    total = int(bounds[-1])
-    # Addresses go to a kernel, which looks no further.
-    if total != tokens.nbytes or len(order) != len(sizes):
-        raise ConvertError(f"documents of {total} bytes are to be cut out of {tokens.nbytes}")
-    starts = bounds[:-1]
-    new_sizes = sizes[order]
-    new_starts = bounds_of(new_sizes)[:-1]
-    new_tokens = np.empty_like(tokens)
-    source = address_of(tokens.view(np.uint8))
-    target = address_of(new_tokens.view(np.uint8))
-    copy_bytes(_NOTHING, source + starts[order], new_sizes, target + new_starts)
-    num_sequences = batch.documents[order]
-    first_sequences = bounds_of(batch.documents)[:-1]
-    sequences = ragged(first_sequences[order], num_sequences)
-    return Tokens(
-        tokens=new_tokens,
-        lengths=batch.lengths[sequences],
-        documents=num_sequences,
-        modes=None if batch.modes is None else batch.modes[sequences],
-        origins=None if batch.origins is None else batch.origins.take(order),
-    )
-
-
-def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """starts[0], starts[0] + 1, ... (counts[0] of them), then those of starts[1], and so on."""
-    bounds = bounds_of(counts)
-    total = int(bounds[-1])
-    # What a number of the result is more than its place in it.
-    shifts = starts - bounds[:-1]
-    return np.repeat(shifts, counts) + np.arange(total)
 
 
 SideRows = dict[str, NDArray[np.uint64]]
@@ -248,17 +186,17 @@ def side_rows(options: ConvertOptions) -> list[str]:
     return names
 
 
-def save_side(job: Job, dataset: str, rows: SideRows) -> None:
+def save_side(job: Job, prefix: str, rows: SideRows) -> None:
     """Write what shuffling and deduplication need of a segment's documents, if they are asked for."""
     names = side_rows(job.options)
     if names:
         in_order = [rows[name].astype("<u8", copy=False) for name in names]
-        save_bytes(f"{dataset}{SIDE}", np.stack(in_order).tobytes(), job.storage)
+        save_bytes(f"{prefix}{SIDE}", np.stack(in_order).tobytes(), job.storage)
 
 
-def read_side(job: Job, part: DocumentSet) -> SideRows:
+def read_side(job: Job, part: Segment) -> SideRows:
     """The rows of a part's file, each uint64 [documents]; mapped where it is local."""
-    url = f"{part.dataset}{SIDE}"
+    url = f"{part.prefix(job)}{SIDE}"
     store, key = open_store(url, job.storage)
     path = store.local_path(key)
     if path is not None:
@@ -293,8 +231,8 @@ def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint6
 
 
 def remove_duplicates(
-    job: Job, parts: list[DocumentSet], memory_bytes: int
-) -> tuple[list[DocumentSet], int]:
+    job: Job, parts: list[Segment], memory_bytes: int
+) -> tuple[list[Segment], int]:
     """The parts with a `.keep` file each, and how many documents are not kept: all but the first of
     equal ones.
 
@@ -310,14 +248,14 @@ def remove_duplicates(
     parts_with_keep = []
     num_kept = 0
     for part, flags in zip(parts, is_kept, strict=True):
-        save_bytes(f"{part.dataset}{KEEP}", np.packbits(flags).tobytes(), job.storage)
+        save_bytes(f"{part.prefix(job)}{KEEP}", np.packbits(flags).tobytes(), job.storage)
         parts_with_keep.append(replace(part, has_keep=True))
         num_kept += int(np.count_nonzero(flags))
     return parts_with_keep, total - num_kept
 
 
 def _first_of_equal_ones(
-    job: Job, parts: list[DocumentSet], number: int, passes: int
+    job: Job, parts: list[Segment], number: int, passes: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(number of a part, its documents that are kept), of the documents of one pass."""
     columns: dict[str, list[NDArray[Any]]] = {}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streammega.convert.documents import bounds_of
+from streammega.convert.documents import concat_ranges, gather, offsets_of
 from streammega.convert.options import ConvertOptions
-from streammega.convert.write.copy import HeldDocuments, gather, read_all
-from streammega.convert.write.document_order import Integers, OrderedDocuments, Portion, ragged
+from streammega.convert.write.copy import LoadedDocuments, load_documents
+from streammega.convert.write.document_order import DocumentOrder, Integers, Portion
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.kernels.packing import best_fit
 
@@ -31,7 +31,7 @@ NO_LIMIT = 1 << 62
 
 
 @dataclass(kw_only=True)
-class PackCounts:
+class PackingStats:
     """What packing made of documents. padding: tokens that belong to none. pieces: documents as they
     are stored, of which those that were longer than a bin are several.
     """
@@ -43,7 +43,7 @@ class PackCounts:
     split: int = 0
     dropped: int = 0
 
-    def add(self, other: PackCounts) -> None:
+    def add(self, other: PackingStats) -> None:
         """Count what was made elsewhere too."""
         self.bins += other.bins
         self.padding += other.padding
@@ -68,7 +68,7 @@ class PackedPieces:
 
 
 def windows_of(
-    documents: OrderedDocuments, portions: Iterable[Portion], capacity: int
+    documents: DocumentOrder, portions: Iterable[Portion], capacity: int
 ) -> Iterator[Portion]:
     """The documents that are packed together: as many as follow each
     other and fit a window, at least one. Documents without tokens are left out.
@@ -113,7 +113,7 @@ def _joined(held: list[Portion]) -> Portion:
     return parts, chosen
 
 
-def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackCounts]:
+def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackingStats]:
     """Put the documents of a window into bins of `options.pack` tokens.
 
     sizes: their tokens, int64 [documents], none empty. A bin has its documents in their order, and
@@ -134,8 +134,8 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackCo
     place = place[order]
     size = size[order]
     pieces_of_bin = np.bincount(place, minlength=num_bins)
-    tokens_before = bounds_of(size)[:-1]
-    first_of_bin = bounds_of(pieces_of_bin)[:-1]
+    tokens_before = offsets_of(size)[:-1]
+    first_of_bin = offsets_of(pieces_of_bin)[:-1]
     within_bin = tokens_before - tokens_before[first_of_bin][place]
     packed = PackedPieces(
         num_bins=num_bins,
@@ -146,7 +146,7 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackCo
     )
     num_long = int(np.count_nonzero(is_long))
     drops = options.pack_long == "drop"
-    counts = PackCounts(
+    counts = PackingStats(
         bins=num_bins,
         padding=num_bins * capacity - int(size.sum()),
         pieces=len(size),
@@ -176,19 +176,19 @@ def _pieces(
     """
     num_pieces = -(-sizes // capacity)
     document = np.repeat(numbers, num_pieces)
-    first_piece = np.repeat(bounds_of(num_pieces)[:-1], num_pieces)
+    first_piece = np.repeat(offsets_of(num_pieces)[:-1], num_pieces)
     start = (np.arange(len(document)) - first_piece) * capacity
     size = np.minimum(np.repeat(sizes, num_pieces) - start, capacity)
     return document, start, size
 
 
-def copy_packed(
-    documents: OrderedDocuments,
+def write_packed(
+    documents: DocumentOrder,
     portions: Iterable[Portion],
     options: ConvertOptions,
     pad_id: int,
     writer: IndexedDatasetWriter,
-    counts: PackCounts,
+    counts: PackingStats,
     stored_order: list[Portion],
 ) -> Generator[int, None, None]:
     """Write the documents of a shard as bins. Yields bytes as they are written, window by window.
@@ -199,7 +199,7 @@ def copy_packed(
     capacity = options.pack
     assert capacity is not None
     for parts, chosen in windows_of(documents, portions, capacity):
-        held = read_all(documents, (parts, chosen), writer.dtype)
+        held = load_documents(documents, (parts, chosen), writer.dtype)
         sizes = held.sizes // writer.dtype.itemsize
         packed, of_window = pack(sizes, options)
         counts.add(of_window)
@@ -223,22 +223,22 @@ def copy_packed(
 
 
 def _write(
-    bins: np.ndarray, held: HeldDocuments, packed: PackedPieces, writer: IndexedDatasetWriter
+    bins: np.ndarray, held: LoadedDocuments, packed: PackedPieces, writer: IndexedDatasetWriter
 ) -> None:
     """Write bins, and tell which sequences lie in them: those of the documents, cut where pieces
     are, without empty ones.
     """
-    sequences = ragged(held.first_sequences, held.num_sequences)
-    token_bounds = bounds_of(held.lengths[sequences])
+    sequences = concat_ranges(held.first_sequences, held.num_sequences)
+    token_bounds = offsets_of(held.lengths[sequences])
     itemsize = writer.dtype.itemsize
-    tokens_before_document = bounds_of(held.sizes // itemsize)[:-1]
+    tokens_before_document = offsets_of(held.sizes // itemsize)[:-1]
     # where pieces begin and end, of all documents laid end to end
     first_token = tokens_before_document[packed.document] + packed.start
     end_token = first_token + packed.size
     cuts = np.unique(np.concatenate([token_bounds, first_token, end_token]))
     first_cut = np.searchsorted(cuts, first_token)
     sequences_of_piece = np.searchsorted(cuts, end_token) - first_cut
-    taken = ragged(first_cut, sequences_of_piece)
+    taken = concat_ranges(first_cut, sequences_of_piece)
     shift = np.repeat(packed.target - first_token, sequences_of_piece)
     modes = None
     if held.modes is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import RawDocument, Tokens, bounds_of, concatenate
+from streammega.convert.documents import RawDocument, Tokens, concatenate, offsets_of
 from streammega.convert.job import (
     Job,
     Segment,
@@ -31,7 +31,6 @@ from streammega.convert.tokenize.encode import encoder_of, eod_of
 from streammega.convert.write.document_order import (
     SideRows,
     document_hashes,
-    permuted,
     save_side,
     shuffle_keys,
 )
@@ -150,7 +149,7 @@ class SegmentWriter:
             keys = shuffle_keys(options.shuffle_seed, self._unit, numbers)
             # Sorted here, so that a bucket is one stretch of each segment.
             order = np.argsort(keys, kind="stable")
-            batch = permuted(batch, order)
+            batch = batch.take(order)
             numbers = numbers[order]
             rows["shuffle_key"] = keys[order]
         if options.dedup:
@@ -170,7 +169,7 @@ class SegmentWriter:
             writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
         sizes = batch.document_tokens
         record = self._record
-        record.segments.append(Segment(name=name, documents=len(sizes)))
+        record.segments.append(Segment(name=name, documents=len(sizes), unit=self._unit))
         record.documents += len(sizes)
         record.tokens += len(batch.tokens)
         for number, count in enumerate(length_histogram(sizes)):
@@ -224,17 +223,19 @@ class Selection:
         is_short = kept & (sizes < options.min_tokens)
         self._count("too short", is_short)
         kept &= ~is_short
-        if options.max_tokens is None:
-            return batch.take(kept), kept
-        is_long = kept & (sizes > options.max_tokens)
-        if options.long == "drop":
-            self._count("too long", is_long)
-            kept &= ~is_long
-            return batch.take(kept), kept
-        self._count("cut", is_long)
-        batch = batch.take(kept)
-        if is_long.any():
-            batch = self._cut(batch, options.max_tokens)
+        cuts = False
+        if options.max_tokens is not None:
+            is_long = kept & (sizes > options.max_tokens)
+            cuts = options.long == "cut" and bool(is_long.any())
+            self._count("cut" if options.long == "cut" else "too long", is_long)
+            if options.long == "drop":
+                kept &= ~is_long
+        if not kept.all():
+            batch = batch.take(np.flatnonzero(kept))
+        if cuts and options.max_tokens is not None:
+            tokens_before = len(batch.tokens)
+            batch = batch.cut(options.max_tokens, eod_of(self._job))
+            self._skipped.leave_out("tokens cut off", tokens_before - len(batch.tokens))
         return batch, kept
 
     def _answered(self, batch: Tokens) -> NDArray[np.bool_]:
@@ -243,7 +244,7 @@ class Selection:
         if not self._options.chat or batch.modes is None or learned is None:
             return np.ones(len(batch.documents), np.bool_)
         is_learned = np.isin(batch.modes, learned) & (batch.lengths > 0)
-        answered = np.diff(bounds_of(is_learned)[bounds_of(batch.documents)]) > 0
+        answered = np.diff(offsets_of(is_learned)[offsets_of(batch.documents)]) > 0
         self._count("without an answer", ~answered & (batch.document_tokens > 0))
         return answered
 
@@ -254,12 +255,6 @@ class Selection:
         kept = np.isin(modes, wanted)
         self._count("sequences of other modes", ~kept)
         return batch if kept.all() else batch.take_sequences(kept)
-
-    def _cut(self, batch: Tokens, most: int) -> Tokens:
-        tokens_before = len(batch.tokens)
-        batch = batch.cut(most, eod_of(self._job))
-        self._skipped.leave_out("tokens cut off", tokens_before - len(batch.tokens))
-        return batch
 
     def _count(self, reason: str, which: NDArray[np.bool_]) -> None:
         self._skipped.leave_out(reason, int(np.count_nonzero(which)))

@@ -15,20 +15,16 @@ import numpy as np
 import xxhash
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import bounds_of
-from streammega.convert.job import Job, UnitRecord, load_json, save_json
+from streammega.convert.documents import offsets_of
+from streammega.convert.job import Job, Segment, load_json, save_json
 from streammega.convert.options import digest_of_json
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
 from streammega.convert.tokenize.encode import eod_of
 from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination
-from streammega.convert.write.document_order import (
-    DocumentSet,
-    OrderedDocuments,
-    Portion,
-)
-from streammega.convert.write.packing import PackCounts, copy_packed
+from streammega.convert.write.document_order import DocumentOrder, Portion
+from streammega.convert.write.packing import PackingStats, write_packed
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.names import shard_name
@@ -56,7 +52,7 @@ class ShardLayout:
     A portion is a part, or with `buckets` one of so many ranges of shuffle keys.
     """
 
-    parts: list[DocumentSet]
+    parts: list[Segment]
     dtype: str
     tokens: int
     """Of all parts, duplicates too."""
@@ -80,7 +76,7 @@ class ShardLayout:
         return len(self.bounds) - 1
 
 
-def plan_bounds(documents: OrderedDocuments, itemsize: int, shard_bytes: int | None) -> list[Place]:
+def plan_bounds(documents: DocumentOrder, itemsize: int, shard_bytes: int | None) -> list[Place]:
     """Where shards begin, and where the last one ends: as many documents as `shard_bytes` hold, at
     least one.
     """
@@ -107,7 +103,7 @@ def plan_bounds(documents: OrderedDocuments, itemsize: int, shard_bytes: int | N
     return [*bounds, end]
 
 
-def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> list[int]:
+def number_sequences(documents: DocumentOrder, bounds: Sequence[Place]) -> list[int]:
     """The number of the first sequence of each shard, counted over all shards."""
     first_sequences = [0]
     later_shards = deque(bounds[1:-1])
@@ -115,7 +111,7 @@ def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> li
     for portion in range(documents.num_portions):
         if not later_shards:
             break
-        sequence_bounds = bounds_of(documents.sequences(documents.order(portion)))
+        sequence_bounds = offsets_of(documents.sequences(documents.order(portion)))
         while later_shards and later_shards[0][0] == portion:
             _, document = later_shards.popleft()
             first_sequences.append(sequences_before + int(sequence_bounds[document]))
@@ -129,31 +125,19 @@ over (`MAX_SHUFFLED_SHARDS`).
 """
 
 
-def parts_of_datasets(inputs: Sequence[Input], storage: StorageConfig) -> list[DocumentSet]:
+def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[Segment]:
     """Inputs that pass as they are."""
-    parts = []
+    segments = []
     for item in inputs:
         name = dataset_name(item.path)
-        indexed = IndexedDataset(name, storage)
-        documents = len(indexed.document_indices) - 1
-        parts.append(DocumentSet(dataset=name, documents=documents, is_input=True))
-    return parts
-
-
-def parts_of_units(job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]:
-    """The segments that units made."""
-    return [
-        DocumentSet(
-            dataset=join_url(job.work, segment.name), documents=segment.documents, unit=unit
-        )
-        for unit, record in enumerate(records)
-        for segment in record.segments
-    ]
+        documents = len(IndexedDataset(name, storage).document_indices) - 1
+        segments.append(Segment(name=name, documents=documents, is_input=True))
+    return segments
 
 
 def plan_shards(
     job: Job,
-    parts: list[DocumentSet],
+    parts: list[Segment],
     sources: Sequence[str],
     destination: Destination,
     memory_bytes: int,
@@ -178,7 +162,7 @@ def plan_shards(
     buckets = 0
     if options.shuffle_seed is not None:
         buckets = max(1, -(-tokens * dtype.itemsize * BUCKETS_IN_MEMORY // memory_bytes))
-    documents = OrderedDocuments(job, parts, buckets)
+    documents = DocumentOrder(job, parts, buckets)
     bounds = plan_bounds(documents, dtype.itemsize, options.shard_bytes)
     num_shards = len(bounds) - 1
     names = [destination.stem]
@@ -214,7 +198,7 @@ class ShardRecord:
 
     digest: str
     shard: ShardEntry
-    packing: PackCounts | None = None
+    packing: PackingStats | None = None
     origins: str = ""
     ids: int = 0
 
@@ -227,7 +211,7 @@ def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardRecord | None
     packing = stored.pop("packing")
     return ShardRecord(
         **stored | {"shard": ShardEntry(**stored["shard"])},
-        packing=None if packing is None else PackCounts(**packing),
+        packing=None if packing is None else PackingStats(**packing),
     )
 
 
@@ -240,14 +224,14 @@ def write_shard(
     """
     options = job.options
     itemsize = np.dtype(layout.dtype).itemsize
-    documents = OrderedDocuments(job, layout.parts, layout.buckets)
+    documents = DocumentOrder(job, layout.parts, layout.buckets)
     portions = _portions_of_shard(documents, layout, number)
-    packing = None if options.pack is None else PackCounts()
+    packing = None if options.pack is None else PackingStats()
     stored_order: list[Portion] = []
     with _writer(job, layout, number, documents) as writer:
         if packing is not None:
             pad_id = eod_of(job) or 0
-            copied = copy_packed(
+            copied = write_packed(
                 documents, portions, options, pad_id, writer, packing, stored_order
             )
         elif layout.buckets:
@@ -286,7 +270,7 @@ def write_shard(
 
 
 def _writer(
-    job: Job, layout: ShardLayout, number: int, documents: OrderedDocuments
+    job: Job, layout: ShardLayout, number: int, documents: DocumentOrder
 ) -> IndexedDatasetWriter:
     options = job.options
     dtype = np.dtype(layout.dtype)
@@ -311,7 +295,7 @@ def _writer(
 
 
 def _portions_of_shard(
-    documents: OrderedDocuments, layout: ShardLayout, number: int
+    documents: DocumentOrder, layout: ShardLayout, number: int
 ) -> Iterator[Portion]:
     """The documents of a shard, a portion at a time."""
     first_portion, first_document = layout.bounds[number]
@@ -330,7 +314,7 @@ def _record_url(work: str, number: int) -> str:
 
 
 def _write_origins(
-    job: Job, documents: OrderedDocuments, portions: Iterable[Portion], name: str
+    job: Job, documents: DocumentOrder, portions: Iterable[Portion], name: str
 ) -> tuple[str, int]:
     """Write the origins of a shard to the work folder, from where they are published.
 
