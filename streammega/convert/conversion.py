@@ -19,6 +19,7 @@ from streammega.convert.job import (
     Job,
     UnitRecord,
     plan_units,
+    read_records,
     segment_bytes_within,
     stored_bytes,
 )
@@ -28,8 +29,7 @@ from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import (
     check_all_units_done,
     check_errors,
-    reasons_of,
-    warn_missing_ids,
+    sum_skipped,
     warn_missing_provenance,
     warn_of_earlier_merge,
 )
@@ -37,8 +37,6 @@ from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.work_dir import (
     can_resume,
     clear_work_dir,
-    finished_shards,
-    finished_units,
     remove_work_dir,
 )
 from streammega.convert.workers import run_tasks
@@ -52,6 +50,7 @@ from streammega.convert.write.shards import (
     ShardLayout,
     ShardRecord,
     plan_shards,
+    read_shards,
     segments_of_inputs,
     write_shard,
 )
@@ -178,7 +177,7 @@ class Conversion:
             source_bytes = sum(item.size for item in self.inputs)
         else:
             numbers = range(len(job.units))
-            done = finished_units(job, numbers)
+            done = read_records(job, numbers)
             if is_merge:
                 check_all_units_done(numbers, done)
             elif done:
@@ -199,9 +198,12 @@ class Conversion:
         parts = [part for part in parts if part.documents]
         if not parts:
             self.remove_work()  # nothing in it is of use
+            total = sum_skipped(records)
+            reasons = [f"; {reason}: {count:,}" for reason, count in sorted(total.counts.items())]
+            reasons += [f"\n  {message}" for message in total.messages[:3]]
             raise ConvertError(
                 f"the {len(self.inputs)} input files hold no text and no tokens; nothing was "
-                f"written{reasons_of(records)}"
+                f"written{''.join(reasons)}"
             )
         layout = plan_shards(job, parts, sources, self.destination, self.runner.memory_bytes)
         layout = self.publisher.choose_names(layout)
@@ -222,7 +224,7 @@ class Conversion:
             raise ConfigError(NO_UNITS)
         job = self.job()
         numbers = range(first, len(job.units), step)
-        before = finished_units(job, numbers)
+        before = read_records(job, numbers)
         records = self.do_units(job, numbers, before)
         return list(records.values()), len(before), len(job.units)
 
@@ -235,8 +237,14 @@ class Conversion:
         metadata = dict(self.metadata)
         if not layout.multimodal:
             metadata["loss_modes"] = None  # there are no modes
-        if options.id_field is not None and not any(record.ids for record in written.shards):
-            warn_missing_ids(options.id_field, shards)
+        num_ids = sum(record.ids for record in written.shards)
+        if options.id_field is not None and not num_ids and any(s.documents for s in shards):
+            # A record may lack it, not all.
+            log.warning(
+                "no record has a text or number in %r (--id-field), so no document can be found or "
+                "skipped by its id; is the field mistyped?",
+                options.id_field,
+            )
         packing = written.packing
         pack = None
         if packing is not None and options.pack is not None:
@@ -301,7 +309,7 @@ class Conversion:
 
     def _write_shards(self, job: Job, layout: ShardLayout) -> list[ShardRecord]:
         """Write the shards that are not written yet. Returns all of them."""
-        done = finished_shards(job, layout)
+        done = read_shards(job, layout)
         entries = {number: record.shard for number, record in done.items()}
         for number in self.publisher.missing_shards(layout, entries):
             del done[number]

@@ -123,14 +123,16 @@ def unit_name(number: int) -> str:
     return f"unit-{number:06d}"
 
 
-def read_record(job: Job, number: int) -> UnitRecord | None:
-    """What a unit made, if it is done and was made from the same."""
-    stored = load_json(_record_url(job, number), job.storage)
-    if stored is None or stored.get("digest") != job.unit_digest(number):
-        return None
-    segments = [Segment(**segment) for segment in stored.pop("segments")]
-    skipped = Skipped(**stored.pop("skipped"))
-    return UnitRecord(segments=segments, skipped=skipped, **stored)
+def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
+    """The records of units that are done and were made from the same, by their numbers."""
+    records = {}
+    for number in numbers:
+        stored = load_json(_record_url(job, number), job.storage)
+        if stored is not None and stored.get("digest") == job.unit_digest(number):
+            segments = [Segment(**segment) for segment in stored.pop("segments")]
+            skipped = Skipped(**stored.pop("skipped"))
+            records[number] = UnitRecord(segments=segments, skipped=skipped, **stored)
+    return records
 
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:

@@ -16,7 +16,6 @@ from streammega.convert.job import UnitRecord
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input, Skipped
-from streammega.dataset.manifest import ShardEntry
 from streammega.dataset.names import MANIFEST, set_name, strip_suffix
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
@@ -163,16 +162,6 @@ def check_errors(
     )
 
 
-def reasons_of(records: Sequence[UnitRecord]) -> str:
-    """Why nothing is left, for a message: counts by reason, and the first faults with their
-    places.
-    """
-    total = sum_skipped(records)
-    parts = [f"; {reason}: {count:,}" for reason, count in sorted(total.counts.items())]
-    parts += [f"\n  {message}" for message in total.messages[:3]]
-    return "".join(parts)
-
-
 def warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
     """Warn of a dataset as large as all others together: every document would be there twice."""
     sizes: dict[str, int] = {}
@@ -204,14 +193,4 @@ def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> 
             "--origins carries it over",
             redact_urls(name),
             ENDING,
-        )
-
-
-def warn_missing_ids(id_field: str, shards: Sequence[ShardEntry]) -> None:
-    """Say that no document has the id that was asked for: a record may lack it, not all."""
-    if any(shard.documents for shard in shards):
-        log.warning(
-            "no record has a text or number in %r (--id-field), so no document can be found or "
-            "skipped by its id; is the field mistyped?",
-            id_field,
         )

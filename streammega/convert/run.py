@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -139,8 +139,14 @@ def convert(
     with ExitStack() as stack:
         pipes: dict[str, str] = {}
         if any(is_pipe(name) for name in inputs):
-            kept = _kept_pipes(inputs, output, options, runner, storage, overwrite)
-            pipes = stack.enter_context(kept)
+            prefix, _ = split_name(output)
+            work = work_folder(prefix, runner.work)
+            stack.enter_context(output_lock(prefix, work))
+            # Of no job yet: what was made of a stream cannot be resumed.
+            destination = Destination(prefix, options.kind, storage)
+            Publisher(destination, work, "").check([], overwrite=overwrite)
+            check_writable(prefix, storage, replaces=overwrite)
+            pipes = stack.enter_context(pipes_as_files(inputs, work, options.read_as))
         conversion = plan(
             [pipes.get(name, name) for name in inputs],
             output,
@@ -376,27 +382,3 @@ def _make_report(
         members_left_out=total.members,
         packing={} if written.packing is None else asdict(written.packing),
     )
-
-
-@contextmanager
-def _kept_pipes(
-    inputs: Sequence[str],
-    output: str,
-    options: ConvertOptions,
-    runner: Runner,
-    storage: StorageConfig,
-    overwrite: bool,
-) -> Iterator[dict[str, str]]:
-    """The file of each input that can be read once: all of it is read into the work folder first.
-
-    The output is locked until the block ends.
-    """
-    prefix, _ = split_name(output)
-    work = work_folder(prefix, runner.work)
-    with output_lock(prefix, work):
-        # Of no job yet: what was made of a stream cannot be resumed.
-        destination = Destination(prefix, options.kind, storage)
-        Publisher(destination, work, "").check([], overwrite=overwrite)
-        check_writable(prefix, storage, replaces=overwrite)
-        with pipes_as_files(inputs, work, options.read_as) as kept:
-            yield kept

@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import filelock
 
 from streammega.config import StorageConfig
-from streammega.convert.job import Job, UnitRecord, read_record
 from streammega.convert.read.stdin import KEPT as KEPT_PIPE
 from streammega.convert.write.publish import RECORD
-from streammega.convert.write.shards import ShardLayout, ShardRecord, read_shard
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError
@@ -149,18 +147,6 @@ def _removed(work: str) -> str:
 
 KEPT = (LOCK, RECORD)
 """What a restart leaves in the work folder: its lock, and what it publishes."""
-
-
-def finished_units(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
-    """Those of some units that need not be done again, by their numbers."""
-    found = {number: read_record(job, number) for number in numbers}
-    return {number: record for number, record in found.items() if record is not None}
-
-
-def finished_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
-    """The shards that need not be written again, by their numbers."""
-    found = {number: read_shard(job, layout, number) for number in range(layout.num_shards)}
-    return {number: record for number, record in found.items() if record is not None}
 
 
 def can_resume(work: str) -> bool:

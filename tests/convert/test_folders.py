@@ -152,9 +152,11 @@ def test_a_pattern_that_nothing_matches_is_warned_of(
 ) -> None:
     root = tree(tmp_path, ["a.jsonl", "b.jsonl", "c.tmp", ".d.jsonl"])
     patterns = ("a.*", "*.tmp", ".d*") if name == "exclude" else ("a.*",)
-    found(root, **{name: patterns})
+    options: dict[str, Any] = {name: patterns}
+    found(root, **options)
     assert not caplog.messages
-    found(root, **{name: (*patterns, "c.json*")})
+    options[name] += ("c.json*",)
+    found(root, **options)
     assert "matches 'c.json*' (--include, --exclude); is it mistyped?" in caplog.text
 
 

@@ -105,8 +105,9 @@ def find_inputs(
         )
     found = _without_repeats(found, skipped)
     found = _of_one_split(found, options.hf_split, skipped)
-    formats = {format_of(item.path) for item in found}
-    if options.read_as is not None and formats.isdisjoint(("text", "unknown")):
+    read_as = FORMAT_READ_AS.get(options.read_as or "")
+    of_plain_suffix = [item for item in found if format_of(item.path) in ("text", "unknown")]
+    if read_as is not None and not any(item.format == read_as for item in of_plain_suffix):
         raise ConfigError(
             f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
             f"format ({found[0].path!r}); leave it out"
@@ -418,7 +419,7 @@ def _of_known_format(
     unknown = [item for item in found if item.format == "unknown"]
     if unknown and (skipped is None or len(unknown) == len(found)):
         raise ConvertError(
-            f"{unknown[0].input.path!r}: its suffix names no format that is known; say how it is read: "
+            f"{unknown[0].path!r}: its suffix names no format that is known; say how it is read: "
             f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
             f"line), or leave it out of a folder or glob by --exclude"
         )

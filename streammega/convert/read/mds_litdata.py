@@ -43,14 +43,55 @@ WORD_BYTES = 4
 
 def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
-    for where, sample in _mds_samples(source):
-        yield _document(sample, where, source.options)
+    index: Any = json.loads(_read(source, "index.json")[1])
+    for shard in index["shards"]:
+        if shard.get("format") != "mds":
+            raise ConvertError(
+                f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
+                f"shards: name the files)"
+            )
+        stored = shard.get("zip_data") or shard["raw_data"]
+        path, data = _read(source, stored["basename"])
+        compression, _, _level = (shard.get("compression") or "none").partition(":")
+        if compression != "none":
+            data = _decompress_mds(data, compression, path)
+        names = shard["column_names"]
+        decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
+        for number, item in enumerate(_cut(data, path)):
+            columns = zip(names, decoders, _values(item, shard["column_sizes"]), strict=True)
+            sample = {name: decode(value) for name, decode, value in columns if decode is not None}
+            yield _document(sample, f"{path}#{number}", source.options)
 
 
 def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
-    """Items of a folder of litdata chunks."""
-    for where, item in _litdata_items(source):
-        yield _document(item, where, source.options)
+    """Items of a folder of litdata chunks: arrays, texts, or dicts of them."""
+    folder = source.path
+    index: Any = json.loads(_read(source, "index.json")[1])
+    config = index["config"]
+    if config.get("encryption"):
+        raise ConvertError(f"{folder}: is encrypted; decrypt it with litdata first")
+    compression = config.get("compression")
+    level = config.get("compression_level")
+    if compression and (not str(compression).startswith("zstd") or level not in (None, "chunk")):
+        raise ConvertError(
+            f"{folder}: is compressed by {compression}, by {level}; whole chunks of zstd are read"
+        )
+    formats: list[str] = config["data_format"]
+    flat = config.get("item_loader") == "TokensLoader"
+    names = _litdata_names(config.get("data_spec"))
+    for chunk in index["chunks"]:
+        path, data = _read(source, chunk["filename"])
+        if compression:
+            data = b"".join(decompressed(io.BytesIO(data), ".zst"))
+        for number, item in enumerate(_cut(data, path)):
+            where = f"{path}#{number}"
+            if flat:
+                yield _document(_litdata_value(item, formats[0]), where, source.options)
+                continue
+            stored = _values(item, [None] * len(formats))
+            values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
+            value = dict(zip(names, values, strict=True)) if names else values[0]
+            yield _document(value, where, source.options)
 
 
 def keep_folder(
@@ -128,28 +169,6 @@ def _cut(data: bytes, path: str) -> Iterator[bytes]:
         start = stop
 
 
-def _mds_samples(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, sample) of every sample of an MDS folder."""
-    index: Any = json.loads(_read(source, "index.json")[1])
-    for shard in index["shards"]:
-        if shard.get("format") != "mds":
-            raise ConvertError(
-                f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
-                f"shards: name the files)"
-            )
-        stored = shard.get("zip_data") or shard["raw_data"]
-        path, data = _read(source, stored["basename"])
-        compression, _, _level = (shard.get("compression") or "none").partition(":")
-        if compression != "none":
-            data = _decompress_mds(data, compression, path)
-        names = shard["column_names"]
-        decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
-        for number, item in enumerate(_cut(data, path)):
-            columns = zip(names, decoders, _values(item, shard["column_sizes"]), strict=True)
-            sample = {name: decode(value) for name, decode, value in columns if decode is not None}
-            yield f"{path}#{number}", sample
-
-
 def _decompress_mds(data: bytes, compression: str, path: str) -> bytes:
     suffix = SUFFIX_OF_MDS.get(compression)
     if suffix is None:
@@ -195,36 +214,6 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
     dimensions = data[0] >> 2
     width = 1 << (data[0] & 3)
     return np.frombuffer(data, dtype, offset=1 + width * dimensions)
-
-
-def _litdata_items(source: Source) -> Iterator[tuple[str, Any]]:
-    """(place, item) of every item of a litdata folder: an array, a text, or a dict of them."""
-    folder = source.path
-    index: Any = json.loads(_read(source, "index.json")[1])
-    config = index["config"]
-    if config.get("encryption"):
-        raise ConvertError(f"{folder}: is encrypted; decrypt it with litdata first")
-    compression = config.get("compression")
-    level = config.get("compression_level")
-    if compression and (not str(compression).startswith("zstd") or level not in (None, "chunk")):
-        raise ConvertError(
-            f"{folder}: is compressed by {compression}, by {level}; whole chunks of zstd are read"
-        )
-    formats: list[str] = config["data_format"]
-    flat = config.get("item_loader") == "TokensLoader"
-    names = _litdata_names(config.get("data_spec"))
-    for chunk in index["chunks"]:
-        path, data = _read(source, chunk["filename"])
-        if compression:
-            data = b"".join(decompressed(io.BytesIO(data), ".zst"))
-        for number, item in enumerate(_cut(data, path)):
-            where = f"{path}#{number}"
-            if flat:
-                yield where, _litdata_value(item, formats[0])
-                continue
-            stored = _values(item, [None] * len(formats))
-            values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
-            yield where, dict(zip(names, values, strict=True)) if names else values[0]
 
 
 def _litdata_value(data: bytes, data_format: str) -> Any:

@@ -291,7 +291,10 @@ def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
                 if pattern and matches(parts, pattern) and not leads_to(parts, pattern):
                     yield Row(row.path, MATCHED)
                 elif not pattern or leads_to(parts, pattern):
-                    _push(row, folders, links)
+                    if row.is_link:
+                        heapq.heappush(links, row.path)
+                    else:
+                        folders.append(row.path)
             elif row.kind == UNLISTED or not pattern or matches(parts, pattern):
                 yield row
 
@@ -299,13 +302,6 @@ def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
 def shows_hidden(parts: Sequence[str]) -> bool:
     """Whether names on a path, or parts of a pattern, begin with a dot."""
     return any(part.startswith(".") for part in parts)
-
-
-def _push(row: Row, folders: list[str], links: list[str]) -> None:
-    if row.is_link:
-        heapq.heappush(links, row.path)
-    else:
-        folders.append(row.path)
 
 
 def within(path: str, root: str) -> str:

@@ -255,7 +255,13 @@ class BatchEncoder:
         parts: list[Part] = []
         for number, (text, mode) in enumerate(texts, 1):
             is_last = number == len(texts)
-            parts.append((self._shortened(text, where), mode, is_last))
+            if len(text) < LONG or self.tokenizer.encodes_any_length:
+                parts.append((text, mode, is_last))
+                continue
+            # the ids take less memory than what a tokenizer needs for all of a long text at once
+            windows = encode_long(self.tokenizer, text, where)
+            ids = np.concatenate([ids.astype(self.dtype) for ids in windows])
+            parts.append((ids, mode, is_last))
         return parts
 
     def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
@@ -277,15 +283,6 @@ class BatchEncoder:
             # an empty answer is a sequence, with the end of its document
             kept.append((last_text, last_mode))
         return kept
-
-    def _shortened(self, text: str, where: str) -> Text:
-        """A text, or if it is long its ids: they take less than what a tokenizer needs for all of
-        it at once.
-        """
-        if len(text) < LONG or self.tokenizer.encodes_any_length:
-            return text
-        windows = encode_long(self.tokenizer, text, where)
-        return np.concatenate([ids.astype(self.dtype) for ids in windows])
 
 
 def _with_fields(document: RawDocument) -> RawDocument:

@@ -107,7 +107,8 @@ def encode_long(tokenizer: Tokenizer, text: str, where: str) -> Iterator[Ids]:
             first = joined[1]
             continue
         wider = windows.wider(window)
-        if wider is None or not _has_same_begin(window.ids, wider.ids, first):
+        # the wider window has to go on at token `first` as the narrower one does
+        if wider is None or (first > 0 and _count_equal(window.ids, wider.ids) < first + AGREEMENT):
             raise ConvertError(
                 f"{where}: the text cannot be cut into windows between characters {window.start:,} "
                 f"and {following.stop:,}, since their tokens do not agree where they overlap; cut "
@@ -129,11 +130,6 @@ def _join(left: Ids, overlap: Ids, right: Ids) -> tuple[int, int] | None:
         return None
     place = min((first + stop) // 2, stop - AGREEMENT)
     return len(left) - len(overlap) + place, place
-
-
-def _has_same_begin(window: Ids, wider: Ids, first: int) -> bool:
-    """Whether a wider window goes on at token `first` as the narrower one does."""
-    return first == 0 or _count_equal(window, wider) >= first + AGREEMENT
 
 
 def _count_equal(left: Ids, right: Ids) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,24 +125,17 @@ def copy_shuffled(
     gathered. Yields as `copy_in_order`.
     """
     for portion in portions:
-        yield from _copy_gathered(documents, portion, writer)
-
-
-def _copy_gathered(
-    documents: DocumentOrder, portion: Portion, writer: IndexedDatasetWriter
-) -> Iterator[int]:
-    """The documents of one portion, whose tokens are in memory until its end."""
-    held = load_documents(documents, portion, writer.dtype)
-    for low, high in _chunks_of(held.sizes):
-        sizes = held.sizes[low:high]
-        bounds = offsets_of(sizes)
-        gathered = np.empty(int(bounds[-1]), np.uint8)
-        gather(held.addresses[low:high], sizes, gathered, bounds[:-1])
-        num_sequences = held.num_sequences[low:high]
-        sequences = concat_ranges(held.first_sequences[low:high], num_sequences)
-        modes = None if held.modes is None else held.modes[sequences]
-        writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
-        yield len(gathered)
+        held = load_documents(documents, portion, writer.dtype)
+        for low, high in _chunks_of(held.sizes):
+            sizes = held.sizes[low:high]
+            bounds = offsets_of(sizes)
+            gathered = np.empty(int(bounds[-1]), np.uint8)
+            gather(held.addresses[low:high], sizes, gathered, bounds[:-1])
+            num_sequences = held.num_sequences[low:high]
+            sequences = concat_ranges(held.first_sequences[low:high], num_sequences)
+            modes = None if held.modes is None else held.modes[sequences]
+            writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
+            yield len(gathered)
 
 
 def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
@@ -243,10 +237,13 @@ def _copy_stretch(
     first = int(indexed.document_indices[start])
     last = int(indexed.document_indices[stop])
     lengths, documents, modes = _sequences_of(indexed, start, stop)
-    pieces = _bytes_of_sequences(indexed, first, last)
-    if writer.dtype != indexed.dtype:
-        pieces = (_cast(piece, indexed, writer.dtype) for piece in pieces)
-    writer.add_documents((piece.data for piece in pieces), lengths, documents, modes)
+    spans = sequence_spans(indexed, first, last)
+    pieces = chain.from_iterable(_stored_bytes(indexed, low, high - low) for low, high in spans)
+    if writer.dtype == indexed.dtype:
+        stored = (piece.data for piece in pieces)
+    else:
+        stored = (_cast(piece, indexed, writer.dtype).data for piece in pieces)
+    writer.add_documents(stored, lengths, documents, modes)
     return int(lengths.sum(dtype=np.int64)) * writer.dtype.itemsize
 
 
@@ -260,12 +257,6 @@ def _sequences_of(
     modes = indexed.sequence_modes
     modes_of_run = None if modes is None else modes[first:last]
     return indexed.sequence_lengths[first:last], np.diff(bounds), modes_of_run
-
-
-def _bytes_of_sequences(indexed: IndexedDataset, first: int, last: int) -> Iterator[Bytes]:
-    """The stored bytes of sequences [first, last), in their order."""
-    for start, stop in sequence_spans(indexed, first, last):
-        yield from _stored_bytes(indexed, start, stop - start)
 
 
 def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:

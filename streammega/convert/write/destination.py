@@ -18,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM, PROBE
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
-from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.manifest import read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, marked, strip_suffix
 from streammega.dataset.provenance import ENDING
 from streammega.errors import (
@@ -109,7 +109,12 @@ class Destination:
         files = []
         if manifest_version:
             try:
-                files = self._shard_files(read_manifest(self.manifest_url, self.storage))
+                manifest = read_manifest(self.manifest_url, self.storage)
+                # It may not say whether there are origins; a missing file is deleted in no time.
+                endings = (".idx", SUFFIXES[manifest.kind], ENDING)  # type: ignore[index]
+                prefixes = [self.url(shard.name) for shard in manifest.shards]
+                # Each `.idx` before all tokens: tokens without an `.idx` are no dataset.
+                files = [prefix + ending for ending in endings for prefix in prefixes]
             except ObjectNotFoundError:
                 manifest_version = ""
             except FormatError as error:
@@ -119,7 +124,11 @@ class Destination:
                     f"output"
                 ) from None
         if index_version:
-            files += [url for url in self._pair_files() if url not in files]
+            # `.bin` first: that is what a reader of the `.idx` opens.
+            tokens = (self.prefix + suffix for suffix in SUFFIXES.values())
+            of_index = [url for url in tokens if exists(url, self.storage)][:1]
+            pair = [self.index_url, *of_index, self.prefix + ENDING]
+            files += [url for url in pair if url not in files]
         return ExistingDataset(
             files=files, manifest_version=manifest_version, index_version=index_version
         )
@@ -143,22 +152,6 @@ class Destination:
             except ObjectNotFoundError:
                 continue
         return sizes
-
-    def _shard_files(self, manifest: Manifest) -> list[str]:
-        """Each `.idx` before all tokens: tokens without an `.idx` are no dataset."""
-        suffix = SUFFIXES[manifest.kind]  # type: ignore[index]
-        prefixes = [self.url(shard.name) for shard in manifest.shards]
-        # The manifest may not say whether there are origins; a missing file is deleted in no time.
-        endings = (".idx", suffix, ENDING)
-        return [prefix + ending for ending in endings for prefix in prefixes]
-
-    def _pair_files(self) -> list[str]:
-        """The `.idx` of the output's very name and its tokens."""
-        # `.bin` first: that is what a reader of the `.idx` opens.
-        for suffix in SUFFIXES.values():
-            if exists(self.prefix + suffix, self.storage):
-                return [self.index_url, self.prefix + suffix, self.prefix + ENDING]
-        return [self.index_url]
 
 
 class Reservation:

@@ -129,7 +129,12 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, Packin
     bins = np.empty(len(size), np.int64)
     largest_first = np.argsort(-size, kind="stable")
     num_bins = best_fit(size, largest_first, capacity, options.max_documents or NO_LIMIT, bins)
-    place = _by_first_piece(bins, num_bins)
+    # Bins are in the order of their first pieces: then neighbours are as near as they were before.
+    first_piece = np.full(num_bins, len(bins), np.int64)
+    np.minimum.at(first_piece, bins, np.arange(len(bins)))
+    place_of_bin = np.empty(num_bins, np.int64)
+    place_of_bin[np.argsort(first_piece)] = np.arange(num_bins)
+    place = place_of_bin[bins]
     order = np.argsort(place, kind="stable")
     place = place[order]
     size = size[order]
@@ -155,17 +160,6 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, Packin
         dropped=num_long if drops else 0,
     )
     return packed, counts
-
-
-def _by_first_piece(bins: Integers, num_bins: int) -> Integers:
-    """The place of the bin of each piece, in the order of their first pieces: then neighbours are
-    as near as they were before.
-    """
-    first_piece = np.full(num_bins, len(bins), np.int64)
-    np.minimum.at(first_piece, bins, np.arange(len(bins)))
-    place_of_bin = np.empty(num_bins, np.int64)
-    place_of_bin[np.argsort(first_piece)] = np.arange(num_bins)
-    return place_of_bin[bins]
 
 
 def _pieces(

@@ -153,7 +153,8 @@ class Publisher:
         """Put everything under its final name. Returns the manifest that is there in the end."""
         mark = self._record.mark
         names = self._destination.shard_names(layout.names, mark)
-        committed = _with_names(manifest, names)
+        named = zip(manifest.shards, names, strict=True)
+        committed = replace(manifest, shards=[replace(shard, name=name) for shard, name in named])
         restores_names = bool(mark) and not self._is_remote
         manifests = [committed.to_json(), manifest.to_json()][: 2 if restores_names else 1]
         if self._is_resumed and restores_names and self._destination.manifest() == manifests[-1]:
@@ -176,7 +177,11 @@ class Publisher:
         for ending in self._last_endings:
             self._move(layout, names, ending)
         self._commit(manifests[0])
-        self._remove_replaced(names)
+        endings = (self._destination.suffix, *self._last_endings)
+        kept = {self._destination.url(name + ending) for name in names for ending in endings}
+        for url in self._record.replaced:
+            if url not in kept:
+                delete(url, self._storage)
         if not restores_names or not self._link(names, layout.names):
             return committed
         save_bytes(self._destination.manifest_url, manifests[-1], self._storage)
@@ -341,14 +346,6 @@ class Publisher:
         if not is_put and self._destination.manifest() != manifest:
             raise ConvertError(self._published_by_others())
 
-    def _remove_replaced(self, names: Sequence[str]) -> None:
-        """Delete the files of the replaced dataset, but none that the new one has."""
-        endings = (self._destination.suffix, *self._last_endings)
-        kept = {self._destination.url(name + ending) for name in names for ending in endings}
-        for url in self._record.replaced:
-            if url not in kept:
-                delete(url, self._storage)
-
     def _link(self, marked_names: Sequence[str], names: Sequence[str]) -> bool:
         """Give local shards their plain names too. False on a file system without hard links, where
         they keep the marked ones.
@@ -365,11 +362,3 @@ class Publisher:
         for ending in (".idx", self._destination.suffix, ENDING):
             for name in marked_names:
                 delete(self._destination.url(name + ending), self._storage)
-
-
-def _with_names(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """A manifest whose shards have other names."""
-    shards = []
-    for shard, name in zip(manifest.shards, names, strict=True):
-        shards.append(replace(shard, name=name))
-    return replace(manifest, shards=shards)

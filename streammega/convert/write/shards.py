@@ -203,16 +203,18 @@ class ShardRecord:
     ids: int = 0
 
 
-def read_shard(job: Job, layout: ShardLayout, number: int) -> ShardRecord | None:
-    """The record of a shard, if it is done and belongs to this layout."""
-    stored = load_json(_record_url(job.work, number), job.storage)
-    if stored is None or stored.get("digest") != layout.digest:
-        return None
-    packing = stored.pop("packing")
-    return ShardRecord(
-        **stored | {"shard": ShardEntry(**stored["shard"])},
-        packing=None if packing is None else PackingStats(**packing),
-    )
+def read_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
+    """The records of shards that are done and belong to this layout, by their numbers."""
+    records = {}
+    for number in range(layout.num_shards):
+        stored = load_json(_record_url(job.work, number), job.storage)
+        if stored is not None and stored.get("digest") == layout.digest:
+            packing = stored.pop("packing")
+            records[number] = ShardRecord(
+                **stored | {"shard": ShardEntry(**stored["shard"])},
+                packing=None if packing is None else PackingStats(**packing),
+            )
+    return records
 
 
 def write_shard(
