@@ -136,6 +136,7 @@ def copy_shuffled(
             modes = None if held.modes is None else held.modes[sequences]
             writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
             yield len(gathered)
+        del held  # before the next portion is in memory
 
 
 def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
