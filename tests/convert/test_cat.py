@@ -17,6 +17,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.errors import ConfigError
 from streammega.errors.words import pluralize, without_controls
+from tests.support.builders import convert_bytes, convert_files
 from tests.support.servers import S3
 
 TEXTS = [f"document {n}\n\tü" for n in range(200)]
@@ -71,9 +72,7 @@ def test_documents_of_a_bucket_are_shown(
     s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    convert(
-        [web(tmp_path)], f"s3://{bucket}/cat/web", storage=s3_storage, workers=1, overwrite=True
-    )
+    convert_files(f"s3://{bucket}/cat/web", web(tmp_path), storage=s3_storage, overwrite=True)
     options = [
         word for key, value in s3.options.items() for word in ("--storage", f"{key}={value}")
     ]
@@ -85,7 +84,7 @@ def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "hello world"}\n')
-    convert([str(source)], str(tmp_path / "web"), tokenizer=words, workers=1)
+    convert_files(tmp_path / "web", source, tokenizer=words)
     name = f"{tmp_path}/web#0"
     assert main(["cat", name]) == 1, "a manifest has no folder of it"
     error = capsys.readouterr().err
@@ -140,7 +139,7 @@ def test_mistakes_are_named(
 
 
 def test_a_name_may_have_a_number_sign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert([web(tmp_path)], str(tmp_path / "web#1"), workers=1)
+    convert_files(tmp_path / "web#1", web(tmp_path))
     assert shown(capsys, f"{tmp_path}/web#1#2") == f"{TEXTS[2]}{END}\n"
 
 
@@ -156,7 +155,7 @@ def test_terminals_are_shown_no_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("a\x1b]0;owned\x07\tb\nc\x9b1m\u202e", encoding="utf-8")
-    convert([str(tmp_path / "a.txt")], str(tmp_path / "web"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "web", tmp_path / "a.txt")
     assert "\x1b]0;owned\x07" in shown(capsys, f"{tmp_path}/web#0")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     text = shown(capsys, f"{tmp_path}/web#0")

@@ -15,11 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from streammega import IndexedDataset
-from streammega.convert import convert
 from streammega.convert.read.fields import MISSING, value_at
 from streammega.convert.read.tables import token_lists
 from streammega.errors import ConvertError
-from tests.support.builders import convert_bytes, stored_texts
+from tests.support.builders import convert_bytes, convert_files, stored_texts
 
 
 def table(path: Path, rows: list[Any], schema: pa.Schema | None = None) -> str:
@@ -160,7 +159,7 @@ def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Pa
     for key, kind in kinds.items():
         schema = pa.schema({"doc": pa.struct({"ids": kind, "id": pa.int8()})})
         path = table(tmp_path / name, [{"doc": {"ids": row, "id": 1}} for row in ids], schema)
-        report = convert([path], str(tmp_path / key), key="doc.ids", workers=1)
+        report = convert_files(tmp_path / key, path, key="doc.ids")
         assert [
             np.asarray(item).tolist() for item in IndexedDataset(str(tmp_path / key))[:]
         ] == ids[:3]

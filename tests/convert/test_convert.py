@@ -29,7 +29,7 @@ from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.storage.backends.local import LocalWriter
-from tests.support.builders import write_random_pair
+from tests.support.builders import convert_bytes, write_random_pair
 from tests.support.servers import S3
 
 EOD = "<|endoftext|>"
@@ -444,4 +444,4 @@ def test_a_disk_that_fails_is_named_before_a_document_is_read(
     (tmp_path / "in.txt").write_text("text")
     monkeypatch.setattr(LocalWriter, "commit", failing)
     with pytest.raises(ConvertError, match=r"out: cannot be written: .*Input/output error"):
-        convert([str(tmp_path / "in.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+        convert_bytes(tmp_path / "out", tmp_path / "in.txt")

@@ -19,7 +19,7 @@ from streammega.convert import convert
 from streammega.convert.dry_run import plan_conversion
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from tests.support.builders import write_random_pair
+from tests.support.builders import convert_bytes, convert_files, write_random_pair
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
@@ -57,14 +57,7 @@ def test_the_plan_is_what_comes_out(
         inputs, str(tmp_path / "out" / "web"), tokenizer="bytes", shard_bytes=100_000, **settings
     )
     assert tree(tmp_path) == before
-    made = convert(
-        inputs,
-        str(tmp_path / "out" / "web"),
-        tokenizer="bytes",
-        shard_bytes=100_000,
-        workers=1,
-        **settings,
-    )
+    made = convert_bytes(tmp_path / "out" / "web", *inputs, shard_bytes=100_000, **settings)
     assert plan["documents"] == pytest.approx(made.documents, rel=0.25)
     assert plan["tokens"] == pytest.approx(made.tokens, rel=0.25)
     assert plan["shards"] == pytest.approx(made.shards, abs=3)
@@ -87,13 +80,7 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     )
     shown = plan["sample"]["first_documents"]
     assert [(row["document"], row["mode"]) for row in shown] == [(0, 0), (0, 1)]
-    made = convert(
-        [str(tmp_path / "q.jsonl")],
-        str(tmp_path / "o"),
-        tokenizer="bytes",
-        keys=("q", "a:1"),
-        workers=1,
-    )
+    made = convert_bytes(tmp_path / "o", tmp_path / "q.jsonl", keys=("q", "a:1"))
     assert (plan["documents"], plan["tokens"]) == (made.documents, made.tokens)
     assert plan["sample"]["dropped"] == made.dropped
 
@@ -101,7 +88,7 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
 def test_tokens_pass_as_they_are(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), 50)
     plan = plan_conversion([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
-    made = convert([str(tmp_path / "in")], str(tmp_path / "o"), workers=1)
+    made = convert_files(tmp_path / "o", tmp_path / "in")
     assert (plan["documents"], plan["tokens"], plan["dtype"]) == (
         made.documents,
         made.tokens,
@@ -129,7 +116,7 @@ def test_the_command_prints_it_and_ends_as_the_conversion_would(
     )
     assert "is a file, not a folder" in capsys.readouterr().err
     assert tree(tmp_path) == before
-    convert([str(corpus / "a.jsonl")], str(tmp_path / "out" / "web"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "out" / "web", corpus / "a.jsonl")
     assert main([*words, "--tokenizer", "bytes"]) == 1
     assert "--overwrite" in capsys.readouterr().err
     assert main([*words, "--tokenizer", "bytes", "--overwrite"]) == 0

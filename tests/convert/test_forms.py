@@ -24,8 +24,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega.convert import convert
-from tests.support.builders import convert_bytes
+from tests.support.builders import convert_bytes, convert_files
 
 EOD = 256
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -169,13 +168,7 @@ def test_ids_of_32_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(100_000, 128_256, 40 * 33).astype("<u4")
     ids[32::33] = 128_001
     ids.tofile(tmp_path / "llama.bin")
-    convert(
-        [str(tmp_path / "llama.bin")],
-        str(tmp_path / "out"),
-        input_dtype="uint32",
-        eod_id=128_001,
-        workers=1,
-    )
+    convert_files(tmp_path / "out", tmp_path / "llama.bin", input_dtype="uint32", eod_id=128_001)
     config = DataConfig(
         blend=[str(tmp_path / "out")],
         sequence_length=32,

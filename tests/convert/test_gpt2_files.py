@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from streammega import IndexedDataset
 from streammega.cli.main import app
-from streammega.convert import convert
 from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConvertError, ObjectNotFoundError
+from tests.support.builders import convert_files
 
 TEXT = ["Hello world, it's 3.14 o'clock; don't WAIT   for two\n\nlines. être 日本語 😀"] * 3
 
@@ -85,8 +85,8 @@ def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path:
     vocab = str(folder / "vocab.json")
     merges = str(folder / "merges.txt")
     source = str(tmp_path / "in.jsonl")
-    convert([source], str(tmp_path / "pair"), tokenizer=f"{vocab},{merges}", workers=1)
-    convert([source], str(tmp_path / "folder"), tokenizer=str(folder), workers=1)
+    convert_files(tmp_path / "pair", source, tokenizer=f"{vocab},{merges}")
+    convert_files(tmp_path / "folder", source, tokenizer=str(folder))
     done = CliRunner().invoke(
         app,
         [

@@ -18,6 +18,7 @@ from streammega import IndexedDataset, IndexedDatasetWriter
 from streammega.convert import convert
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
+from tests.support.builders import convert_bytes, convert_files
 
 
 def read(prefix: str | Path) -> list[list[int]]:
@@ -54,7 +55,7 @@ def test_cut_tokens_keep_the_end_of_their_documents(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     source = lines(tmp_path / "in.jsonl", *({"q": "ask " * n, "a": "tell"} for n in range(1, 9)))
-    convert([source], str(tmp_path / "tokens"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
+    convert_bytes(tmp_path / "tokens", source, keys=("q", "a:1"))
     convert([str(tmp_path / "tokens")], str(tmp_path / "out"), workers=1, **settings)
     found = verify(str(tmp_path / "out"))
     assert not found.problems
@@ -69,24 +70,22 @@ def test_llm_c_files_are_told_by_their_headers(tmp_path: Path) -> None:
     ids = np.array([1, 70_000, 128_000, 5], "<u4")
     header[:3] = 20240801, 7, len(ids)
     (tmp_path / "llama.bin").write_bytes(header.tobytes() + ids.tobytes())
-    convert([str(tmp_path / "llama.bin")], str(tmp_path / "out"), workers=1)
+    convert_files(tmp_path / "out", tmp_path / "llama.bin")
     assert read(tmp_path / "out") == [ids.tolist()]
     assert IndexedDataset(str(tmp_path / "out")).dtype == np.int32
     header[:2] = 20240999, 1
     (tmp_path / "other.bin").write_bytes(header.tobytes() + ids.tobytes())
     with pytest.raises(ConvertError, match=r"other\.bin.*header of llm\.c.*20240999"):
-        convert([str(tmp_path / "other.bin")], str(tmp_path / "no"), workers=1)
+        convert_files(tmp_path / "no", tmp_path / "other.bin")
 
 
 def test_raw_ids_of_32_bits_are_read_where_they_fit(tmp_path: Path) -> None:
     np.array([1, 128_000, 5], "<u4").tofile(tmp_path / "ids.bin")
-    convert([str(tmp_path / "ids.bin")], str(tmp_path / "out"), workers=1, input_dtype="uint32")
+    convert_files(tmp_path / "out", tmp_path / "ids.bin", input_dtype="uint32")
     assert read(tmp_path / "out") == [[1, 128_000, 5]]
     np.array([1, 1 << 31], "<u4").tofile(tmp_path / "large.bin")
     with pytest.raises(ConvertError, match=r"2147483648.*cannot hold"):
-        convert(
-            [str(tmp_path / "large.bin")], str(tmp_path / "no"), workers=1, input_dtype="uint32"
-        )
+        convert_files(tmp_path / "no", tmp_path / "large.bin", input_dtype="uint32")
 
 
 def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> None:
@@ -95,8 +94,8 @@ def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> 
             writer.add_document(np.arange(100 + n, 200 + n), [100])
     (tmp_path / "m.idx").unlink()
     with pytest.raises(ConvertError, match=r"m\.bin.*every second.*--input-dtype int32"):
-        convert([str(tmp_path / "m.bin")], str(tmp_path / "no"), workers=1)
-    convert([str(tmp_path / "m.bin")], str(tmp_path / "out"), workers=1, input_dtype="int32")
+        convert_files(tmp_path / "no", tmp_path / "m.bin")
+    convert_files(tmp_path / "out", tmp_path / "m.bin", input_dtype="int32")
     assert read(tmp_path / "out")[0][:3] == [100, 101, 102]
 
 
@@ -104,10 +103,10 @@ def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> N
     source = lines(
         tmp_path / "in.jsonl", {"text": "hello"}, {"text": " "}, {"text": "\n"}, {"text": "world"}
     )
-    report = convert([source], str(tmp_path / "out"), tokenizer=words, workers=1)
+    report = convert_files(tmp_path / "out", source, tokenizer=words)
     assert read(tmp_path / "out") == [[3, 2], [4, 2]]
     assert report.dropped["empty"] == 2
-    convert([source], str(tmp_path / "kept"), tokenizer=words, workers=1, keep_empty=True)
+    convert_files(tmp_path / "kept", source, tokenizer=words, keep_empty=True)
     assert read(tmp_path / "kept") == [[3, 2], [2], [2], [4, 2]]
 
 
@@ -119,7 +118,7 @@ def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
     words: str, tmp_path: Path, special: Any, ids: list[int]
 ) -> None:
     source = lines(tmp_path / "in.jsonl", {"text": "hello </s> world"})
-    convert([source], str(tmp_path / "out"), tokenizer=words, workers=1, special_tokens=special)
+    convert_files(tmp_path / "out", source, tokenizer=words, special_tokens=special)
     own = read(tmp_path / "out")[0]
     assert own == ids if special != "text" else own.count(2) == 1 and own[-1] == 2
 
@@ -128,9 +127,7 @@ def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_p
     source = lines(
         tmp_path / "in.jsonl", {"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""}
     )
-    report = convert(
-        [source], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1
-    )
+    report = convert_bytes(tmp_path / "out", source, keys=("q", "a:1"))
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert read(tmp_path / "out") == [[97], [256], [98, 256]]
     assert indexed.sequence_modes is not None
@@ -142,12 +139,12 @@ def test_a_beginning_of_documents_is_added_where_it_is_asked_for(
     words: str, tmp_path: Path
 ) -> None:
     source = lines(tmp_path / "in.jsonl", {"text": "hello"}, {"text": "world hello"})
-    convert([source], str(tmp_path / "out"), tokenizer=words, workers=1, bos="<s>")
+    convert_files(tmp_path / "out", source, tokenizer=words, bos="<s>")
     assert read(tmp_path / "out") == [[1, 3, 2], [1, 4, 3, 2]]
-    convert([source], str(tmp_path / "post"), tokenizer=words, workers=1, add_special_tokens=True)
+    convert_files(tmp_path / "post", source, tokenizer=words, add_special_tokens=True)
     assert read(tmp_path / "post") == [[1, 3, 2], [1, 4, 3, 2]]
     with pytest.raises(ConvertError, match="no token '<b>'"):
-        convert([source], str(tmp_path / "no"), tokenizer=words, workers=1, bos="<b>")
+        convert_files(tmp_path / "no", source, tokenizer=words, bos="<b>")
 
 
 def test_ids_below_zero_are_refused_and_named(tmp_path: Path) -> None:
@@ -156,9 +153,7 @@ def test_ids_below_zero_are_refused_and_named(tmp_path: Path) -> None:
         tmp_path / "t.parquet",
     )
     with pytest.raises(ConvertError, match=r"t\.parquet.*-1"):
-        convert(
-            [str(tmp_path / "t.parquet")], str(tmp_path / "out"), keys=("input_ids",), workers=1
-        )
+        convert_files(tmp_path / "out", tmp_path / "t.parquet", keys=("input_ids",))
 
 
 def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None:
@@ -166,7 +161,7 @@ def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None
         pa.table({"ids": pa.array([[1, None, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet"
     )
     with pytest.raises(ConvertError, match=r"t\.parquet.*null"):
-        convert([str(tmp_path / "t.parquet")], str(tmp_path / "out"), keys=("ids",), workers=1)
+        convert_files(tmp_path / "out", tmp_path / "t.parquet", keys=("ids",))
 
 
 def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Path) -> None:
@@ -181,13 +176,11 @@ def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Pa
     )
     source = lines(tmp_path / "in.jsonl", {"text": "it's 1234 ok"})
     with pytest.raises(ConvertError, match=r"own\.tiktoken.*259.*--tiktoken-pattern"):
-        convert([source], str(tmp_path / "no"), tokenizer=str(path), workers=1)
+        convert_files(tmp_path / "no", source, tokenizer=str(path))
     for name, pattern in {
         "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
     }.items():
-        convert(
-            [source], str(tmp_path / name), tokenizer=str(path), tiktoken_pattern=name, workers=1
-        )
+        convert_files(tmp_path / name, source, tokenizer=str(path), tiktoken_pattern=name)
         theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         assert read(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
 
@@ -222,7 +215,7 @@ def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) ->
     source = lines(tmp_path / "in.jsonl", {"q": "", "a": None}, {"q": "", "a": "hello"})
     for keys, modes in ((("q", "a"), None), (("q", "a:1"), [1, 1])):
         out = tmp_path / keys[1]
-        convert([source], str(out), tokenizer=words, workers=1, keep_empty=True, keys=keys)
+        convert_files(out, source, tokenizer=words, keep_empty=True, keys=keys)
         stored = IndexedDataset(str(out))
         assert [stored.get(n).tolist() for n in range(len(stored))] == [[2], [3, 2]]
         assert modes == (None if stored.sequence_modes is None else stored.sequence_modes.tolist())
@@ -243,9 +236,6 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
         {"messages": []},
         {"messages": [asked, {"role": "assistant", "content": ""}]},
     )
-    report = convert(
-        [source], str(tmp_path / "out"), tokenizer="bytes", chat=True, chat_template=template,
-        workers=1,
-    )  # fmt: skip
+    report = convert_bytes(tmp_path / 'out', source, chat=True, chat_template=template)  # fmt: skip
     assert report.documents == 2
     assert report.dropped == {"without an answer": 2, "empty": 1}

@@ -24,7 +24,7 @@ from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
-from tests.support.builders import convert_bytes, tar_bytes, write_random_pair
+from tests.support.builders import convert_bytes, convert_files, tar_bytes, write_random_pair
 from tests.support.data.make_peers import TEXTS, tokens
 from tests.support.servers import S3
 from tests.support.typed import all_tokens
@@ -159,7 +159,7 @@ TOKEN_INPUTS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.guarantee("corpus-shards-stream", "documents-format-modes")
 @pytest.mark.parametrize("name", TOKEN_INPUTS)
 def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
-    report = convert([TOKEN_INPUTS[name](tmp_path)], str(tmp_path / "out"), workers=1)
+    report = convert_files(tmp_path / "out", TOKEN_INPUTS[name](tmp_path))
     assert read(tmp_path / "out") == token_arrays()
     assert report.dtype in ("uint16", "int32")
 
@@ -188,16 +188,16 @@ def test_raw_arrays_are_cut_at_the_ends_of_documents(
 ) -> None:
     monkeypatch.setattr("streammega.convert.read.arrays.SCAN_TOKENS", 7)
     path, documents = raw(tmp_path, kind)
-    convert([path], str(tmp_path / "out"), eod_id=50_000, workers=1)
+    convert_files(tmp_path / "out", path, eod_id=50_000)
     assert read(tmp_path / "out") == documents
-    convert([path], str(tmp_path / "one"), workers=1)
+    convert_files(tmp_path / "one", path)
     assert read(tmp_path / "one") == [[token for document in documents for token in document]]
 
 
 def test_rows_of_an_array_are_documents(tmp_path: Path) -> None:
     rows = np.arange(30, dtype=np.int32).reshape(6, 5)
     np.save(tmp_path / "rows.npy", rows)
-    convert([str(tmp_path / "rows.npy")], str(tmp_path / "out"), workers=1)
+    convert_files(tmp_path / "out", tmp_path / "rows.npy")
     assert read(tmp_path / "out") == rows.tolist()
 
 
@@ -213,8 +213,8 @@ def test_inputs_are_read_from_object_storage(
     for item in (f"s3://{bucket}/in", f"s3://{bucket}/in/*"):
         convert_bytes(tmp_path / "out", item, storage=s3_storage, overwrite=True)
         assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
-    convert([str(tmp_path / "out")], f"s3://{bucket}/pair", storage=s3_storage, workers=1)
-    convert([f"s3://{bucket}/pair"], str(tmp_path / "back"), storage=s3_storage, workers=1)
+    convert_files(f"s3://{bucket}/pair", tmp_path / "out", storage=s3_storage)
+    convert_files(tmp_path / "back", f"s3://{bucket}/pair", storage=s3_storage)
     assert (tmp_path / "back.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
     with pytest.raises(StreammegaError, match="nothing-here"):
         find_inputs([f"s3://{bucket}/nothing-here"], s3_storage)
@@ -230,9 +230,9 @@ def test_large_files_are_cut_into_units_and_nothing_is_lost(
     assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (
         10 if unit < 300 else 1
     )
-    convert(inputs[:2], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "out", *inputs[:2])
     assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
-    convert(inputs[2:], str(tmp_path / "out2"), min_tokens=1, workers=1)
+    convert_files(tmp_path / "out2", *inputs[2:], min_tokens=1)
     assert read(tmp_path / "out2") == token_arrays()
 
 
@@ -254,11 +254,8 @@ def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
         hard_vocab_limit=False,
     )
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
-    report = convert(
-        [jsonl(tmp_path / "a.jsonl")],
-        str(tmp_path / "out"),
-        tokenizer=str(tmp_path / "sp.model"),
-        workers=1,
+    report = convert_files(
+        tmp_path / "out", jsonl(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "sp.model")
     )
     assert read(tmp_path / "out") == [[*model.encode(text), model.eos_id()] for text in TEXTS]
     assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
@@ -349,7 +346,7 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
         ("<|user|>\n", 0), ("hi", 0), ("<|assistant|>\n", 0), ("yes", 1), ("<|assistant|>\n", 0), ("x", 1),
     ]  # fmt: skip
-    convert([str(tmp_path / "out")], str(tmp_path / "answers"), modes=(1,), workers=1)
+    convert_files(tmp_path / "answers", tmp_path / "out", modes=(1,))
     assert [t.tolist() for t, _ in IndexedDataset(str(tmp_path / "answers"))[:]] == [
         [*b"yes", EOD], [*b"x", EOD],
     ]  # fmt: skip
@@ -381,18 +378,18 @@ def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
 def test_a_dtype_that_cannot_hold_the_ids_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 70_000]))
     with pytest.raises(ConvertError, match="70000, which uint16 cannot hold"):
-        convert([str(tmp_path / "a.npy")], str(tmp_path / "out"), dtype="uint16", workers=1)
-    convert([str(tmp_path / "a.npy")], str(tmp_path / "out"), workers=1)
+        convert_files(tmp_path / "out", tmp_path / "a.npy", dtype="uint16")
+    convert_files(tmp_path / "out", tmp_path / "a.npy")
     assert IndexedDataset(str(tmp_path / "out")).dtype == np.int32
     with pytest.raises(ConvertError, match="which uint16 cannot hold"):
-        convert([str(tmp_path / "out")], str(tmp_path / "narrow"), dtype="uint16", workers=1)
+        convert_files(tmp_path / "narrow", tmp_path / "out", dtype="uint16")
     with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes"):
         convert_bytes(tmp_path / "o", jsonl(tmp_path / "t.jsonl"), dtype="uint8")
 
 
 def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
     sequences = write_random_pair(str(tmp_path / "in"), vocab=60_000)
-    convert([str(tmp_path / "in")], str(tmp_path / "wide"), dtype="int32", workers=1)
+    convert_files(tmp_path / "wide", tmp_path / "in", dtype="int32")
     assert IndexedDataset(str(tmp_path / "wide")).dtype == np.int32
     assert read(tmp_path / "wide") == [sequence.tolist() for sequence in sequences]
 
@@ -416,131 +413,46 @@ def damaged(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
-    # file name, content, the error, what is counted under --on-error skip, documents that are left
-    "broken JSON": (
-        "a.jsonl",
-        GOOD + b'{"text": \n' + GOOD,
-        r"a\.jsonl:2: broken JSON",
-        {"broken record": 1},
-        2,
-    ),
-    "not UTF-8": (
-        "a.jsonl",
-        b'{"text": "\xff"}\n' + GOOD,
-        r"a\.jsonl:1: is not UTF-8",
-        {"broken record": 1},
-        1,
-    ),
-    "half a character": (
-        "a.jsonl",
-        b'{"text": "\\ud800"}\n' + GOOD,
-        r"a\.jsonl:1: holds half",
-        {"broken record": 1},
-        1,
-    ),
-    "no such key": (
-        "a.jsonl",
-        GOOD * 2 + b'{"body": "x"}\n',
-        r"a\.jsonl:3: has no key",
-        {"broken record": 1},
-        2,
-    ),
-    "deep JSON": (
-        "a.jsonl",
-        GOOD + b"[" * 100_000 + b"\n",
-        r"a\.jsonl:2: broken JSON",
-        {"broken record": 1},
-        1,
-    ),
-    "gz cut short": (
-        "a.jsonl.gz",
-        gzip.compress(GOOD * 9999, 1)[:-900],
-        "a.jsonl.gz: cannot be read",
-        {"unreadable file": 1},
-        -1,
-    ),
-    "zst cut short": (
-        "a.jsonl.zst",
-        zstandard.compress(GOOD * 9999)[:-4],
-        "cannot be read",
-        {"unreadable file": 1},
-        -1,
-    ),
-    "tar cut in a member": (
-        "a.tar",
-        PLAIN_TAR[: 512 * 9 + 2],
-        r"cannot be read .*a\.tar!4\.txt",
-        {"unreadable file": 1},
-        4,
-    ),
-    "tar with a damaged header": (
-        "a.tar",
-        damaged(PLAIN_TAR, 4096),
-        "header at byte 4,096 is damaged",
-        {"unreadable file": 1},
-        4,
-    ),
-    "tar with a damaged last header": (
-        "a.tar",
-        damaged(PLAIN_TAR, 29696),
-        "header at byte 29,696",
-        {"unreadable file": 1},
-        29,
-    ),
-    "tar with zeros in it": (
-        "a.tar",
-        zeroed(PLAIN_TAR, 1024 * 9),
-        "goes on after its end",
-        {"unreadable file": 1},
-        9,
-    ),
-    "two tars in one": (
-        "a.tar",
-        PLAIN_TAR + PLAIN_TAR,
-        "goes on after its end",
-        {"unreadable file": 1},
-        30,
-    ),
-    "tar compressed in secret": (
-        "a.tar",
-        gzip.compress(PLAIN_TAR),
-        "is compressed",
-        {"unreadable file": 1},
-        0,
-    ),
-    "tar that is none": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", {"unreadable file": 1}, 0),
-    "tar cut between members": (
-        "a.tar",
-        PLAIN_TAR[: 512 * 8],
-        "no end; it is cut short",
-        {"unreadable file": 1},
-        4,
-    ),
-    "hostile names": ("a.tar", HOSTILE_TAR, "outside of its archive", {"hostile path": 2}, 2),
-    "no parquet": (
-        "a.parquet",
-        b"PAR1 nothing",
-        "a.parquet: cannot be read",
-        {"unreadable file": 1},
-        0,
-    ),
-    "no arrow": (
-        "a.arrow",
-        b"nothing at all",
-        "a.arrow: cannot be read",
-        {"unreadable file": 1},
-        0,
-    ),
-    "no npy": ("a.npy", b"nothing", "a.npy: cannot be read", {"unreadable file": 1}, 0),
-    "odd bytes": ("a.bin", b"\1\0\2", "ends inside a token of 2 bytes", {"unreadable file": 1}, 0),
+# name: (file, content, the error, documents that are left under --on-error skip, None: some)
+BROKEN_RECORDS: dict[str, tuple[str, bytes, str, int | None]] = {
+    "broken JSON": ("a.jsonl", GOOD + b'{"text": \n' + GOOD, r"a\.jsonl:2: broken JSON", 2),
+    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n' + GOOD, r"a\.jsonl:1: is not UTF-8", 1),
+    "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n' + GOOD, r"a\.jsonl:1: holds half", 1),
+    "no such key": ("a.jsonl", GOOD * 2 + b'{"body": "x"}\n', r"a\.jsonl:3: has no key", 2),
+    "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl:2: broken JSON", 1),
 }
+BROKEN_FILES: dict[str, tuple[str, bytes, str, int | None]] = {
+    "gz": ("a.jsonl.gz", gzip.compress(GOOD * 9999, 1)[:-900], "a.jsonl.gz: cannot be read", None),
+    "zst": ("a.jsonl.zst", zstandard.compress(GOOD * 9999)[:-4], "cannot be read", None),
+    "in a member": ("a.tar", PLAIN_TAR[: 512 * 9 + 2], r"cannot be read .*a\.tar!4\.txt", 4),
+    "a header": ("a.tar", damaged(PLAIN_TAR, 4096), "header at byte 4,096 is damaged", 4),
+    "the last header": ("a.tar", damaged(PLAIN_TAR, 29696), "header at byte 29,696", 29),
+    "zeros": ("a.tar", zeroed(PLAIN_TAR, 1024 * 9), "goes on after its end", 9),
+    "two tars in one": ("a.tar", PLAIN_TAR + PLAIN_TAR, "goes on after its end", 30),
+    "compressed": ("a.tar", gzip.compress(PLAIN_TAR), "is compressed.* to .tar.gz", 0),
+    "no tar": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", 0),
+    "between members": ("a.tar", PLAIN_TAR[: 512 * 8], "no end; it is cut short", 4),
+    "no parquet": ("a.parquet", b"PAR1 nothing", "a.parquet: cannot be read", 0),
+    "no arrow": ("a.arrow", b"nothing at all", "a.arrow: cannot be read", 0),
+    "no npy": ("a.npy", b"nothing", "a.npy: cannot be read", 0),
+    "odd bytes": ("a.bin", b"\1\0\2", "ends inside a token of 2 bytes", 0),
+}
+BROKEN = [
+    *((*row, {"broken record": 1}) for row in BROKEN_RECORDS.values()),
+    *((*row, {"unreadable file": 1}) for row in BROKEN_FILES.values()),
+    ("a.tar", HOSTILE_TAR, "outside of its archive", 2, {"hostile path": 2}),
+]
 
 
 @pytest.mark.guarantee("broken-input-stops")
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
-    file, data, message, counts, left = BROKEN[name]
+@pytest.mark.parametrize(
+    ("file", "data", "message", "left", "counts"),
+    BROKEN,
+    ids=[*BROKEN_RECORDS, *BROKEN_FILES, "hostile names"],
+)
+def test_broken_inputs_are_named_or_counted(
+    file: str, data: bytes, message: str, left: int | None, counts: dict[str, int], tmp_path: Path
+) -> None:
     (tmp_path / file).write_bytes(data)
     with pytest.raises(ConvertError, match=message):
         convert_bytes(tmp_path / "out" / "p", tmp_path / file)
@@ -550,10 +462,8 @@ def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
     assert {kind: report.dropped.get(kind) for kind in counts} == counts
     assert len(report.messages) == sum(counts.values())
     assert file in report.messages[0]
-    if left >= 0:
-        assert report.documents == left + len(TEXTS)
-    else:
-        assert report.documents >= len(TEXTS)
+    assert report.documents >= len(TEXTS) + (left or 0)
+    assert left is None or report.documents == len(TEXTS) + left
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -605,7 +515,7 @@ def report_of(path: Path, tmp_path: Path, **options: Any) -> ConvertReport:
 
 def test_text_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="--tokenizer"):
-        convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1)
+        convert_files(tmp_path / "out", jsonl(tmp_path / "a.jsonl"))
 
 
 def test_a_document_longer_than_an_index_can_say_is_an_error(
@@ -614,7 +524,7 @@ def test_a_document_longer_than_an_index_can_say_is_an_error(
     monkeypatch.setattr("streammega.convert.read.arrays.MOST_TOKENS", 1000)
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ConvertError, match="over 1,000 tokens; name the id"):
-        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), workers=1)
+        convert_files(tmp_path / "out", tmp_path / "a.bin")
 
 
 @pytest.mark.guarantee("nothing-else-unpickled")
@@ -628,4 +538,4 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
         convert_bytes(tmp_path / "out", tmp_path)
     np.save(tmp_path / "evil.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ConvertError, match="token arrays are integers"):
-        convert([str(tmp_path / "evil.npy")], str(tmp_path / "out"), workers=1)
+        convert_files(tmp_path / "out", tmp_path / "evil.npy")

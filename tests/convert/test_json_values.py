@@ -70,7 +70,7 @@ def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
     """
     inputs = [str(folder / name) for name in names or ("in.json",)]
     output = str(folder / "out")
-    return convert(inputs, output, tokenizer="bytes", workers=1, on_error="skip", **options)
+    return convert_bytes(output, *inputs, on_error="skip", **options)
 
 
 @pytest.mark.guarantee("same-documents-form")
@@ -288,7 +288,7 @@ def test_a_killed_conversion_of_arrays_goes_on_to_the_same_bytes(tmp_path: Path)
         records = [{"text": f"{number} {n} " + "word " * 300} for n in range(2000)]
         (tmp_path / f"{number}.json").write_text(json.dumps(records, indent=1))
     inputs = [str(tmp_path / f"{number}.json") for number in range(6)]
-    convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "whole", *inputs)
     code = (
         "import sys; from streammega.convert import convert; import streammega.convert.job as plan;"
         "plan.UNIT_BYTES = 1000;"

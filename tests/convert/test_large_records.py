@@ -25,7 +25,7 @@ from streammega.convert import convert
 from streammega.convert.read import source as read_source
 from streammega.convert.read.source import LongLine, read_lines
 from streammega.errors import ConvertError
-from tests.support.builders import tar_bytes, write_tar
+from tests.support.builders import convert_bytes, tar_bytes, write_tar
 
 MAX_BYTES = 3000
 LARGE = "large " * 1000
@@ -153,7 +153,7 @@ def test_a_conversion_that_is_killed_within_a_large_record_goes_on_to_the_same_b
         json.dumps({"text": "words and words\n" * (1 << 20)}) + '\n{"text": "last"}\n'
     )
     inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
+    convert_bytes(tmp_path / "whole", *inputs)
     code = "import sys; from streammega.convert import convert; convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
     command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]
     work = tmp_path / ".out.convert"

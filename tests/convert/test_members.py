@@ -14,9 +14,8 @@ import pytest
 import webdataset
 
 from streammega import IndexedDataset
-from streammega.convert import convert
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import convert_bytes, stored_texts, write_tar
+from tests.support.builders import convert_bytes, convert_files, stored_texts, write_tar
 
 
 def images(path: Path, **more: Any) -> str:
@@ -114,8 +113,8 @@ def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
                 {"__key__": f"{n}", "json": {"n": n}, "npy": np.arange(n, n + 4, dtype=np.int32)}
             )
     with pytest.raises(ConfigError, match="'json' or 'npy'"):
-        convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), workers=1)
-    convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), workers=1, member="npy")
+        convert_files(tmp_path / "out", tmp_path / "a.tar")
+    convert_files(tmp_path / "out", tmp_path / "a.tar", member="npy")
     assert [np.asarray(ids).tolist() for ids in IndexedDataset(str(tmp_path / "out"))[:]] == [
         list(range(n, n + 4)) for n in range(3)
     ]

@@ -42,7 +42,7 @@ from streammega.errors import AccessDeniedError, ConfigError, ConvertError, Form
 from streammega.storage import open_store
 from streammega.storage.object_ops import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
-from tests.support.builders import convert_bytes, write_tar
+from tests.support.builders import convert_bytes, convert_files, write_tar
 
 STORAGE = StorageConfig()
 
@@ -274,13 +274,12 @@ def test_every_document_says_where_it_came_from(
     if "min_tokens" not in options:
         assert sorted(places) == sorted(expected)
     # and on, through another conversion: merged with itself, shuffled and cut into shards
-    convert(
-        [str(tmp_path / "out" / "web")],
-        str(tmp_path / "again" / "web"),
+    convert_files(
+        tmp_path / "again" / "web",
+        tmp_path / "out" / "web",
         origins=True,
         shuffle_seed=9,
         shard_bytes=4000,
-        workers=1,
     )
     again = check_origins(str(tmp_path / "again" / "web"), expected, inputs)
     assert sorted(again) == sorted(places)
@@ -290,7 +289,7 @@ def test_every_document_says_where_it_came_from(
 def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(9)))
     convert_bytes(tmp_path / "a", tmp_path / "in.jsonl")
-    convert([str(tmp_path / "a")], str(tmp_path / "b"), origins=True, workers=1)
+    convert_files(tmp_path / "b", tmp_path / "a", origins=True)
     for number, (_, origin) in enumerate(documents_of(str(tmp_path / "b"))):
         assert origin.location == f"{tmp_path}/a#{number}"
 
@@ -384,7 +383,7 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     write_texts(tmp_path / "a.jsonl", 5)
     named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
     convert([str(tmp_path / "a.jsonl")], str(tmp_path / "d" / "a"), **named)
-    convert([str(tmp_path / "d")], str(tmp_path / "b"), workers=1)
+    convert_files(tmp_path / "b", tmp_path / "d")
     assert "which this conversion leaves out; --origins carries it over" in caplog.text
     assert not (tmp_path / "b.origins").exists()
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
@@ -424,7 +423,7 @@ def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
             raise AccessDeniedError(f"{key}: 403")
 
     monkeypatch.setattr(stored_provenance, "open_store", lambda url, storage: (Closed(), url))
-    convert([str(tmp_path / "a")], str(tmp_path / "b"), workers=1)
+    convert_files(tmp_path / "b", tmp_path / "a")
     config = DataConfig(blend=str(tmp_path / "b"), sequence_length=2, split="1,0,0", order="stream")
     (sample,) = Provenance(config).trace([0])
     assert [run.origin for run in sample.runs] == [None] * len(sample.runs)

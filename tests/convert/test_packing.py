@@ -44,6 +44,7 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.packing import best_fit
 from streammega.loading.micro_steps import attention_costs
 from streammega.samples.provenance import Provenance
+from tests.support.builders import convert_files
 from tests.support.gang import Gang
 from tests.support.oracle import IndexedDataset as MegatronDataset
 from tests.support.rank_programs import read_batches
@@ -303,7 +304,7 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
     monkeypatch.setattr("streammega.convert.write.packing.load_documents", reading)
     monkeypatch.setattr("streammega.convert.write.packing.gather", gathering)
     monkeypatch.setattr(IndexedDatasetWriter, "add_documents", writing)
-    convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, workers=1)
+    convert_files(tmp_path / "out", tmp_path / "in", pack=PACK, eod_id=EOD)
     assert len(filled) > 3
 
 

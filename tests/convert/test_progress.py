@@ -30,6 +30,7 @@ from streammega.cli.progress import ProgressDisplay
 from streammega.convert import ProgressObserver, convert
 from streammega.convert import job as plan
 from streammega.errors import ConfigError
+from tests.support.builders import convert_files
 
 LETTERS = random.Random(1)
 TEXTS = ["".join(LETTERS.choices("abcdefghij ", k=2000)) for _ in range(1500)]
@@ -93,12 +94,11 @@ def test_stored_bytes_of_an_input_are_told_once_as_they_are_read(name: str, tmp_
     path = tmp_path / name
     FILES[name](path)
     seen = Seen()
-    convert(
-        [str(path)],
-        str(tmp_path / "out"),
+    convert_files(
+        tmp_path / "out",
+        path,
         tokenizer=None if name in ("a.bin", "a.npy") else "bytes",
         eod_id=0 if name == "a.npy" else None,
-        workers=1,
         dedup=True,
         progress=seen,
     )

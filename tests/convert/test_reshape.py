@@ -32,7 +32,7 @@ from streammega.convert.options import Runner
 from streammega.convert.workers import run_tasks
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import write_random_pair
+from tests.support.builders import convert_bytes, convert_files, write_random_pair
 from tests.support.kill_programs import failing_task, slow_task
 from tests.support.oracle import IndexedDatasetBuilder
 from tests.support.servers import S3
@@ -94,9 +94,9 @@ def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
     write(str(folder / "0"), documents, multimodal=multimodal)
     name = str(folder / "0")
     for number, (kind, size) in enumerate(zip(kinds, sizes, strict=False), 1):
-        convert([name], str(folder / str(number)), kind=kind, shard_bytes=size, workers=1)
+        convert_files(folder / str(number), name, kind=kind, shard_bytes=size)
         name = str(folder / f"{number}.manifest.json")
-    convert([name], str(folder / "last"), workers=1)
+    convert_files(folder / "last", name)
     for suffix in (".bin", ".idx"):
         assert (folder / f"last{suffix}").read_bytes() == (folder / f"0{suffix}").read_bytes()
 
@@ -106,7 +106,7 @@ def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> Non
     write(str(tmp_path / "in"), documents, multimodal=False)
     reshape(tmp_path / "in", tmp_path / "shards", shard_bytes=1)
     shards = str(tmp_path / "shards.manifest.json")
-    convert([shards], str(tmp_path / "out"), kind="tar", workers=1)
+    convert_files(tmp_path / "out", shards, kind="tar")
     assert documents_of(tmp_path / "out.manifest.json") == documents_of(tmp_path / "in")
 
 
@@ -194,7 +194,7 @@ def test_merging_is_megatrons_own_merge(tmp_path: Path) -> None:
     for name in names:
         builder.add_index(name)
     builder.finalize(str(tmp_path / "theirs.idx"))
-    convert(names, str(tmp_path / "ours"), workers=1)
+    convert_files(tmp_path / "ours", *names)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (
             tmp_path / f"theirs{suffix}"
@@ -207,15 +207,8 @@ def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_id
     (tmp_path / "a.jsonl").write_text('{"q": "one", "a": "two"}\n{"q": "x", "a": "y"}\n')
     for kind, suffix in (("bin", ".bin"), ("zst", ".bin.zst"), ("tar", ".tar")):
         name = str(tmp_path / f"in-{kind}")
-        convert(
-            [str(tmp_path / "a.jsonl")],
-            name,
-            tokenizer="bytes",
-            keys=("q", "a:1"),
-            kind=kind,
-            workers=1,
-        )
-        convert([name + suffix], str(tmp_path / f"out-{kind}"), workers=1)
+        convert_bytes(name, tmp_path / "a.jsonl", keys=("q", "a:1"), kind=kind)
+        convert_files(tmp_path / f"out-{kind}", name + suffix)
         assert documents_of(tmp_path / f"out-{kind}") == documents_of(name) != []
         report = verify(str(tmp_path / f"out-{kind}"))
         assert (report.problems, report.notes) == ([], []), "the end of documents is known"
@@ -402,7 +395,7 @@ def test_only_changed_inputs_are_read_again(
     inputs = [str(tmp_path / f"{name}.txt") for name in "abc"]
     target = str(tmp_path / "out" / "p")
     with pytest.raises(ConvertError, match=r"b\.txt: is not UTF-8"):
-        convert(inputs, target, tokenizer="bytes", workers=1)
+        convert_bytes(target, *inputs)
     (tmp_path / "b.txt").write_text("mended")
     done = []
     real = Conversion.run
@@ -414,7 +407,7 @@ def test_only_changed_inputs_are_read_again(
         return real(self, **named)
 
     monkeypatch.setattr(Conversion, "run", counted)
-    convert(inputs, target, tokenizer="bytes", workers=1)
+    convert_bytes(target, *inputs)
     assert done == [1]
     assert len(IndexedDataset(target)) == 3
 
@@ -456,9 +449,7 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
     # the last is read with web.idx, now that it is there
     for name in ("web", "web.idx", "web.manifest.json", "web.tar"):
         with pytest.raises(ConvertError, match="replace its own input"):
-            convert(
-                [str(tmp_path / name)], str(tmp_path / "web"), kind="zst", workers=1, overwrite=True
-            )
+            convert_files(tmp_path / "web", tmp_path / name, kind="zst", overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "web"))) == full
 
 
@@ -638,13 +629,9 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     monkeypatch.setattr(publish, "create_object", fails)
     url = f"s3://{bucket}/web"
     with pytest.raises(EndpointError):
-        convert(
-            [str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1
-        )
+        convert_files(url, tmp_path / "in", shard_bytes=5000, kind="zst", storage=s3_storage)
     with pytest.raises(ObjectNotFoundError):
         IndexedDataset(url, s3_storage, tmp_path / "c")
     monkeypatch.setattr(publish, "create_object", real)
-    convert(
-        [str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1
-    )
+    convert_files(url, tmp_path / "in", shard_bytes=5000, kind="zst", storage=s3_storage)
     assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200

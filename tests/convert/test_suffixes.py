@@ -16,22 +16,17 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.cli.render import as_text
-from streammega.convert import ConvertReport, convert
+from streammega.convert import ConvertReport
 from streammega.convert.read.formats import format_of
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import stored_texts, write_tar
+from tests.support.builders import convert_bytes, stored_texts, write_tar
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 
 
 def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
-    return convert(
-        [str(path) for path in inputs],
-        str(tmp_path / "made" / "out"),
-        tokenizer="bytes",
-        workers=1,
-        overwrite=True,
-        **options,
+    return convert_bytes(
+        tmp_path / "made" / "out", *[str(path) for path in inputs], overwrite=True, **options
     )
 
 

@@ -110,7 +110,12 @@ def write_tar(path: Path, *members: tuple[str, bytes]) -> str:
 
 def convert_bytes(output: Path | str, *inputs: Path | str, **options: Any) -> ConvertReport:
     """Convert inputs by one worker; each byte of a text is a token."""
-    return convert(list(map(str, inputs)), str(output), tokenizer="bytes", workers=1, **options)
+    return convert_files(output, *inputs, tokenizer="bytes", **options)
+
+
+def convert_files(output: Path | str, *inputs: Path | str, **options: Any) -> ConvertReport:
+    """Convert inputs by one worker."""
+    return convert(list(map(str, inputs)), str(output), workers=1, **options)
 
 
 def stored_texts(prefix: Path | str) -> list[str]:
