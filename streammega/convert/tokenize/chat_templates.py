@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
@@ -167,6 +167,14 @@ class SpecialTokens:
         return len(bare) if bare.endswith(self.names) else len(text)
 
 
+class Conversation(NamedTuple):
+    """Messages as a template takes them, the schemas of tools, and where they came from."""
+
+    turns: list[dict[str, Any]]
+    tools: Any
+    where: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """A template."""
@@ -195,7 +203,7 @@ class ChatTemplate:
     def family(self) -> Family | None:
         """The family that writes two answers as this template does; None: it is of another."""
         try:
-            text = self._text(PROBE, None, "")
+            text = self._text(Conversation(PROBE, None, ""))
         except FormatError:
             return None
         for family in FAMILIES:
@@ -245,29 +253,25 @@ class ChatTemplate:
 
     def render(self, record: Any, where: str, tokens: SpecialTokens) -> Rendered:
         """A record as text, with its answers. Raises FormatError that names where it came from."""
-        turns = self._turns(record, where)
-        tools = _tools(record, where)
-        self._check_written(turns, tools, where)
-        text = self._text(turns, tools, where)
+        chat = Conversation(self._turns(record, where), _tools(record, where), where)
+        self._check_written(chat)
+        text = self._text(chat)
         mark = MARKS.search(text)
         if mark:
             raise FormatError(
                 f"{where}: holds the noncharacter U+{ord(mark[0]):X}, which no text has; "
                 f"leave it out"
             )
-        answers: list[tuple[int, int]] | None
-        if self.marks_answers:
-            answers = self._marked_answers(turns, tools, text, where)
-        else:
-            answers = self._answers_of_family(turns, tools, text, where)
+        find = self._marked_answers if self.marks_answers else self._answers_of_family
+        answers = find(chat, text)
         if answers is None:
             answers = []
-            for start, stop in self._prefixes(turns, tools, text, where):
+            for start, stop in self._prefixes(chat, text):
                 learned = tokens.turn_length(text[start:stop])
                 answers.append((start, start + learned))
         breaks: Sequence[int] = ()
         if tokens.in_messages is not None:
-            breaks = self._breaks(turns, tools, text, tokens.in_messages, where)
+            breaks = self._breaks(chat, text, tokens.in_messages)
         return Rendered(text=text, answers=answers, where=where, breaks=breaks)
 
     def _turns(self, record: Any, where: str) -> list[dict[str, Any]]:
@@ -284,37 +288,30 @@ class ChatTemplate:
             joined.append(turn)
         return joined
 
-    def _check_written(self, turns: list[dict[str, Any]], tools: Any, where: str) -> None:
+    def _check_written(self, chat: Conversation) -> None:
         """Raise FormatError for tools and their calls that the template would leave out without a
         word.
         """
-        for number, turn in enumerate(turns, 1):
+        where = chat.where
+        for number, turn in enumerate(chat.turns, 1):
             if turn.get("tool_calls") and "tool_calls" not in self.source:
                 raise FormatError(
                     f"{where}: message {number} has tool calls, which chat template {self.name} "
                     f"does not write"
                 )
-        if tools and not re.search(r"\btools\b", self.source):
+        if chat.tools and not re.search(r"\btools\b", self.source):
             raise FormatError(
                 f"{where}: names tools, which chat template {self.name} does not write; "
                 f"leave them out"
             )
 
-    def _text(
-        self,
-        turns: list[dict[str, Any]],
-        tools: Any,
-        where: str,
-        *,
-        prompt: bool = False,
-        marks: bool = False,
-    ) -> str:
+    def _text(self, chat: Conversation, *, prompt: bool = False, marks: bool = False) -> str:
         import jinja2
 
         template = self._compiled_with_marks if marks else self.compiled
         names = {
-            "messages": turns,
-            "tools": tools,
+            "messages": chat.turns,
+            "tools": chat.tools,
             "documents": None,
             "add_generation_prompt": prompt,
         } | self._constants
@@ -329,20 +326,18 @@ class ChatTemplate:
             ArithmeticError,
         ) as error:
             raise FormatError(
-                f"{where}: chat template {self.name} cannot write it ({error})"
+                f"{chat.where}: chat template {self.name} cannot write it ({error})"
             ) from None
-        return encodable(text, where)
+        return encodable(text, chat.where)
 
-    def _marked_answers(
-        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
-    ) -> list[tuple[int, int]]:
+    def _marked_answers(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
         """By `{% generation %}` blocks: marks around what they hold go wherever that goes."""
-        marked = self._text(turns, tools, where, marks=True)
+        marked = self._text(chat, marks=True)
         bare, places = without_marks(marked)
         signs = [sign for sign, _ in places]
         if bare != text or signs != [BEGIN, END] * (len(signs) // 2):
             raise FormatError(
-                f"{where}: chat template {self.name} changes what its generation blocks hold, "
+                f"{chat.where}: chat template {self.name} changes what its generation blocks hold, "
                 f"so where answers lie cannot be told"
             )
         bounds = [place for _, place in places]
@@ -350,28 +345,25 @@ class ChatTemplate:
         stops = bounds[1::2]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
-    def _answers_of_family(
-        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
-    ) -> list[tuple[int, int]] | None:
+    def _answers_of_family(self, chat: Conversation, text: str) -> list[tuple[int, int]] | None:
         """Between the headers and ends of the template's family; None: of no family, or it does not
         write one answer for each message of the assistant.
         """
         if self.family is None:
             return None
-        breaks = self._breaks(turns, tools, text, self.family.in_messages, where)
+        breaks = self._breaks(chat, text, self.family.in_messages)
         answers = self.family.answers(text, breaks)
-        num_messages = sum(turn["role"] == "assistant" for turn in turns)
+        num_messages = sum(turn["role"] == "assistant" for turn in chat.turns)
         return answers if len(answers) == num_messages else None
 
-    def _prefixes(
-        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
-    ) -> list[tuple[int, int]]:
+    def _prefixes(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
         """Of a template without such blocks: an answer is what its message adds to the prompt that
         asks for it.
 
         It is so if the text up to the prompt, and up to the end of the message, begins the text of
         the whole; else it is an error.
         """
+        turns, where = chat.turns, chat.where
         numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
         # of each answer the messages before it twice, and itself
         rendered_messages = sum(2 * number + 1 for number in numbers)
@@ -383,12 +375,12 @@ class ChatTemplate:
             )
         answers: list[tuple[int, int]] = []
         for number in numbers:
-            earlier = turns[:number]
-            before = self._text(earlier, tools, where) if earlier else ""
-            asked = self._text(earlier, tools, where, prompt=True)
+            earlier = chat._replace(turns=turns[:number])
+            before = self._text(earlier) if number else ""
+            asked = self._text(earlier, prompt=True)
             ended = text
             if number + 1 < len(turns):
-                ended = self._text(turns[: number + 1], tools, where)
+                ended = self._text(chat._replace(turns=turns[: number + 1]))
             fault = _fault_of_prefixes(turns[number], before, asked, ended, text)
             if fault:
                 raise FormatError(
@@ -399,22 +391,15 @@ class ChatTemplate:
             answers.append((len(asked), len(ended)))
         return answers
 
-    def _breaks(
-        self,
-        turns: list[dict[str, Any]],
-        tools: Any,
-        text: str,
-        special: re.Pattern[str],
-        where: str,
-    ) -> Sequence[int]:
+    def _breaks(self, chat: Conversation, text: str, special: re.Pattern[str]) -> Sequence[int]:
         """Where special tokens that messages spell are to be broken: they are followed through the
         template by marks.
         """
-        broken_turns = _broken(turns, special)
-        broken_tools = _broken(tools, special)
-        if broken_turns == turns and broken_tools == tools:
+        turns, tools, where = chat
+        broken = Conversation(_broken(turns, special), _broken(tools, special), where)
+        if broken == chat:
             return ()
-        bare, places = without_marks(self._text(broken_turns, broken_tools, where))
+        bare, places = without_marks(self._text(broken))
         if bare != text:
             raise FormatError(
                 f"{where}: a message spells a special token, and chat template {self.name} changes "

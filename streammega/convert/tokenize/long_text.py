@@ -55,7 +55,7 @@ class _Windows:
     def encode(self, bounds: list[tuple[int, int]]) -> list[_Window]:
         """Windows of these characters."""
         texts = [self._text[start:stop] for start, stop in bounds]
-        encoded = self._tokenizer.encode_bare(texts)
+        encoded = self._tokenizer.encode(texts, bare=True)
         return [
             _Window(start, stop, np.asarray(ids, np.int32))
             for (start, stop), ids in zip(bounds, encoded, strict=True)

@@ -100,12 +100,8 @@ class Tokenizer(ABC):
         """The tokenizer of a name. Raises ObjectNotFoundError, ConvertError."""
 
     @abstractmethod
-    def encode(self, texts: list[str]) -> Sequence[Ids]:
-        """Token ids of each text."""
-
-    def encode_bare(self, texts: list[str]) -> Sequence[Ids]:
-        """Token ids of each text, without what a post-processor adds."""
-        return self.encode(texts)
+    def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
+        """Token ids of each text; bare: without what a post-processor adds."""
 
     @abstractmethod
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
@@ -217,17 +213,11 @@ class HuggingFaceTokenizer(Tokenizer):
         """Of all that the library knows of it."""
         return _digest(self.model.to_str().encode())
 
-    def encode(self, texts: list[str]) -> Sequence[Ids]:
+    def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
         memory.
         """
-        return self._encode(texts, add=self._add)
-
-    def encode_bare(self, texts: list[str]) -> Sequence[Ids]:
-        """By the same calls."""
-        return self._encode(texts, add=False)
-
-    def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
+        add = self._add and not bare
         ids: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
@@ -247,8 +237,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds around every text, where it is asked to."""
-        bare = list(self._encode(["a"], add=False)[0])
-        whole = list(self._encode(["a"], add=self._add)[0])
+        bare = list(self.encode(["a"], bare=True)[0])
+        whole = list(self.encode(["a"])[0])
         start = 0
         while whole[start : start + len(bare)] != bare:
             start += 1
@@ -334,7 +324,7 @@ class SentencePieceTokenizer(Tokenizer):
         except Exception as error:  # RuntimeError, OSError
             raise ConvertError(f"{name}: is not a SentencePiece model ({error})") from None
 
-    def encode(self, texts: list[str]) -> Sequence[Ids]:
+    def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
         ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, **self._options)
         return ids
@@ -423,7 +413,7 @@ class TiktokenTokenizer(Tokenizer):
                 f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
             ) from None
 
-    def encode(self, texts: list[str]) -> Sequence[Ids]:
+    def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
         return [self._encode(text) for text in texts]
 
@@ -493,7 +483,7 @@ class BytesTokenizer(Tokenizer):
         """There is one only."""
         return cls()
 
-    def encode(self, texts: list[str]) -> Sequence[Ids]:
+    def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """The bytes."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
 

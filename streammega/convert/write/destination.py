@@ -338,9 +338,7 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
             pass  # who may not list may still write
         return
     # Folders that are missing are made; what has to be writable is the first that is there.
-    folder = os.path.dirname(os.path.abspath(prefix))
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
+    folder = _existing_folder(prefix)
     if not os.path.isdir(folder):
         raise ConvertError(f"{place}: cannot be written: {folder} is a file, not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -355,10 +353,7 @@ def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
     """
     if is_remote(prefix):
         return
-    folder = os.path.dirname(local_path(prefix))
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(_existing_folder(prefix)).free
     stored = sum(item.size for item in inputs)
     if stored // 4 > free:
         log.warning(
@@ -367,6 +362,14 @@ def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
             free / 1e9,
             stored / 1e9,
         )
+
+
+def _existing_folder(prefix: str) -> str:
+    """The nearest folder above a local output that is there."""
+    folder = os.path.dirname(local_path(prefix))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return folder
 
 
 def _remove_probe(store: Store, key: str, place: str, why_delete: str) -> None:

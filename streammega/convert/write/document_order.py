@@ -65,15 +65,6 @@ class DocumentOrder:
         self._opened[part] = opened
         return opened
 
-    @property
-    def num_tokens(self) -> int:
-        """In all parts, kept or not."""
-        total = 0
-        for part in range(len(self._parts)):
-            lengths = self.dataset(part).sequence_lengths
-            total += int(lengths.sum(dtype=np.int64))
-        return total
-
     def order(self, portion: int) -> Portion:
         """Every document of a portion, in order."""
         if self._buckets:

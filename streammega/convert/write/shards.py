@@ -230,7 +230,7 @@ def write_shard(
     portions = _portions_of_shard(documents, layout, number)
     packing = None if options.pack is None else PackingStats()
     stored_order: list[Portion] = []
-    with _writer(job, layout, number, documents) as writer:
+    with _writer(job, layout, number) as writer:
         if packing is not None:
             pad_id = eod_of(job) or 0
             copied = write_packed(
@@ -271,9 +271,7 @@ def write_shard(
     return record
 
 
-def _writer(
-    job: Job, layout: ShardLayout, number: int, documents: DocumentOrder
-) -> IndexedDatasetWriter:
+def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
     options = job.options
     dtype = np.dtype(layout.dtype)
     if options.shard_bytes is not None:
@@ -282,7 +280,7 @@ def _writer(
     else:
         # Twice as much where bins may be half empty.
         packed = 1 if options.pack is None else 2
-        expected_bytes = documents.num_tokens * dtype.itemsize * packed
+        expected_bytes = layout.tokens * dtype.itemsize * packed
     return IndexedDatasetWriter(
         layout.targets[number],
         dtype,
