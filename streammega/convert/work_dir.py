@@ -21,11 +21,13 @@ from streammega.convert.write.publish import RECORD
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError
-from streammega.storage import join_url, open_store
+from streammega.storage import Store, join_url, open_store
 from streammega.storage.open import is_remote
 
 LOCK = "lock"
 """The name of the lock in a work folder of this machine."""
+REMOVED = ".removed"
+"""Ends the name of a work folder that is being removed."""
 FREE_WITHIN = 10.0
 """Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
 
@@ -93,7 +95,7 @@ def work_dir_lock(work: str, *, is_needed: bool = True) -> Iterator[None]:
         if os.path.isdir(work) and set(os.listdir(work)) <= {LOCK}:
             shutil.rmtree(work, ignore_errors=True)
         # Of a run that was killed at its very end.
-        shutil.rmtree(_removed(work), ignore_errors=True)
+        shutil.rmtree(f"{work}{REMOVED}", ignore_errors=True)
 
 
 def check_unlocked(work: str) -> None:
@@ -140,15 +142,6 @@ def _make(work: str) -> None:
         ) from None
 
 
-def _removed(work: str) -> str:
-    """What a folder is called while it is being removed."""
-    return f"{work}.removed"
-
-
-KEPT = (LOCK, RECORD)
-"""What a restart leaves in the work folder: its lock, and what it publishes."""
-
-
 def can_resume(work: str) -> bool:
     """Whether a work folder of this machine holds what a second run can use."""
     if is_remote(work) or not os.path.isdir(work):
@@ -161,14 +154,11 @@ def clear_work_dir(work: str, storage: StorageConfig) -> None:
     """Remove what an interrupted run has done; the lock is held, and what is noted of the
     output's names stays true.
     """
-    keys = _keys_below(work, storage)
-    store, folder = open_store(f"{work}/" if is_remote(work) else work, storage)
-    folder = folder.rstrip("/")
-    kept = {f"{folder}/{name}" for name in KEPT}
+    store, keys = _files_of(work, storage)
     # Records go before what they speak of.
     for key in sorted(keys, key=lambda key: not key.endswith(".json")):
         name = os.path.basename(key)
-        if key not in kept and not name.startswith(KEPT_PIPE):
+        if name not in (LOCK, RECORD) and not name.startswith(KEPT_PIPE):
             store.delete(key)
 
 
@@ -177,25 +167,19 @@ def remove_work_dir(work: str, storage: StorageConfig) -> None:
     if not is_remote(work):
         if os.path.isdir(work):
             # Renamed first, so that a kill leaves all of it or nothing.
-            removed = _removed(work)
+            removed = f"{work}{REMOVED}"
             shutil.rmtree(removed, ignore_errors=True)
             os.rename(work, removed)
             shutil.rmtree(removed, ignore_errors=True)
         return
-    store, _ = open_store(f"{work}/", storage)
+    store, keys = _files_of(work, storage)
     # What is noted of the output goes last: as long as anything is here, it says whose the output
     # is.
-    for key in sorted(_keys_below(work, storage), key=lambda key: key.endswith(KEPT)):
+    for key in sorted(keys, key=lambda key: os.path.basename(key) == RECORD):
         store.delete(key)
 
 
-def _keys_below(work: str, storage: StorageConfig) -> list[str]:
-    """Every file of a work folder, by its store's key."""
-    if is_remote(work):
-        store, folder = open_store(f"{work}/", storage)
-        return [info.key for info in store.list(folder)]
-    _, folder = open_store(work, storage)
-    keys = []
-    for root, _, names in os.walk(folder):
-        keys += [os.path.join(root, name) for name in names]
-    return keys
+def _files_of(work: str, storage: StorageConfig) -> tuple[Store, list[str]]:
+    """The store of a work folder, and the keys of its files."""
+    store, folder = open_store(f"{work}/", storage)
+    return store, [info.key for info in store.list(f"{folder.rstrip('/')}/")]

@@ -53,34 +53,68 @@ def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
 
     Raises ConvertError for an archive without an end.
     """
-    skipped = source.skipped
-    choice = MemberChoice(source.options.member, source.path)
+    path = source.path
+    wanted = source.options.member
+    if wanted is not None:
+        wanted = wanted.lower().removeprefix(".")
+    # a pattern says that every member is a document by itself
+    takes_several = not set(GLOB_CHARS).isdisjoint(wanted or "")
+    known: dict[str, None] = {}
+    """Members of samples, in order of appearance, as far as a message tells of them."""
+    documents = 0
+    samples_without = 0
     with source.open() as file:
-        for archive, member in _members(file, redact_urls(source.path)):
-            name = member.name
-            where = f"{source.path}!{name}"
-            if member.issym() or member.islnk():
-                skipped.add_member("links")
-            elif not member.isreg():
-                if not member.isdir():
-                    skipped.add_member("devices and pipes")
-            elif escapes_folder(name):
-                message = (
-                    f"{in_one_line(where)}: a member outside of its archive; who made this tar?"
-                )
-                source.fault("hostile path", message)
-            elif not choice.takes(name):
-                skipped.add_member(document_suffix(name) or "without a suffix")
-            else:
-                choice.check_sample()
-                yield from _documents_of(archive, member, where, source)
-    choice.check_end()
-    if choice.samples_without:
-        # without a message: there may be as many as samples
-        reason = "samples without text"
-        if source.options.member is not None:
-            reason = "samples without the member"
-        skipped.leave_out(reason, choice.samples_without)
+        members = _regular_members(file, source)
+        # a member without a sample is a sample of its own
+        for sample, group in itertools.groupby(
+            members, lambda one: _split(one[1].name)[0] or object()
+        ):
+            names: list[str] = []
+            taken: list[str] = []
+            for archive, entry in group:
+                name = entry.name
+                member = _plain(_split(name)[1] or document_suffix(name))
+                names.append(name)
+                if member and len(known) < MAX_NAMES:
+                    known.setdefault(member)
+                # `*` takes several of a sample, and of what can be documents at all: no images
+                is_document = document_suffix(name) in SUFFIXES
+                if wanted not in (None, "*"):
+                    is_document = fnmatchcase(member, wanted)
+                if not is_document:
+                    source.skipped.add_member(document_suffix(name) or "without a suffix")
+                    continue
+                taken.append(name)
+                if len(taken) > 1 and not takes_several:
+                    raise _ambiguous(path, str(sample), names, taken)
+                yield from _documents_of(archive, entry, f"{path}!{name}", source)
+            documents += len(taken)
+            samples_without += not taken
+    if wanted is not None and known and not documents:
+        raise ConvertError(
+            f"{path}: no sample has a member {wanted!r} (they have: {listed(known)})"
+        )
+    # without a message: there may be as many as samples
+    reason = "samples without text" if wanted is None else "samples without the member"
+    source.skipped.leave_out(reason, samples_without)
+
+
+def _regular_members(
+    file: Any, source: Source
+) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The files of an archive; what else is in it is counted."""
+    for archive, member in _members(file, redact_urls(source.path)):
+        if member.issym() or member.islnk():
+            source.skipped.add_member("links")
+        elif not member.isreg():
+            if not member.isdir():
+                source.skipped.add_member("devices and pipes")
+        elif escapes_folder(member.name):
+            where = in_one_line(f"{source.path}!{member.name}")
+            message = f"{where}: a member outside of its archive; who made this tar?"
+            source.fault("hostile path", message)
+        else:
+            yield archive, member
 
 
 def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
@@ -169,90 +203,20 @@ def document_suffix(name: str) -> str:
     return f".{suffix.lower()}" if dot else ""
 
 
-class MemberChoice:
-    """Follows the names in an archive, and chooses the members that are documents.
-
-    wanted: a member, a pattern of several, or None.
-    """
-
-    def __init__(self, wanted: str | None, path: str) -> None:
-        if wanted is not None:
-            wanted = wanted.lower().removeprefix(".")
-        self._wanted = wanted
-        self._path = path
-        self._sample: str | None = None
-        self._names: list[str] = []
-        """Of all members of the sample so far."""
-        self._taken: list[str] = []
-        """Those of them that are documents."""
-        self.samples_without = 0
-        """Samples without a document."""
-        self._found_any = False
-        self._known: dict[str, None] = {}
-        """All members of the archive, in order of appearance, as far as a message tells of them."""
-
-    def takes(self, name: str) -> bool:
-        """Whether the next member is a document."""
-        sample, member = _split(name)
-        if sample is None or sample != self._sample:
-            self._end_sample()
-            self._sample = sample
-        member = _plain(member or document_suffix(name))
-        self._names.append(name)
-        if member and len(self._known) < MAX_NAMES:
-            self._known.setdefault(member)
-        if not self._is_wanted(name, member):
-            return False
-        self._taken.append(name)
-        return True
-
-    def check_sample(self) -> None:
-        """Raise ConfigError if the sample has a second member that may be its document."""
-        # a pattern says that every member is a document by itself
-        takes_several = not set(GLOB_CHARS).isdisjoint(self._wanted or "")
-        if len(self._taken) > 1 and not takes_several:
-            raise self._ambiguous()
-
-    def check_end(self) -> None:
-        """End the last sample. Raises ConvertError if no sample has the member."""
-        self._end_sample()
-        if self._wanted is not None and not self._found_any and self._known:
-            known = listed(self._known)
-            raise ConvertError(
-                f"{self._path}: no sample has a member {self._wanted!r} (they have: {known})"
-            )
-
-    def _end_sample(self) -> None:
-        if self._taken:
-            self._found_any = True
-        elif self._names:
-            self.samples_without += 1
-        self._names = []
-        self._taken = []
-
-    def _is_wanted(self, name: str, member: str) -> bool:
-        # `*` takes several of a sample, and of what can be documents at all: no images
-        if self._wanted is None or self._wanted == "*":
-            return document_suffix(name) in SUFFIXES
-        return fnmatchcase(member, self._wanted)
-
-    def _ambiguous(self) -> ConfigError:
-        members: dict[str, None] = {}  # in their order, each once
-        for name in self._taken:
-            _, member = _split(name)
-            members.setdefault(_plain(member or ""))
-        if len(members) == 1:
-            (member,) = members
-            return ConfigError(
-                f"{self._path}: sample {self._sample!r} has the member {member!r} more than once "
-                f"({listed(self._names)}); take each as a document by --member '*{member}', or "
-                f"make the archive again with one of each name"
-            )
+def _ambiguous(path: str, sample: str, names: list[str], taken: list[str]) -> ConfigError:
+    """names: the members of a sample so far. taken: those of them that may be its document."""
+    members = list(dict.fromkeys(_plain(_split(name)[1] or "") for name in taken))
+    if len(members) == 1:
         return ConfigError(
-            f"{self._path}: of sample {self._sample!r} more than one member may be the document "
-            f"({listed(self._names)}); name one by --member, {' or '.join(map(repr, members))} for "
-            f"instance, or take each as a document by --member '*'"
+            f"{path}: sample {sample!r} has the member {members[0]!r} more than once "
+            f"({listed(names)}); take each as a document by --member '*{members[0]}', or "
+            f"make the archive again with one of each name"
         )
+    return ConfigError(
+        f"{path}: of sample {sample!r} more than one member may be the document "
+        f"({listed(names)}); name one by --member, {' or '.join(map(repr, members))} for "
+        f"instance, or take each as a document by --member '*'"
+    )
 
 
 def _split(name: str) -> tuple[str | None, str | None]:

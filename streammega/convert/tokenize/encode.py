@@ -117,7 +117,11 @@ class BatchEncoder:
             try:
                 content = read(document)
             except (ConvertError, FormatError) as error:
-                self._refuse(document, read, error, skipped)
+                # A skipped one keeps its byte (`path@byte`): to count the lines before it would read
+                # the file again for each.
+                if self.options.on_error == "stop":
+                    raise ConvertError(self._message_with_line(document, read, error)) from None
+                skipped.add("broken record", str(error))
                 continue
             if content:
                 contents.append(content)
@@ -126,26 +130,14 @@ class BatchEncoder:
                 skipped.leave_out("empty")
         return contents, numbers
 
-    def _refuse(
-        self,
-        document: RawDocument,
-        read: Callable[[RawDocument], Any],
-        error: Exception,
-        skipped: Skipped,
-    ) -> None:
-        """Raise what is wrong with a document as a ConvertError that names its line, or note it
-        where faults are passed over.
-
-        Those that are passed over keep their byte (`path@byte`): to count the lines before would
-        read the file again for each.
-        """
-        if self.options.on_error == "skip":
-            skipped.add("broken record", str(error))
-            return
+    def _message_with_line(
+        self, document: RawDocument, read: Callable[[RawDocument], Any], error: Exception
+    ) -> str:
         try:
             read(with_line(document, self._storage))
         except (ConvertError, FormatError) as named:
-            raise ConvertError(str(named)) from None
+            return str(named)
+        return str(error)
 
     def _without_empty(
         self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped
