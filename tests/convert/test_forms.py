@@ -12,6 +12,7 @@ import lzma
 import os
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.convert.test_json_values import FORMS
 from tests.support.builders import convert_bytes, convert_files
 
 EOD = 256
@@ -46,8 +48,8 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
-def over_lines(rows: list[dict[str, Any]]) -> bytes:
-    return "\n".join(json.dumps(row, indent=2) for row in rows).encode()
+def json_of(form: str, texts: list[str]) -> bytes:
+    return FORMS[form](records(texts)).encode()
 
 
 def member_tar(texts: list[str]) -> bytes:
@@ -65,15 +67,11 @@ def member_tar(texts: list[str]) -> bytes:
 
 
 PACKABLE: dict[str, tuple[str, Callable[[list[str]], bytes], dict[str, Any]]] = {
-    "lines": ("a.jsonl", lambda texts: lines(records(texts)), {}),
-    "lines called .json": ("a.json", lambda texts: lines(records(texts)), {}),
-    "array": ("a.json", lambda texts: json.dumps(records(texts)).encode(), {}),
-    "array over lines": (
-        "a.JSON",
-        lambda texts: json.dumps(records(texts), indent=1, ensure_ascii=False).encode(),
-        {},
-    ),
-    "records over lines": ("a.json", lambda texts: over_lines(records(texts)), {}),
+    "jsonl": ("a.jsonl", lambda texts: lines(records(texts)), {}),
+    **{
+        form: ("a.JSON" if "over" in form else "a.json", partial(json_of, form), {})
+        for form in FORMS
+    },
     "nested lines": ("a.ndjson", lambda texts: lines(records(texts, nested=True)), NESTED),
     "nested array": (
         "a.json",

@@ -418,11 +418,19 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str, int | None]] = {
     "broken JSON": ("a.jsonl", GOOD + b'{"text": \n' + GOOD, r"a\.jsonl:2: broken JSON", 2),
     "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n' + GOOD, r"a\.jsonl:1: is not UTF-8", 1),
     "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n' + GOOD, r"a\.jsonl:1: holds half", 1),
-    "no such key": ("a.jsonl", GOOD * 2 + b'{"body": "x"}\n', r"a\.jsonl:3: has no key", 2),
+    "several keys": (
+        "a.jsonl",
+        GOOD + b'{"body": "b", "id": 1}\n',
+        r"a\.jsonl:2: has no key 'text' \(it has: 'body', 'id'\)",
+        1,
+    ),
+    "not an object": ("a.jsonl", b'["text"]\n', r"a\.jsonl:1: has no key .*\(it has: list\)", 0),
+    "not text": ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: key 'text' holds int", 0),
     "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl:2: broken JSON", 1),
 }
 BROKEN_FILES: dict[str, tuple[str, bytes, str, int | None]] = {
     "gz": ("a.jsonl.gz", gzip.compress(GOOD * 9999, 1)[:-900], "a.jsonl.gz: cannot be read", None),
+    "bz2": ("a.jsonl.bz2", bz2.compress(GOOD * 9999)[:-9], "cannot be read", None),
     "zst": ("a.jsonl.zst", zstandard.compress(GOOD * 9999)[:-4], "cannot be read", None),
     "in a member": ("a.tar", PLAIN_TAR[: 512 * 9 + 2], r"cannot be read .*a\.tar!4\.txt", 4),
     "a header": ("a.tar", damaged(PLAIN_TAR, 4096), "header at byte 4,096 is damaged", 4),

@@ -15,12 +15,11 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,26 +70,6 @@ def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
     inputs = [str(folder / name) for name in names or ("in.json",)]
     output = str(folder / "out")
     return convert_bytes(output, *inputs, on_error="skip", **options)
-
-
-@pytest.mark.guarantee("same-documents-form")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
-def test_every_form_gives_the_documents_of_lines(form: str, packed: str, tmp_path: Path) -> None:
-    data = FORMS[form](RECORDS).encode()
-    path = tmp_path / f"in.json{packed}"
-    pack: dict[str, Callable[[bytes], bytes]] = {
-        "": bytes,
-        ".gz": gzip.compress,
-        ".zst": zstandard.compress,
-    }
-    path.write_bytes(pack[packed](data))
-    report = convert_bytes(tmp_path / "out", path)
-    assert stored_texts(tmp_path / "out") == [record["text"] for record in RECORDS]
-    assert not report.dropped
-    (tmp_path / "in.jsonl").write_text(FORMS["lines"](RECORDS))
-    convert_bytes(tmp_path / "lines", tmp_path / "in.jsonl")
-    assert digests(tmp_path / "out") == digests(tmp_path / "lines")
 
 
 @pytest.mark.parametrize("form", FORMS)
