@@ -283,7 +283,7 @@ class ConvertOptions:
 
     @property
     def tokenizer_settings(self) -> dict[str, Any]:
-        """What `load_tokenizer` is told beside the name."""
+        """Arguments of `load_tokenizer` besides the name."""
         return {
             "special_tokens": self.special_tokens,
             "add_special_tokens": self.add_special_tokens,

@@ -72,7 +72,7 @@ class ConvertReport:
         return token_bytes / max(1, self.stored_bytes)
 
     def as_dict(self, command: Sequence[str] = ()) -> dict[str, Any]:
-        """Everything; command: the words that asked for it, without secrets."""
+        """Everything; command: the words of the command line, without secrets."""
         values = {"streammega": streammega.__version__, "command": list(command)} | asdict(self)
         values["compression"] = self.compression
         histogram = np.trim_zeros(np.array(values.pop("histogram")), "b").tolist()

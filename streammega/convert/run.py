@@ -128,7 +128,7 @@ def convert(
         overwrite: replace an existing dataset.
         storage: of the output and the work folder.
         input_storage: of the inputs; by default `storage`.
-        progress: is told which stage of the work begins and what was just done.
+        progress: its methods are called when a stage begins and when some of it is done.
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """

@@ -148,7 +148,7 @@ def decompressed(file: Any, suffix: str) -> Iterator[bytes]:
     while data:
         decompressor = start()
         while not decompressor.eof:
-            # zlib and zstd give all at once, the others are asked again
+            # zlib and zstd give all at once, the others a piece
             needs_input = getattr(decompressor, "needs_input", True)
             if needs_input and not data:
                 data = file.read(CHUNK_BYTES)
@@ -178,7 +178,7 @@ class PieceReader:
         self._error: Exception | None = None
 
     def read(self, size: int | None = -1) -> bytes:
-        """As many bytes as asked for; fewer at the end, and before an error."""
+        """`size` bytes; fewer at the end, and before an error."""
         left = sys.maxsize if size is None or size < 0 else size
         found: list[memoryview] = []
         while left and (self._ready or self._has_more()):

@@ -366,7 +366,7 @@ class _Files:
         )
 
     def _beside(self, path: str) -> Row | None:
-        """The file of a name that was found, or that may be there though it was not asked for."""
+        """The file of a name that was found, or that is there without having been found."""
         if path in self._rows:
             return self._rows[path]
         if self._known is not None and path not in self._known:

@@ -194,7 +194,7 @@ def _stored_bytes(text: str) -> int:
 
 
 def _cell(text: str) -> str | bytes | None:
-    """The text of a cell; its bytes where they are no UTF-8, which whoever reads it refuses."""
+    """The text of a cell; its bytes where they are no UTF-8, which are refused later."""
     if text.isascii():
         return text or None
     try:

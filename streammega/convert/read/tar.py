@@ -191,7 +191,7 @@ def _documents_of(
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
         yield one_per_document(array, np.array([array.size]), len(data), where)
-    else:  # .txt, or what was asked for by its name
+    else:  # .txt, or a member that --member names
         yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
 
 

@@ -34,7 +34,7 @@ JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
 """Of files with a JSON record a line. What other JSON files hold, their content says."""
 JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 HEAD_BYTES = 64 << 10
-"""Of a JSON file, from which it is told whether it holds lines."""
+"""Beginning of a JSON file, which shows whether it holds lines."""
 READ_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 OPENINGS = (b"[", b"{", b"[{")
@@ -153,7 +153,7 @@ def _documents_of_lines(
             if line == 1 and record in OPENINGS and source.options.on_error == "stop":
                 raise ConvertError(
                     f"{path}:1: is no record; an array, or records over several lines? call the "
-                    f"file .json, which is told by what it holds"
+                    f"file .json, whose content says what it is"
                 )
             yield RawDocument(data=data, path=path, line=line, offset=offset, record=True)
         position += len(data)

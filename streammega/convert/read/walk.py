@@ -145,7 +145,7 @@ class Remote:
         return RetryPolicy.of(self.storage, endpoint).call(lambda: self._file_of_driver(path))
 
     def _file_of_driver(self, path: str) -> Row | None:
-        """Raises EndpointError where the endpoint cannot be asked: fsspec's own `isfile` says no
+        """Raises EndpointError where the endpoint does not answer: fsspec's own `isfile` says no
         then.
         """
         try:
@@ -223,7 +223,7 @@ Place: TypeAlias = "Disk | Remote"
 
 
 def open_place(item: str, storage: StorageConfig) -> Place:
-    """Where an input is. Nothing is asked of an endpoint yet."""
+    """Where an input is. No request is sent yet."""
     if not is_remote(item):
         name = local_path(item) if "://" in item else item
         return Disk(name=name, root=name)

@@ -146,7 +146,7 @@ class ChatEncoder:
         return encoded
 
     def _needs_stand_ins(self, chat: Rendered) -> bool:
-        """Whether special tokens of the template must be told from those that messages spell."""
+        """Whether special tokens of the template must be kept apart from those that messages spell."""
         return bool(chat.breaks) or self._always_stands_in
 
     @cached_property
@@ -273,7 +273,7 @@ def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> ChatTem
 
 def _check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
     """Raise ConfigError for variables that the template does not look at, and for a date that it
-    writes and nobody names.
+    writes and no variable gives.
     """
     names = set(re.findall(r"\w+", template.source))
     for name in variables:

@@ -148,7 +148,7 @@ class SpecialTokens:
     """What templates have to know of a tokenizer's special tokens."""
 
     names: tuple[str, ...]
-    """As they are spelt."""
+    """Their spellings."""
     in_messages: re.Pattern[str] | None = None
     """Finds those that are text where messages spell them; None: they are tokens there too."""
 
@@ -338,7 +338,7 @@ class ChatTemplate:
         if bare != text or signs != [BEGIN, END] * (len(signs) // 2):
             raise FormatError(
                 f"{chat.where}: chat template {self.name} changes what its generation blocks hold, "
-                f"so where answers lie cannot be told"
+                f"so the places of answers are not known"
             )
         bounds = [place for _, place in places]
         starts = bounds[0::2]
@@ -377,18 +377,18 @@ class ChatTemplate:
         for number in numbers:
             earlier = chat._replace(turns=turns[:number])
             before = self._text(earlier) if number else ""
-            asked = self._text(earlier, prompt=True)
+            prompted = self._text(earlier, prompt=True)
             ended = text
             if number + 1 < len(turns):
                 ended = self._text(chat._replace(turns=turns[: number + 1]))
-            fault = _fault_of_prefixes(turns[number], before, asked, ended, text)
+            fault = _fault_of_prefixes(turns[number], before, prompted, ended, text)
             if fault:
                 raise FormatError(
                     f"{where}: where answers lie cannot be told from chat template {self.name} "
                     f"(message {number + 1}: {fault}); put {{% generation %}} and "
                     f"{{% endgeneration %}} around what the assistant writes"
                 )
-            answers.append((len(asked), len(ended)))
+            answers.append((len(prompted), len(ended)))
         return answers
 
     def _breaks(self, chat: Conversation, text: str, special: re.Pattern[str]) -> Sequence[int]:
@@ -417,23 +417,23 @@ def without_marks(text: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 def _fault_of_prefixes(
-    turn: dict[str, Any], before: str, asked: str, ended: str, text: str
+    turn: dict[str, Any], before: str, prompted: str, ended: str, text: str
 ) -> str | None:
     """Why what a template adds for an answer may be more than that answer, or less; None: it is
     that answer.
 
-    before: the text up to the answer; asked: with the prompt for it; ended: with the answer; text:
+    before: the text up to the answer; prompted: with the prompt for it; ended: with the answer; text:
     of the whole conversation.
     """
     if not text.startswith(ended):
         return "it writes a message in another way when more of them follow"
-    if not ended.startswith(asked):
+    if not ended.startswith(prompted):
         return "an answer does not begin as the generation prompt does"
-    if asked != before:
+    if prompted != before:
         return None
     # no prompt, or none for it: then nothing but the answer itself may stand there
     content = (joined_content(turn.get("content")) or "").strip()
-    added = ended[len(asked) :].lstrip()
+    added = ended[len(prompted) :].lstrip()
     if not content or not added.startswith(content):
         return "it has no generation prompt that tells headers from answers"
     return None

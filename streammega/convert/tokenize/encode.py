@@ -278,8 +278,8 @@ class BatchEncoder:
 
 
 def _with_fields(document: RawDocument) -> RawDocument:
-    """A record, parsed once for its texts and its id; one that is broken as it was, for whoever
-    reads it says what is wrong.
+    """A record, parsed once for its texts and its id; a broken one as it was: its reader says what
+    is wrong.
     """
     if not document.record or document.fields is not None:
         return document

@@ -236,7 +236,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return found
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """What the post-processor adds around every text, where it is asked to."""
+        """What the post-processor adds around every text, with add_special_tokens."""
         bare = list(self.encode(["a"], bare=True)[0])
         whole = list(self.encode(["a"])[0])
         start = 0
@@ -438,7 +438,7 @@ class TiktokenTokenizer(Tokenizer):
         return found
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
-        """The same pairs and pattern, with other special tokens where they are asked for."""
+        """The same pairs and pattern, with other spellings of special tokens."""
         import tiktoken
 
         model = self.model
@@ -643,7 +643,7 @@ def _load_huggingface(name: str) -> Any:
 
 def _check_is_no_path(name: str) -> None:
     """Raise ObjectNotFoundError for what can be no name on the hub, or looks like one of a file
-    here: the hub would be asked for it, and its answer say nothing of the mistake.
+    here: the answer of the hub would say nothing of the mistake.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     # The hub's names without an owner have no file suffix (`gpt2`, `opt-1.3b`).

@@ -133,7 +133,7 @@ class DocumentOrder:
         return [read_side(self._job, part)["shuffle_key"] for part in self._parts]
 
     def _is_kept(self, number: int) -> NDArray[np.bool_] | None:
-        """Which documents of a part are no duplicates; None where nobody has looked."""
+        """Which documents of a part are no duplicates; None where duplicates were not removed."""
         part = self._parts[number]
         if not part.has_keep:
             return None
@@ -178,7 +178,7 @@ def side_rows(options: ConvertOptions) -> list[str]:
 
 
 def save_side(job: Job, prefix: str, rows: SideRows) -> None:
-    """Write what shuffling and deduplication need of a segment's documents, if they are asked for."""
+    """Write what shuffling and deduplication need of a segment's documents."""
     names = side_rows(job.options)
     if names:
         in_order = [rows[name].astype("<u8", copy=False) for name in names]

@@ -330,7 +330,7 @@ class Publisher:
             move(source, self._destination.url(new + ending), self._storage)
 
     def _commit(self, manifest: bytes) -> None:
-        """Put the manifest, in a bucket on the condition that nobody has put another one."""
+        """Put the manifest, in a bucket on the condition that there is no other one since the start."""
         url = self._destination.manifest_url
         if not self._is_remote:
             save_bytes(url, manifest, self._storage)

@@ -46,7 +46,7 @@ BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 4096
 """At most so many of them, however short."""
 PARSED_BYTES = 4096
-"""What a record that was parsed already is taken for, where nobody knows its size."""
+"""What a record that was parsed already is taken for, where its size is not known."""
 
 
 def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
@@ -103,7 +103,7 @@ def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocu
 
 
 class SegmentWriter:
-    """Applies what was asked for to the documents of a unit, and writes them as segments."""
+    """Selects, shuffles and hashes the documents of a unit, and writes them as segments."""
 
     def __init__(self, job: Job, unit: int, record: UnitRecord) -> None:
         self._job = job
@@ -176,8 +176,8 @@ class SegmentWriter:
             record.histogram[number] += count
 
 
-def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:
-    """The stored dtype for some tokens: the one asked, else theirs if the format has it, else the
+def token_dtype(arrays: Sequence[NDArray[Any]], wanted: str | None) -> np.dtype[Any]:
+    """The stored dtype for some tokens: the wanted one, else theirs if the format has it, else the
     smallest that holds them.
 
     Raises ConvertError for ids that it cannot hold.
@@ -186,8 +186,8 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
     with_ids = [array for array in arrays if len(array)]
     low = min((int(array.min()) for array in with_ids), default=0)
     high = max((int(array.max()) for array in with_ids), default=0)
-    if asked is not None:
-        dtype = np.dtype(asked)
+    if wanted is not None:
+        dtype = np.dtype(wanted)
     elif common in CODE_OF_DTYPE and common.itemsize <= 4:
         dtype = common
     elif common == np.uint32 or low < 0:
