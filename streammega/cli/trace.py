@@ -203,18 +203,14 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
 
 def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[DocumentName]:
     """The documents that somebody looks for. Raises ConfigError where there are none."""
-    from streammega.dataset.provenance import is_number
-
-    named = run.provenance.documents_from(what)
-    if named:
-        return named
-    name, mark, number = what.rpartition("#")
-    if mark and is_number(number):
-        return run.provenance.find(name, int(number))
+    names = run.provenance.names
+    found = names.find(what)
+    if found:
+        return found
     if model is None:
         raise ConfigError(
-            f"--find: no document matches {what!r}. Give NAME#NUMBER, or an id or origin that the shards "
-            "keep (convert --origins); to find a text, give the --tokenizer that made the tokens"
+            f"--find: {names.describe_missing([what])}. To find a text, give the --tokenizer that "
+            "made the tokens"
         )
     return _documents_with(run, what, model)
 

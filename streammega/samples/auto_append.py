@@ -27,7 +27,7 @@ from streammega.samples.append_log import (
     Looked,
     same_phases,
 )
-from streammega.samples.document_names import with_names_read
+from streammega.samples.excluded import with_names_read
 from streammega.samples.segments import dataset_names, datasets_of_segments, split_blend
 from streammega.samples.source import SampleSource, SegmentSource
 from streammega.samples.stream_source import StreamSource, digests_of

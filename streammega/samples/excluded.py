@@ -10,25 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
-from streammega.dataset.document_lookup import ShardDocuments, open_documents
+from streammega.config import DataConfig, SkippedList, SkippedNames, StorageConfig
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 from streammega.kernels.batch import FILE_STRIDE, fill_columns, find_skipped
-from streammega.samples.document_names import NamedShards, ShardPlace, documents_of_list
+from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
-from streammega.storage.open import resolved
-from streammega.storage.thread_pool import parallel_map
+from streammega.storage.object_ops import read_whole
 
 Integers = NDArray[np.int64]
-OPENERS = 16
-"""Datasets whose shards are looked up at once."""
 ROOM = 64
 """Stretches for which there is room before they are counted: a slab rarely has any."""
 NEVER = 1 << 62
@@ -179,52 +177,73 @@ def skipped_tokens(
         return None
     assert config.eod_id is not None
     check_room(files)
-    shards = parallel_map(
-        lambda prefix: open_documents(prefix, config.storage, config.index_cache_dir),
-        prefixes,
-        OPENERS,
-    )
-    named = NamedShards(prefixes=prefixes, shards=shards)
-    same_shards = _same_shards(shards)
-    documents_of_first: dict[int, dict[ShardPlace, list[Integers]]] = {}
+    names = DocumentNames(prefixes, config)
+    documents_of_first: dict[int, set[DocumentName]] = {}
     for skipped in skips:
-        documents = documents_of_first.setdefault(skipped.first_sample, {})
-        for named_place, numbers in documents_of_list(skipped, named, config.storage).items():
-            for place in same_shards[named_place]:
-                documents.setdefault(place, []).append(numbers)
+        documents = documents_of_first.setdefault(skipped.first_sample, set())
+        documents.update(_documents_of_list(skipped, names, config.storage))
     lists = []
     stretches = []
     for first in sorted(documents_of_first):
-        of_list = {
-            place: np.unique(np.concatenate(numbers))
-            for place, numbers in sorted(documents_of_first[first].items())
-        }
-        identity, found = _lay_out(first, of_list, shards, files)
+        identity, found = _lay_out(first, documents_of_first[first], names.all_shards, files)
         lists.append(identity)
         stretches.append(found)
     check_ids([found.starts for found in stretches], files, config.eod_id)
     return SkippedTokens(*disjoint_stretches(stretches), lists)
 
 
-def _same_shards(
-    shards: Sequence[Sequence[ShardDocuments]],
-) -> dict[ShardPlace, list[ShardPlace]]:
-    """For each shard all places of the blend that are the same stored shard, itself among them: `web`
-    and `./web`, or `web@1` and `web`, hold the same documents.
+def with_names_read(config: DataConfig, split: str) -> DataConfig:
+    """The config with the names themselves where it has files of them, of a split, so that all that
+    is opened by it skips the same. Raises ConfigError for a file that is not there.
     """
-    places_of_url: dict[str, list[ShardPlace]] = {}
-    url_of_place = {}
-    for dataset, of_dataset in enumerate(shards):
-        for number, shard in enumerate(of_dataset):
-            place = ShardPlace(dataset, number)
-            url_of_place[place] = resolved(shard.files.url)
-            places_of_url.setdefault(url_of_place[place], []).append(place)
-    return {place: places_of_url[url] for place, url in url_of_place.items()}
+    lists: list[tuple[int, SkippedNames]] = []
+    for skipped in config.skips_of(split):
+        names = _names_of_list(skipped, config.storage)
+        of_dataset = {} if skipped.dataset is None else {skipped.dataset: names}
+        lists.append((skipped.first_sample, of_dataset or names))
+    if not lists:
+        return config
+    phases = [replace(phase, skip_documents=()) for phase in config.phases]
+    return replace(config, skip_documents=lists, phases=phases)
+
+
+def _names_of_list(skipped: SkippedList, storage: StorageConfig) -> list[str]:
+    """The names of a list, each once."""
+    if not isinstance(skipped.names, str):
+        return list(dict.fromkeys(skipped.names))
+    data = read_whole(skipped.names, storage)
+    where = redact_urls(skipped.names)
+    if data is None:
+        raise ConfigError(
+            f"skip_documents: there is no file {where}; it has a name a line. A few names may be "
+            "given as a list instead"
+        )
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"skip_documents: {where} is no text in UTF-8") from None
+    stripped = [line.strip() for line in lines]
+    return list(dict.fromkeys(name for name in stripped if name))
+
+
+def _documents_of_list(
+    skipped: SkippedList, names: DocumentNames, storage: StorageConfig
+) -> Iterator[DocumentName]:
+    """The documents of a list. Raises ConfigError for names that no document has."""
+    wanted = _names_of_list(skipped, storage)
+    try:
+        found = names.find_all(wanted, skipped.dataset)
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise ConfigError(names.describe_missing(missing, skipped.dataset))
+    except ConfigError as error:
+        raise ConfigError(f"skip_documents: {error}") from None
+    return chain.from_iterable(found.values())
 
 
 def _lay_out(
     first_sample: int,
-    documents: dict[ShardPlace, Integers],
+    documents: Collection[DocumentName],
     shards: Sequence[Sequence[ShardDocuments]],
     files: Sequence[Sequence[TokenFile]],
 ) -> tuple[_ListIdentity, SkippedStretches]:
@@ -235,7 +254,8 @@ def _lay_out(
     stops = [np.empty(0, np.int64)]
     hashers: dict[int, Any] = {}
     counts: dict[int, int] = {}
-    for (dataset, shard), numbers in documents.items():
+    for (dataset, shard), of_shard in groupby(sorted(documents), lambda name: name[:2]):
+        numbers = np.array([name.document for name in of_shard], np.int64)
         begin, end = shards[dataset][shard].tokens_of_all(numbers)
         in_dataset = shard * FILE_STRIDE
         if files_of_dataset[dataset] < len(shards[dataset]):

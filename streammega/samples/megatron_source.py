@@ -85,7 +85,7 @@ class MegatronSegment(SegmentSource):
         shift = self.first_sample
         found = []
         for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():
-            here = replace(name, dataset=place)
+            here = name._replace(dataset=place)
             uses = self.samples.document_uses(shards, here, end - shift)
             found.append(TokenUses(uses.sample + shift, uses.start, uses.stop))
         return concatenate_uses(found)

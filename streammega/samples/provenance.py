@@ -22,7 +22,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.samples.auto_append import recorded
-from streammega.samples.document_names import BlendShards, DocumentName
+from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
 from streammega.samples.loss_masks import NO_SEAMS
 from streammega.samples.open import locate_checked, open_source
@@ -102,7 +102,8 @@ class Provenance:
             raise ConfigError(f"the config has no samples for {split}")
         self.datasets: Sequence[str] = prefixes_of(config, split)
         """The names of its datasets, over all phases."""
-        self._shards = BlendShards(self.datasets, config)
+        self.names = DocumentNames(self.datasets, config)
+        self._bounds: dict[int, Integers] = {}
 
     def trace(
         self, sample_ids: ArrayLike, tokens: tuple[int, int] | None = None
@@ -156,25 +157,21 @@ class Provenance:
             found[row, : tokens.shape[1]] = tokens[0]
         return found, np.array([valid[0] for _, valid in parts], np.int64)
 
-    def find(self, name: str, number: int) -> list[DocumentName]:
-        """The documents of that number in a dataset or shard: by the name of a dataset, numbered
-        over all its shards, or by that of a shard; or by the end of either (`web` of
-        `s3://bucket/web`). Several where the blend has the dataset several times.
+    def find(self, name: str) -> list[DocumentName]:
+        """The documents of that name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several where the
+        blend has a dataset several times, and where documents share an id.
 
-        Raises ConfigError for a name that is in no dataset, or ends several; IndexError for a
-        number.
+        Raises ConfigError for a name that no document has, or that may mean different ones.
         """
-        return self._shards.find(name, number)
+        found = self.names.find(name)
+        if not found:
+            raise ConfigError(self.names.describe_missing([name]))
+        return found
 
     def origin(self, name: DocumentName) -> DocumentOrigin | None:
         """Where a document came from; None where its shard does not say (convert --origins)."""
-        return self._shards.origin(name)
-
-    def documents_from(self, words: str) -> list[DocumentName]:
-        """The documents of that id or URL, or of that place (`corpus.jsonl:12`), in all datasets
-        whose shards say where documents came from. All of their origins are looked through.
-        """
-        return self._shards.documents_from(words)
+        stored = self.shards(name.dataset)[name.shard].origins
+        return None if stored is None else stored[name.document]
 
     def readings(self, name: DocumentName, end: int | None = None) -> list[DocumentReading]:
         """Every sample before `end` that reads tokens of a document, in order.
@@ -192,7 +189,7 @@ class Provenance:
 
     def dataset_name(self, dataset: int) -> str:
         """A dataset as the config names it, without secrets."""
-        return self._shards.dataset_name(dataset)
+        return redact_urls(self.datasets[dataset])
 
     @property
     def dataset_names(self) -> list[str]:
@@ -205,7 +202,7 @@ class Provenance:
 
     def shards(self, dataset: int) -> list[ShardDocuments]:
         """The shards of a dataset, opened once."""
-        return self._shards.of(dataset)
+        return self.names.shards(dataset)
 
     def skipped_from(self, name: DocumentName) -> int | None:
         """The sample from which on a document is not seen; None: it is not skipped."""
@@ -217,9 +214,7 @@ class Provenance:
         token = runs[0].file_start
         if self.source.has_file_per_shard:
             return skipped.since_of(file + name.shard, token)
-        return skipped.since_of(
-            file, token + int(self._shards.token_bounds(name.dataset)[name.shard])
-        )
+        return skipped.since_of(file, token + int(self._token_bounds(name.dataset)[name.shard]))
 
     def skipped_documents(self) -> dict[DocumentName, int]:
         """The documents that are skipped, and from which sample on each is."""
@@ -288,11 +283,18 @@ class Provenance:
             skipped=since is not None and since <= sample,
         )
 
+    def _token_bounds(self, dataset: int) -> Integers:
+        """The token of a dataset at which each of its shards begins; int64 [shards + 1]."""
+        if dataset not in self._bounds:
+            sizes = [shard.num_tokens for shard in self.shards(dataset)]
+            self._bounds[dataset] = np.cumsum([0, *sizes])
+        return self._bounds[dataset]
+
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
         """(shard, token of it) of a token of a file as extents name it."""
         if self.source.has_file_per_shard:
             return file, start
-        bounds = self._shards.token_bounds(dataset)
+        bounds = self._token_bounds(dataset)
         shard = int(np.searchsorted(bounds, start, side="right")) - 1
         return shard, start - int(bounds[shard])
 

@@ -320,7 +320,7 @@ def test_an_id_that_no_record_has_is_told(tmp_path: Path, caplog: pytest.LogCapt
     provenance = Provenance(
         DataConfig(blend=str(tmp_path / "b"), sequence_length=2, split="1,0,0", order="stream")
     )
-    assert provenance.documents_from("") == [], "no id is no name"
+    assert provenance.names.find("") == [], "no id is no name"
 
 
 # --- publishing -----------------------------------------------------------------------------------

@@ -182,12 +182,14 @@ def test_documents_are_named_by_dataset_or_by_shard(corpus: tuple[Path, Document
     root, _ = corpus
     provenance = Provenance(config_of(root, "stream"))
     expected = [DocumentName(dataset=0, shard=1, document=5)]
-    assert provenance.find(f"{root}/web/", 65) == expected
-    assert provenance.find(f"{root}/web/{shard_name('web', 1, 3)}.bin", 5) == expected
-    with pytest.raises(IndexError, match=r"document 180 of .+, which has 180"):
-        provenance.find(f"{root}/web/", 180)
-    with pytest.raises(ConfigError, match="is no dataset of this split"):
-        provenance.find("s3://elsewhere/web", 0)
+    assert provenance.find(f"{root}/web/#65") == expected
+    assert provenance.find(f"{root}/web/{shard_name('web', 1, 3)}.bin#5") == expected
+    with pytest.raises(
+        ConfigError, match=r"no document is called '.+#180'; .+web has 180 documents"
+    ):
+        provenance.find(f"{root}/web/#180")
+    with pytest.raises(ConfigError, match=r"'s3://elsewhere/web#0'.* keep no origins"):
+        provenance.find("s3://elsewhere/web#0")
 
 
 @pytest.mark.guarantee("documents-named-dataset")
@@ -228,18 +230,18 @@ def test_documents_are_named_by_the_end_of_a_name(
         (f"{root.name}/code", f"{root}/code"),
         ("web-00001-of-00003", f"{root}/web/web-00001-of-00003"),
     ):
-        assert provenance.find(name, 3) == provenance.find(full, 3)
-    assert provenance.find("web", 61) == [DocumentName(dataset=0, shard=1, document=1)]
-    with pytest.raises(IndexError, match=r"document 60 of .*code"):
-        provenance.find("code", 60)
-    with pytest.raises(IndexError, match=r"document 60 of .*web-00001"):
-        provenance.find("web-00001-of-00003", 60)
-    with pytest.raises(ConfigError, match="eb is no dataset of this split"):
-        provenance.find("eb", 3)
+        assert provenance.find(f"{name}#3") == provenance.find(f"{full}#3")
+    assert provenance.find("web#61") == [DocumentName(dataset=0, shard=1, document=1)]
+    with pytest.raises(ConfigError, match=r"code has 60 documents, numbered from 0"):
+        provenance.find("code#60")
+    with pytest.raises(ConfigError, match=r"web-00001-of-00003 has 60 documents"):
+        provenance.find("web-00001-of-00003#60")
+    with pytest.raises(ConfigError, match="no document is called 'eb#3'"):
+        provenance.find("eb#3")
     write_shard(str(tmp_path / "code"), np.random.default_rng(1), 60)
     two = Provenance(config_of(root, order, [(f"{root}/code", 0.5), (f"{tmp_path}/code", 0.5)]))
     with pytest.raises(ConfigError, match=r"code may be .*/code or .*/code; name it in full"):
-        two.find("code", 3)
+        two.find("code#3")
 
 
 @pytest.mark.guarantee("steps-samples-ranks")

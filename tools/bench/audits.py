@@ -139,7 +139,7 @@ def report(samples: int, datasets: int, compared: int) -> None:
     behind = rng.choice(firsts[1:], compared // 2) + rng.integers(0, 10 * BATCH, compared // 2)
     chosen = np.concatenate([behind, rng.integers(0, end, compared - compared // 2)])
     traced = timed(f"trace {compared:,} samples", lambda: list(provenance.trace(chosen)))
-    (name,) = provenance.find(provenance.datasets[datasets // 2], 100)
+    (name,) = provenance.find(f"{provenance.datasets[datasets // 2]}#100")
     title = "find a document of 1,000,003 tokens: readings"
     timed(title, lambda: len(provenance.readings(name, end)))
     began = time.perf_counter()
