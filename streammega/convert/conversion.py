@@ -57,7 +57,7 @@ from streammega.convert.write.shards import (
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
 

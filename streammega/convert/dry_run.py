@@ -24,7 +24,7 @@ from streammega.convert.write.destination import check_may_write
 from streammega.convert.write.segments import Selection, batches_of, token_dtype
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.storage.progress import ProgressObserver
 
 SAMPLED_UNITS = 8

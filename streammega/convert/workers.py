@@ -27,7 +27,7 @@ from typing import Any
 from streammega.convert.options import Runner
 from streammega.convert.read.source import Input
 from streammega.errors import ConfigError, ConvertError, StreammegaError
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
 from streammega.storage.progress import Progress
 

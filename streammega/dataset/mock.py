@@ -26,7 +26,7 @@ from streammega.dataset.idx import (
     index_bytes,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError
-from streammega.kernels.mix import GOLDEN, mix
+from streammega.kernels.stream import GOLDEN, mix
 from streammega.storage import Buffer, ObjectInfo
 from streammega.storage.open import register_scheme
 from streammega.storage.store import Span, Store

@@ -29,7 +29,7 @@ from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, sh
 from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.check import find_ids
+from streammega.kernels.documents import find_ids
 from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move
 

@@ -39,8 +39,8 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize, without_controls
-from streammega.kernels.check import id_range, wrong_ends
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
+from streammega.kernels.documents import id_range, wrong_ends
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.object_ops import read_whole

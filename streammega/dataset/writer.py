@@ -21,7 +21,7 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.names import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.storage import open_store
 from streammega.storage.backends.local import FileRange
 from streammega.storage.derived_stores import file_ranges

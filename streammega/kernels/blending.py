@@ -37,8 +37,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.kernels import num_threads
 from streammega.kernels.jit import kernel
-from streammega.kernels.parallel import num_threads
 
 REGISTER = 8
 """The due are compared in multiples of so many float64: whole vector registers, as the compiler

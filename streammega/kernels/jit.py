@@ -25,8 +25,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     process.
 
     An entry is valid while the kernel's own file is unchanged, so kernels that call each other are
-    in one file. `mix` and `intrinsics` are called from other files and never change: whoever does
-    change them removes `kernels/__pycache__` before believing a test.
+    in one file. `intrinsics` is called from other files and never changes: whoever does change it
+    removes `kernels/__pycache__` before believing a test.
     """
     try:
         compiled = numba.njit(function, cache=True, nogil=True)

@@ -1,4 +1,6 @@
-"""Documents packed into bins of one size, none of them cut; and what of a bin is documents."""
+"""Items of several sizes put together: documents into bins, none of them cut, and the samples of a
+global batch into micro-batches that cost about the same.
+"""
 
 from __future__ import annotations
 
@@ -76,61 +78,32 @@ def _least_room(counts, leaves, size):
 
 
 @kernel
-def filled_tokens(offsets, lengths, itemsize, start, stop):
-    """Where the documents of rows of a file end, before the padding behind them: int64 [rows].
+def deal(costs, by_cost, ranks, rows, places) -> None:
+    """Deal a global batch out to micro-steps, ranks and rows: places int64 [micro-steps, ranks,
+    rows], of its samples.
 
-    offsets (bytes, rising), lengths [sequences]. Row r is tokens [start[r], stop[r]), a bin or its
-    beginning, whose documents lie end to end from its first token on. Cost: a binary search for
-    each row.
+    costs int64 [samples]; by_cost [samples]: their places, the most expensive first. A micro-step
+    takes the next ranks * rows of these, whatever the ranks and rows. Within it, they are dealt in
+    rounds of one to each micro-batch, the most expensive of a round to the micro-batch that costs
+    least so far; the most expensive micro-batch goes to the rank that has had least so far. Cost: a
+    sort of the ranks for each round.
     """
-    ends = np.empty(len(start), np.int64)
-    for r in range(len(start)):
-        sequence = np.searchsorted(offsets, stop[r] * itemsize, "left") - 1
-        end = start[r]
-        if sequence >= 0:
-            end = offsets[sequence] // itemsize + lengths[sequence]
-        # what a damaged index says of tokens outside of the row is not believed
-        ends[r] = min(max(end, start[r]), stop[r])
-    return ends
-
-
-@kernel
-def _document_at(offsets, bounds, itemsize, token):
-    """The first document that begins at a token of the file, or after it."""
-    sequence = np.searchsorted(offsets, token * itemsize, "left")
-    return np.searchsorted(bounds, sequence, "left")
-
-
-@kernel
-def count_documents(offsets, bounds, itemsize, start, stop):
-    """How many rows `list_documents` makes of each row, int64 [rows]: at least one."""
-    counts = np.empty(len(start), np.int64)
-    for r in range(len(start)):
-        first = _document_at(offsets, bounds, itemsize, start[r])
-        last = _document_at(offsets, bounds, itemsize, stop[r])
-        counts[r] = max(1, last - first)
-    return counts
-
-
-@kernel
-def list_documents(offsets, bounds, itemsize, start, stop, first_row, starts, stops) -> None:
-    """Rows of documents: of row r of a file, which is tokens [start[r], stop[r]), those that begin
-    in it, to starts and stops from first_row[r] on.
-
-    offsets (bytes, rising) [sequences]; bounds [documents + 1]: the first sequence of each
-    document.
-    """
-    for r in range(len(start)):
-        first = _document_at(offsets, bounds, itemsize, start[r])
-        last = _document_at(offsets, bounds, itemsize, stop[r])
-        row = first_row[r]
-        starts[row] = start[r]
-        for document in range(first + 1, last):
-            begin = start[r]
-            if bounds[document] < len(offsets):
-                begin = offsets[bounds[document]] // itemsize
-            begin = min(max(begin, starts[row]), stop[r])
-            stops[row] = begin
-            row += 1
-            starts[row] = begin
-        stops[row] = stop[r]
+    rank_totals = np.zeros(ranks, np.int64)
+    dealt = np.empty((ranks, rows), np.int64)
+    for step in range(len(places)):
+        first = step * ranks * rows
+        totals = np.zeros(ranks, np.int64)
+        for row in range(rows):
+            cheapest_first = np.argsort(totals, kind="mergesort")
+            for number in range(ranks):
+                place = by_cost[first + row * ranks + number]
+                batch = cheapest_first[number]
+                dealt[batch, row] = place
+                totals[batch] += costs[place]
+        dearest_first = np.argsort(-totals, kind="mergesort")
+        idlest_first = np.argsort(rank_totals, kind="mergesort")
+        for number in range(ranks):
+            batch = dearest_first[number]
+            rank = idlest_first[number]
+            places[step, rank, :] = np.sort(dealt[batch])
+            rank_totals[rank] += totals[batch]

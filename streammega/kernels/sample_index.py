@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.kernels import num_threads
 from streammega.kernels.intrinsics import prefetch
 from streammega.kernels.jit import kernel
-from streammega.kernels.parallel import num_threads
 
 CHUNK = 1 << 18
 """Positions of document_index that a thread takes at a time: their lengths are 1 MiB."""

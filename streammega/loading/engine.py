@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from streammega.config import StorageConfig
 from streammega.errors import StreammegaError
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.loading.buffers import batch_memory
 from streammega.loading.gather import Finisher, Gatherer, Slab
 from streammega.loading.lookahead import READY_SLABS, Lookahead

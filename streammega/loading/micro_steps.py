@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.kernels.balance import add_document_costs
+from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import balanced_places, check_resume, rank_samples
 from streammega.order.state import make_state

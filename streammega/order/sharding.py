@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError, StateError
-from streammega.kernels.balance import deal
+from streammega.kernels.packing import deal
 
 
 def check_batch_sizes(

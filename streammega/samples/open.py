@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 from streammega.order import Extents
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS

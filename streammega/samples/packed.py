@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.packing import count_documents, filled_tokens, list_documents
+from streammega.kernels.documents import count_documents, filled_tokens, list_documents
 from streammega.order import Extents
 from streammega.samples.documents import open_bounds
 from streammega.samples.token_file import TokenFile

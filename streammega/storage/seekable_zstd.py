@@ -26,7 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from streammega.errors import FormatError
-from streammega.kernels.frames import SYMBOL, decompress_frames
+from streammega.kernels.plan import ZSTD_SYMBOL, decompress_frames
 from streammega.storage.store import (
     Bytes,
     ObjectInfo,
@@ -282,7 +282,7 @@ def _make_context() -> Callable[[], Any]:
     from zstandard._cffi import ffi, lib  # type: ignore[import-not-found]
 
     function = ffi.addressof(lib, "ZSTD_decompressDCtx")
-    llvmlite.binding.add_symbol(SYMBOL, int(ffi.cast("uintptr_t", function)))
+    llvmlite.binding.add_symbol(ZSTD_SYMBOL, int(ffi.cast("uintptr_t", function)))
 
     def make() -> Any:
         context = lib.ZSTD_createDCtx()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels.balance import add_document_costs
+from streammega.kernels.documents import add_document_costs
 from streammega.order.sharding import balanced_places, longest_rank, pace
 
 

@@ -235,9 +235,9 @@ def side_cp(prefix: str) -> dict[str, Any]:
 
 def side_verify(dataset: str, small: str) -> dict[str, Any]:
     from streammega.dataset.verify import verify
-    from streammega.kernels import check
+    from streammega.kernels.documents import id_range
 
-    check.id_range(np.zeros(1, np.uint16))
+    id_range(np.zeros(1, np.uint16))
     verify(small)  # what is compiled is compiled
 
     def checked() -> int:

@@ -32,7 +32,7 @@ from streammega.convert.tokenize.tokenizer_files import (
     special_token_names,
 )
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
-from streammega.kernels.parallel import num_threads
+from streammega.kernels import num_threads
 
 FILE_SUFFIX = re.compile(r"\.[a-zA-Z]{2,9}$")
 EOD_NAMES = (

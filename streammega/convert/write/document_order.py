@@ -17,7 +17,7 @@ from streammega.convert.documents import Tokens, offsets_of
 from streammega.convert.job import Job, Segment, load_bytes
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
-from streammega.kernels.mix import GOLDEN, mix
+from streammega.kernels.stream import GOLDEN, mix
 from streammega.storage import open_store, save_bytes
 
 Integers = NDArray[np.int64]
