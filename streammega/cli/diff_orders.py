@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,8 @@ from streammega.errors import ConfigError
 if TYPE_CHECKING:
     from streammega.cli.trace import TracedRunFile
 
-MOST_LISTED = 12
-"""Entries of a list that are named one by one, where two lists differ."""
+MAX_LISTED = 50
+"""Settings that are named one by one, where two runs differ."""
 
 
 def diff_orders(
@@ -48,6 +49,7 @@ def diff_orders(
 
 def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | None) -> Report:
     """How the orders of two runs compare, as values for JSON."""
+    from streammega.order.state import differing_values
     from streammega.samples.order_differences import compare_orders
 
     ends = [run.end for run in (one, two)]
@@ -58,23 +60,36 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
     if samples is not None:
         ends.append(samples)
     found = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
-    settings: dict[str, str] = {}
-    for name, values in found.settings.items():
-        settings |= _differences(name, *values)
-    steps = None
-    if found.first is not None:
-        steps = [run.schedule.step_of(found.first) for run in (one, two)]
-    return {
+    listed = dict(islice(found.settings.items(), MAX_LISTED))
+    report: Report = {
         "split": one.split,
         "samples": found.samples,
         "first_sample": found.first,
-        "first_steps": steps,
-        "looked_at": None if found.first is None else found.looked_at,
-        "same_of_these": None if found.first is None else found.shared,
-        "settings": settings,
-        "tokens": _tokens_of(one, two, found.samples) if found.first is not None else {},
-        "steps": _step_differences(one, two),
+        "first_steps": None,
+        "looked_at": None,
+        "same_of_these": None,
+        "settings": _both(listed),
+        "settings_not_listed": len(found.settings) - len(listed) or None,
+        "tokens": {},
+        "steps": _both(differing_values(_steps_of(one), _steps_of(two))),
     }
+    if found.first is not None:
+        report["first_steps"] = [run.schedule.step_of(found.first) for run in (one, two)]
+        report["looked_at"] = found.looked_at
+        report["same_of_these"] = found.shared
+        report["tokens"] = _both(_tokens_of(one, two, found.samples))
+    return report
+
+
+def _both(values: Mapping[str, Sequence[Any]]) -> dict[str, Report]:
+    """A row for each name, with the value of either run."""
+    from streammega.order.state import shown_value
+
+    rows = {}
+    for name, pair in values.items():
+        first, second = (shown_value(v) if isinstance(v, list | dict) else v for v in pair)
+        rows[name] = {"first": first, "second": second}
+    return rows
 
 
 def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str, list[int]]:
@@ -96,58 +111,17 @@ def _summary(report: Report) -> str:
         # a resume is refused by these, or they come into play after those samples
         return f"{same}; settings differ" if report["settings"] else same
     places = zip(report["first_steps"], report["runs"], strict=True)
-    steps = ", ".join(f"step {_step(step)} of {run}" for step, run in places)
+    steps = [f"step {'(skipped)' if step is None else step} of {run}" for step, run in places]
     return (
-        f"they differ from sample {first} on ({steps}); of {report['looked_at']:,} samples from "
-        f"there on, {report['same_of_these']:,} are the same"
+        f"they differ from sample {first} on ({', '.join(steps)}); of {report['looked_at']:,} samples "
+        f"from there on, {report['same_of_these']:,} are the same"
     )
 
 
-def _step(number: int | None) -> str:
-    return "(skipped)" if number is None else str(number)
-
-
-def _differences(name: str, one: Any, two: Any) -> dict[str, str]:
-    """{name of a part: both values} of each part in which two values differ."""
-    if isinstance(one, Mapping) and isinstance(two, Mapping):
-        found: dict[str, str] = {}
-        for key in {**one, **two}:
-            if one.get(key) != two.get(key):
-                found |= _differences(f"{name}.{key}", one.get(key), two.get(key))
-        return found
-    if None in (one, two):
-        return {name: f"{_brief(one)} and {_brief(two)}"}
-    if not isinstance(one, list) or not isinstance(two, list):
-        return {name: f"{one} and {two}"}
-    if len(one) != len(two):
-        return {name: f"{len(one)} and {len(two)} of them"}
-    pairs = [(number, a, b) for number, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-    found = {f"{name}[{number}]": f"{a} and {b}" for number, a, b in pairs[:MOST_LISTED]}
-    if len(pairs) > MOST_LISTED:
-        found[f"{name}, others"] = f"{len(pairs) - MOST_LISTED} more"
-    return found
-
-
-def _brief(value: Any) -> str:
-    """A value that the other run has none of: of a phase where it begins."""
-    if isinstance(value, Mapping) and "first_sample" in value:
-        return f"one from sample {value['first_sample']} on"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_brief(of)}" for name, of in value.items())
-    return "none" if value is None else str(value)
-
-
-def _step_differences(one: TracedRunFile, two: TracedRunFile) -> dict[str, str]:
+def _steps_of(run: TracedRunFile) -> Report:
     """What says which step takes a sample, and not which tokens it has."""
-    found: dict[str, str] = {}
-    schedules = [run.schedule.stages for run in (one, two)]
-    if schedules[0] != schedules[1]:
-        sizes = [", ".join(f"{size} from sample {first}" for first, size in s) for s in schedules]
-        found["samples of a step"] = f"{sizes[0]}; and {sizes[1]}"
-    skips = [[list(span) for span in run.schedule.skips] for run in (one, two)]
-    if skips[0] != skips[1]:
-        found["skip_samples"] = f"{skips[0]} and {skips[1]}"
-    if one.provenance.datasets != two.provenance.datasets:
-        names = [run.provenance.dataset_names for run in (one, two)]
-        found |= _differences("names of datasets", *names)
-    return found
+    return {
+        "samples_of_a_step": [list(stage) for stage in run.schedule.stages],
+        "skip_samples": [list(span) for span in run.schedule.skips],
+        "names_of_datasets": run.provenance.dataset_names,
+    }

@@ -132,34 +132,56 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
+def differing_values(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """{path: both values} for each entry in which two identities differ; None where one has no such
+    entry. Lists of different lengths are one entry.
+    """
+    if canonical_json(one) == canonical_json(other):
+        return {}
+    if path == PHASES:  # a run without any has no such entry
+        one, other = one or {}, other or {}
+    items = []
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in {**one, **other}:
+            item_path = f"{path}.{name}" if path else str(name)
+            items.append((item_path, one.get(name), other.get(name)))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=True) if len(one) == len(other) else ()
+        items = [(f"{path}[{number}]", *pair) for number, pair in enumerate(pairs)]
+    if not items:
+        return {path: (one, other)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for item_path, item, other_item in items:
+        found |= differing_values(item, other_item, item_path)
+    return found
+
+
+def shown_value(value: Any) -> str:
+    """A value of an identity as a message shows it: of a long list, how many items it has."""
+    digested = _DIGESTED.fullmatch(value) if isinstance(value, str) else None
+    if digested:
+        return f"{digested[1]} items"
+    text = json.dumps(value)
+    is_long = isinstance(value, list | tuple | Mapping) and len(text) > MAX_WHOLE_IDENTITY
+    return f"{len(value)} items" if is_long else text
+
+
 def describe_differences(
-    saved: Any, current: Any, names: Mapping[str, str] = NO_NAMES, path: str = ""
+    saved: Mapping[str, Any], current: Mapping[str, Any], names: Mapping[str, str] = NO_NAMES
 ) -> list[str]:
     """Lines `path: the checkpoint has X, this run Y`, for all that differs. names: of datasets, by
     their paths.
     """
-    digested = _DIGESTED.fullmatch(saved) if isinstance(saved, str) else None
-    is_container = isinstance(current, list | tuple | Mapping)
-    if digested and is_container and len(current) == int(digested[1]):
-        return _differences_of_digests(digested, current, names, path)
-    if canonical_json(saved) == canonical_json(current):
-        return []
-    if path == PHASES:  # a run without any has no such entry
-        saved, current = saved or {}, current or {}
-    items = []
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for name in {**saved, **current}:
-            item_path = f"{path}.{name}" if path else str(name)
-            items.append((item_path, saved.get(name), current.get(name)))
-    elif isinstance(saved, list | tuple) and isinstance(current, list | tuple):
-        pairs = zip(saved, current, strict=True) if len(saved) == len(current) else ()
-        items = [(f"{path}[{number}]", *pair) for number, pair in enumerate(pairs)]
-    if not items:
-        where = f"{path} ({names[path]!r})" if path in names else path
-        return [f"{where}: the checkpoint has {_shown(saved)}, this run {_shown(current)}"]
     lines = []
-    for item_path, item, other in items:
-        lines += describe_differences(item, other, names, item_path)
+    for path, (before, now) in differing_values(saved, current).items():
+        digested = _DIGESTED.fullmatch(before) if isinstance(before, str) else None
+        if digested and isinstance(now, list | tuple | Mapping) and len(now) == int(digested[1]):
+            lines += _differences_of_digests(digested, now, names, path)
+            continue
+        where = f"{path} ({names[path]!r})" if path in names else path
+        lines.append(
+            f"{where}: the checkpoint has {shown_value(before)}, this run {shown_value(now)}"
+        )
     return lines
 
 
@@ -206,13 +228,3 @@ def _groups(values: Sequence[Any] | Mapping[str, Any]) -> list[list[Any]]:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(canonical_json(value).encode(), digest_size=16).hexdigest()
-
-
-def _shown(value: Any) -> str:
-    """A value of an identity as a message shows it."""
-    digested = _DIGESTED.fullmatch(value) if isinstance(value, str) else None
-    if digested:
-        return f"{digested[1]} items"
-    text = json.dumps(value)
-    is_long = isinstance(value, list | tuple | Mapping) and len(text) > MAX_WHOLE_IDENTITY
-    return f"{len(value)} items" if is_long else text

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
+from streammega.order.state import differing_values
 from streammega.samples.provenance import Provenance
 from streammega.samples.source import SampleSource, runs_of
 
@@ -23,7 +24,7 @@ AT_ONCE = 1 << 16
 class OrderDifferences:
     """How two orders compare over `samples` samples.
 
-    settings: what of the identities differs, its name and both values. first: the first sample that
+    settings: what of the identities differs: its path and both values. first: the first sample that
     is not the same tokens of the same datasets; None: there is none among those compared. shared:
     of the samples from there on that were looked at, how many are the same.
     """
@@ -47,7 +48,7 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
     Cost: what locating them costs, up to the first that differs. Where the identities say that
     nothing before some sample can differ, only those behind it are looked at.
     """
-    settings = identity_differences(one.source, other.source)
+    settings = differing_values(one.source.identity(), other.source.identity())
     names = [_numbers_of(one, other), _numbers_of(other, other)]
     for start in range(_first_possible(one, other, end), end, AT_ONCE):
         ids = np.arange(start, min(end, start + AT_ONCE))
@@ -69,20 +70,6 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
     return OrderDifferences(settings=settings, samples=end, first=None, looked_at=0, shared=0)
 
 
-def identity_differences(
-    one: SampleSource, other: SampleSource, consumed: int | None = None
-) -> dict[str, tuple[Any, Any]]:
-    """What of the identities of two orders differs, up to a sample: what a resume would refuse."""
-    first = one.identity(consumed)
-    second = other.identity(consumed)
-    names = list(dict.fromkeys([*first, *second]))
-    return {
-        name: (first.get(name), second.get(name))
-        for name in names
-        if first.get(name) != second.get(name)
-    }
-
-
 def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
     """A sample before which nothing differs: identities of the past that agree are one order.
 
@@ -91,14 +78,14 @@ def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
     # one may have more of them, in phases to come
     in_both = zip(one.datasets, other.datasets, strict=False)
     other_names = any(name != other_name for name, other_name in in_both)
-    if other_names or identity_differences(one.source, other.source, 1):
+    if other_names or one.source.identity(1) != other.source.identity(1):
         return 0
     low = 1
     high = end + 1
     # Identities only grow: what differs at some sample differs at all later ones.
     while low < high:
         middle = (low + high) // 2
-        if identity_differences(one.source, other.source, middle):
+        if one.source.identity(middle) != other.source.identity(middle):
             high = middle
         else:
             low = middle + 1

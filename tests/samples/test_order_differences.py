@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_a_later_segment_of_a_blend_leaves_what_is_before_it() -> None:
 def test_datasets_of_the_same_sizes_and_other_names_are_others() -> None:
     one = config_of("stream")
     found = compared(one, replace(one, blend=[(f"{WEB},seed=7", 0.6), (CODE, 0.4)]))
-    assert list(found.settings) == ["datasets"], "an identity holds what the datasets hold"
+    assert list(found.settings) == ["datasets[0]"], "an identity holds what the datasets hold"
     assert found.first is not None
     # The samples of the other dataset are the same ones.
     assert 0 < found.shared < found.looked_at
@@ -108,7 +109,7 @@ def test_the_command_says_it_in_words_json_and_by_its_exit_status(
     assert main(["diff-orders", "a.toml", "b.toml", "--html", "page.html"]) == 1
     words = capsys.readouterr().out
     assert "they differ from sample 0 on (step 1 of a.toml, step 1 of b.toml)" in words
-    assert "  seed: 1 and 2" in words
+    assert re.search(r"settings\n +name +first +second\n +seed +1 +2\n", words)
     assert "seed" in Path("page.html").read_text()
     assert main(["diff-orders", "a.toml", "b.toml", "--samples", "0"]) == 1
     assert "--samples 0: nothing is compared" in capsys.readouterr().err
@@ -119,4 +120,4 @@ def test_the_command_says_it_in_words_json_and_by_its_exit_status(
     report = json.loads(capsys.readouterr().out)
     assert report["first_sample"] is None
     assert report["samples"] == 40
-    assert report["steps"] == {"samples of a step": "8 from sample 0; and 4 from sample 0"}
+    assert report["steps"] == {"samples_of_a_step[0][1]": {"first": 8, "second": 4}}
