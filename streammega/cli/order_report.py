@@ -4,10 +4,9 @@ each rank would fetch.
 
 from __future__ import annotations
 
-import json
 import textwrap
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -20,7 +19,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega.order.quality import FetchPlan, ShuffleQuality
+    from streammega.order.quality import FetchPlan
     from streammega.order.schedule import TrainingSchedule
     from streammega.order.stream_order import StreamOrder
     from streammega.samples.source import SampleSource, SegmentSource
@@ -30,9 +29,7 @@ WINDOW_STEPS = 32
 DRIFT_POINTS = 200
 """Prefixes at which a blend is compared with its target, evenly spread."""
 FAR_MORE = 1.5
-"""Bytes fetched for each byte used, above which a word is said on why."""
-
-
+"""Bytes fetched for each byte used, above which a note says why."""
 OF_A_BLEND = (
     "sequence_length",
     "global_batch_size",
@@ -44,7 +41,7 @@ OF_A_BLEND = (
 )
 """Options of order-report that a run's file has settings for."""
 
-NAMES = {
+FIGURES = {
     "distance_entropy": "entropy of distances between consecutive samples (bits)",
     "places_per_256": "distinct places among 256 samples",
     "adjacent_share": "share of samples adjacent to the one before",
@@ -84,13 +81,18 @@ def order_report(
 
     Of a run's file in each of its phases. Reads no tokens.
     """
-    is_run = blend[0].endswith(RUN)
-    if is_run:
+    notes = []
+    if blend[0].endswith(RUN):
         _check_of_a_blend(context, blend[0])
-        reports = _reports_of_run(blend[0], blend[1:], ranks, steps)
-        if plot and len(reports) > 1:
+        phases = _measure_run(blend[0], blend[1:], ranks, steps)
+        if plot and len(phases) > 1:
             raise ConfigError(
-                f"--plot: draws one order, and {blend[0]} has {len(reports)} phases; leave it out"
+                f"--plot: draws one order, and {blend[0]} has {len(phases)} phases; leave it out"
+            )
+        if not _is_given(context, "ranks"):
+            notes.append(
+                f"a run's file does not name the number of data-parallel ranks; {ranks} are assumed: "
+                "give --ranks"
             )
     else:
         config = DataConfig(
@@ -104,20 +106,11 @@ def order_report(
             num_samples=(steps * global_batch_size, 0, 0),
             storage=storage_config(storage, storage_file, looks_only=True),
         )
-        reports = [measure_order(config, "train", global_batch_size, ranks, steps)]
-    values = [report_values(report, ranks) for report in reports]
-    if as_json:
-        typer.echo(json.dumps(values, indent=1))
-    else:
-        for number, report in enumerate(values):
-            show_report(report, summary=title_of(reports[number]))
-        if is_run and not _is_given(context, "ranks"):
-            typer.echo(
-                f"note: a run's file does not name the number of data-parallel ranks; {ranks} are "
-                "assumed: give --ranks"
-            )
+        phases = [measure_order(config, "train", global_batch_size, ranks, steps)]
+    values = [measured.report for measured in phases]
+    show_report({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)
     if plot:
-        write_plot(reports[0], plot)
+        write_plot(phases[0], plot)
         typer.echo(f"plot written to {plot}", err=as_json)
 
 
@@ -129,12 +122,12 @@ def _blend_of(words: list[str]) -> list[str] | str:
     return words if has_blanks and len(words) > 1 else " ".join(words)
 
 
-def _reports_of_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[OrderReport]:
+def _measure_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[MeasuredOrder]:
     from streammega.cli.trace import open_run
     from streammega.train.config import load_run
 
     run = open_run(load_run(path, overrides), "train", None)
-    return phase_reports(run.provenance.source, run.schedule, ranks, steps, run.end)
+    return measure_phases(run.provenance.source, run.schedule, ranks, steps, run.end)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -153,29 +146,18 @@ def _check_of_a_blend(context: typer.Context, path: str) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OrderReport:
-    """Figures of `samples` samples from `first_sample` on, where a phase begins.
+class MeasuredOrder(NamedTuple):
+    """Figures of the samples at the beginning of a phase."""
 
-    `blend_drift`: largest distance from the target share, in samples, by prefix. `plan`: None where
-    lanes share blocks, see `_plan_of_a_rank`. `phase`: its number; None where there is but one.
-    """
-
-    samples: int
-    quality: ShuffleQuality
-    full: ShuffleQuality
-    plan: FetchPlan | None
-    open_bytes: int
-    blend_prefixes: list[int]
-    blend_drift: list[float]
-    lanes: int | None
-    first_sample: int = 0
-    phase: int | None = None
+    report: Report
+    """For JSON and for people. A figure that samples are too few for is None."""
+    drift: list[tuple[int, float]]
+    """(samples so far, largest distance of a dataset from its share, in samples) of a blend."""
 
 
 def measure_order(
     config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int
-) -> OrderReport:
+) -> MeasuredOrder:
     """Measure `steps` global batches of an order from its plan; no token is read.
 
     Of a config with phases: of the first, to its end at most. Raises ConfigError for sizes below 1.
@@ -186,12 +168,12 @@ def measure_order(
     _check_sizes(global_batch_size=global_batch_size, ranks=dp_size, steps=steps)
     source = open_source(config, split, global_batch_size)
     schedule = training_schedule(config, split, global_batch_size)
-    return phase_reports(source, schedule, dp_size, steps, steps * global_batch_size)[0]
+    return measure_phases(source, schedule, dp_size, steps, steps * global_batch_size)[0]
 
 
-def phase_reports(
+def measure_phases(
     source: SampleSource, schedule: TrainingSchedule, dp_size: int, steps: int, end: int
-) -> list[OrderReport]:
+) -> list[MeasuredOrder]:
     """The same of every phase that begins before sample `end`, from its first sample on.
 
     A rank is told by every `dp_size`-th sample. Raises ConfigError for sizes below 1.
@@ -200,7 +182,7 @@ def phase_reports(
     starts = [segment.first_sample for segment in source.segments]
     if source.num_samples is not None:
         end = min(end, source.num_samples)
-    reports = []
+    measured = []
     for number, start in enumerate(starts):
         stop = min([end, *starts[number + 1 : number + 2]])
         if start >= stop:
@@ -208,8 +190,8 @@ def phase_reports(
         batch = schedule.size_at(start)
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
-        reports.append(_measure(source.segments[number], ids, batch, dp_size, phase))
-    return reports
+        measured.append(_measure(source.segments[number], ids, batch, dp_size, phase))
+    return measured
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -224,7 +206,7 @@ def _measure(
     global_batch_size: int,
     dp_size: int,
     phase: int | None,
-) -> OrderReport:
+) -> MeasuredOrder:
     """Figures of samples of one phase."""
     from streammega.order.quality import places_of, shuffle_quality
 
@@ -236,24 +218,43 @@ def _measure(
     # of fewer places than samples nothing could be drawn without repeating
     population = max(total, samples)
     window = WINDOW_STEPS * global_batch_size
+    quality = shuffle_quality(places, total, window)
+    full = shuffle_quality(_fully_shuffled(population, samples), population, window)
+    figures = [
+        {
+            "figure": title,
+            "this_order": _figure(getattr(quality, name)),
+            "full_shuffle": _figure(getattr(full, name)),
+        }
+        for name, title in FIGURES.items()
+    ]
     order = segment.order
-    first_datasets = extents.dataset[extents.row_splits[:-1]]
-    prefixes, drift = _blend_drift(first_datasets, order)
-    open_bytes = 0
-    if order is not None:
-        open_bytes = order.lanes // dp_size * config.block_bytes
-    return OrderReport(
-        samples=samples,
-        quality=shuffle_quality(places, total, window),
-        full=shuffle_quality(_fully_shuffled(population, samples), population, window),
-        plan=_plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0]),
-        open_bytes=open_bytes,
-        blend_prefixes=prefixes,
-        blend_drift=drift,
-        lanes=None if order is None else order.lanes,
-        first_sample=int(ids[0]),
-        phase=phase,
-    )
+    plan = _plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0])
+    report: Report = {
+        "phase": phase,
+        "first_sample": int(ids[0]),
+        "samples": samples,
+        "lanes": None if order is None else order.lanes,
+        "shuffling": figures,
+        "each_rank": None,
+        "notes": _notes(samples, figures, plan),
+    }
+    if plan is not None:
+        report["each_rank"] = {
+            "requests": plan.requests,
+            "fetched_bytes": plan.fetched_bytes,
+            "fetched_for_each_byte_used": plan.amplification,
+            "most_bytes_of_open_blocks": (
+                0 if order is None else order.lanes // dp_size * config.block_bytes
+            ),
+        }
+    drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
+    if drift:
+        report["blend"] = {
+            "most_samples_from_its_target": max(distance for _, distance in drift),
+            "at_any_of_prefixes": len(drift),
+        }
+    return MeasuredOrder(report, drift)
 
 
 def _plan_of_a_rank(
@@ -279,69 +280,23 @@ def _plan_of_a_rank(
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
-def report_values(report: OrderReport, dp_size: int) -> Report:
-    """The figures for JSON and for people; one that samples are too few for is None."""
-    ours = report.quality.row()
-    full = report.full.row()
-    values: Report = {
-        "phase": report.phase,
-        "first_sample": report.first_sample,
-        "samples": report.samples,
-        "lanes": report.lanes,
-        "shuffling": [
-            {
-                "figure": title,
-                "this_order": _figure(ours[name]),
-                "full_shuffle": _figure(full[name]),
-            }
-            for name, title in NAMES.items()
-        ],
-        f"each_of_{dp_size}_ranks": None,
-        "notes": _notes(report),
-    }
-    if report.plan is not None:
-        values[f"each_of_{dp_size}_ranks"] = {
-            "requests": report.plan.requests,
-            "fetched_bytes": report.plan.fetched_bytes,
-            "fetched_for_each_byte_used": report.plan.amplification,
-            "most_bytes_of_open_blocks": report.open_bytes,
-        }
-    if report.blend_drift:
-        values["blend"] = {
-            "most_samples_from_its_target": max(report.blend_drift),
-            "at_any_of_prefixes": len(report.blend_drift),
-        }
-    return values
-
-
 def _figure(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def title_of(report: OrderReport) -> str:
-    """How many samples were measured, and of which phase."""
-    lanes = f", {report.lanes} lanes" if report.lanes else ""
-    phase = ""
-    if report.phase is not None:
-        phase = f"phase {report.phase}, from sample {report.first_sample:,} on: "
-    return f"{phase}{report.samples:,} samples{lanes}"
-
-
-def _notes(report: OrderReport) -> list[str]:
+def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan | None) -> list[str]:
     """What figures of little data mean."""
     notes = []
-    rows = (*report.quality.row().values(), *report.full.row().values())
-    if any(np.isnan(value) for value in rows):
+    if any(value is None for row in figures for value in row.values()):
         notes.append(
-            f"{report.samples:,} samples are too few for a figure that is left out; look at more "
-            f"--steps"
+            f"{samples:,} samples are too few for a figure that is left out; look at more --steps"
         )
-    if report.plan is None:
+    if plan is None:
         notes.append(
             "requests and bytes cannot be told: the data has fewer blocks than lanes, which share "
             "them, and the loader reads a block far less than once for each lane"
         )
-    elif report.plan.amplification > FAR_MORE:
+    elif plan.amplification > FAR_MORE:
         notes.append(
             "more is fetched than used, since every lane has a block open, of which so few samples "
             "take little: over a whole epoch each byte is fetched about once; look at more --steps"
@@ -349,38 +304,37 @@ def _notes(report: OrderReport) -> list[str]:
     return notes
 
 
-def write_plot(report: OrderReport, path: str) -> None:
+def write_plot(measured: MeasuredOrder, path: str) -> None:
     """Figures against a full shuffle's, and of a blend its drift, as a PNG."""
     from streammega.cli.plotting import pyplot
 
-    is_blend = bool(report.blend_drift)
-    figure = pyplot().figure(figsize=(12 if is_blend else 8, 4), layout="constrained")
-    columns = 2 if is_blend else 1
-    _draw_quality(figure.add_subplot(1, columns, 1), report)
-    if is_blend:
+    report, drift = measured
+    columns = 2 if drift else 1
+    figure = pyplot().figure(figsize=(12 if drift else 8, 4), layout="constrained")
+    _draw_shuffling(figure.add_subplot(1, columns, 1), report["shuffling"])
+    if drift:
         right = figure.add_subplot(1, columns, 2)
-        right.plot(report.blend_prefixes, report.blend_drift)
+        right.plot(*zip(*drift, strict=True))
         right.set_title("Distance of the blend from its target")
         right.set_xlabel("samples so far")
         right.set_ylabel("samples too many or too few (largest of all datasets)")
-    figure.suptitle(title_of(report))
+    figure.suptitle(f"{report['samples']:,} samples")
     figure.savefig(path, dpi=120)
 
 
-def _draw_quality(axes: Any, report: OrderReport) -> None:
+def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:
     """A bar for each figure as a share of a full shuffle's; beside it the figures themselves, which
     are all where that is 0.
     """
-    ours = report.quality.row()
-    full = report.full.row()
-    titles = [textwrap.fill(title, 34) for title in NAMES.values()]
-    # of a full shuffle's 0 nothing has a share
-    shares = [ours[name] / full[name] if full[name] > 0 else np.nan for name in NAMES]
-    lengths = np.nan_to_num(shares)
-    axes.barh(titles, lengths)
-    for row, (name, length) in enumerate(zip(NAMES, lengths, strict=True)):
-        words = f" {ours[name]:.4g} of {full[name]:.4g}"
-        axes.text(length, row, words, va="center", fontsize="small")
+    lengths = []
+    for row, figure in enumerate(figures):
+        ours, full = (figure[name] for name in ("this_order", "full_shuffle"))
+        # of a full shuffle's 0 nothing has a share
+        length = ours / full if ours is not None and full else 0.0
+        words = ["too few samples" if value is None else f"{value:.4g}" for value in (ours, full)]
+        axes.barh(textwrap.fill(figure["figure"], 34), length, color="C0")
+        axes.text(length, row, f" {' of '.join(words)}", va="center", fontsize="small")
+        lengths.append(length)
     axes.axvline(1.0, color="gray", linestyle="--")
     axes.set_xlim(0, 1.5 * max(1.0, *lengths))  # with room for the words after the longest bar
     axes.invert_yaxis()  # the first figure on top, as in the table
@@ -409,14 +363,14 @@ def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
     return starts, samples_before
 
 
-def _blend_drift(dataset: NDArray[Any], order: Any) -> tuple[list[int], list[float]]:
-    """(prefixes, distance at each) of the dataset of every sample, int [samples], from the shares
-    of a blend.
+def _blend_drift(dataset: NDArray[Any], order: StreamOrder | None) -> list[tuple[int, float]]:
+    """(samples so far, distance) of the dataset of every sample, int [samples], from the shares of
+    a blend.
 
     Empty without a blend, and for one whose shares change: there is no one target.
     """
     if order is None or len(order.datasets) < 2 or len(order.schedule) > 1:
-        return [], []
+        return []
     # datasets are numbered over all phases
     columns = np.zeros(int(order.dataset_numbers.max()) + 1, np.int64)
     columns[order.dataset_numbers] = np.arange(len(order.datasets))
@@ -424,13 +378,11 @@ def _blend_drift(dataset: NDArray[Any], order: Any) -> tuple[list[int], list[flo
     _, weights = order.schedule[0]
     shares = np.array(weights) / np.sum(weights)
     evenly_spread = np.linspace(1, len(dataset), DRIFT_POINTS).astype(np.int64)
-    prefixes: list[int] = np.unique(evenly_spread).tolist()
-    drift: list[float] = []
+    drift: list[tuple[int, float]] = []
     drawn = np.zeros(len(shares))
     before = 0
-    for prefix in prefixes:
-        drawn += np.bincount(dataset[before:prefix], minlength=len(shares))
-        distances = np.abs(drawn - prefix * shares)
-        drift.append(float(distances.max()))
-        before = prefix
-    return prefixes, drift
+    for stop in np.unique(evenly_spread).tolist():
+        drawn += np.bincount(dataset[before:stop], minlength=len(shares))
+        drift.append((stop, float(np.abs(drawn - stop * shares).max())))
+        before = stop
+    return drift

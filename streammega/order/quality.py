@@ -6,7 +6,7 @@ end to end.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,6 @@ class ShuffleQuality:
     """Standard deviation of domain shares over windows of steps, in multiples of an independent
     draw's, if the data were 16 stretches of one domain each: the hard case.
     """
-
-    def row(self) -> dict[str, float]:
-        """The figures by name."""
-        return asdict(self)
 
 
 def shuffle_quality(places: Places, total: int, window: int) -> ShuffleQuality:

@@ -155,7 +155,9 @@ def test_an_order_is_measured_in_every_phase(
     if order == "megatron":
         Path(run_file).write_text(megatron_run())
     arguments = ["order-report", run_file, "--ranks", "4", "--steps", "10"]
-    reports = printed(capsys, *arguments, "--json")
+    printed_report = printed(capsys, *arguments, "--json")
+    assert printed_report["ranks"] == 4
+    reports = printed_report["phases"]
     assert [report["phase"] for report in reports] == [0, 1, 2, 3]
     assert [report["first_sample"] for report in reports] == [0, 160, 400, 640]
     batches = [8, 8, 16, 16] if order == "stream" else [8] * 4
@@ -165,7 +167,7 @@ def test_an_order_is_measured_in_every_phase(
     drifts = [report.get("blend", {}).get("most_samples_from_its_target", 0) for report in reports]
     assert max(drifts) < 16
     assert main(arguments) == 0
-    assert "phase 3, from sample 640 on: " in capsys.readouterr().out
+    assert "phase 3, first_sample 640, samples " in capsys.readouterr().out
 
 
 @pytest.mark.guarantee("describe-order-report")
