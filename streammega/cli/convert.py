@@ -295,10 +295,9 @@ def _check_append(
     from streammega.dataset.idx import token_dtype_named
     from streammega.dataset.names import split_name
 
-    prefix, kind_named = split_name(output)
-    named_by_suffix = prefix != output and not output.endswith(".idx")
+    prefix, _ = split_name(output)
     made: dict[str, Any] = {
-        "kind": kind_named if named_by_suffix else options.kind,
+        "kind": options.kind_of(output),
         "bin_tokens": options.pack,
     }
     if options.dtype is not None:

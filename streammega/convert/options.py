@@ -10,12 +10,15 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from streammega.config.validate import Flag, Ge, Le, Lt, check_fields
 from streammega.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streammega.dataset.names import Kind
 
 MiB = 1 << 20
 
@@ -299,6 +302,13 @@ class ConvertOptions:
         packs = self.pack is not None
         return not (leaves_out or cuts or shuffles or packs or self.origins)
 
+    def kind_of(self, output: str) -> Kind:
+        """The form of an output: of `web.bin.zst` the suffix says it, of `web` and `web.idx` kind."""
+        from streammega.dataset.names import split_name  # see `_check_dtypes`
+
+        prefix, kind = split_name(output)
+        return self.kind if prefix == output or output.endswith(".idx") else kind
+
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were
         chosen tell.
@@ -354,6 +364,6 @@ def digest_of_json(value: Any) -> str:
     return digest_of_bytes(json.dumps(value, sort_keys=True).encode())
 
 
-def digest_of_bytes(data: bytes) -> str:
-    """96 bits: no two units of a corpus are ever alike by chance."""
-    return hashlib.blake2b(data, digest_size=12).hexdigest()
+def digest_of_bytes(data: bytes, size: int = 12) -> str:
+    """In `size` bytes; with 12, no two units of a corpus are ever alike by chance."""
+    return hashlib.blake2b(data, digest_size=size).hexdigest()

@@ -31,7 +31,7 @@ from streammega.convert.read.stdin import (
 from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import ConvertReport, sum_skipped
 from streammega.convert.tokenize.chat import as_option, find_template
-from streammega.convert.tokenize.encode import BatchEncoder, keep_encoder
+from streammega.convert.tokenize.encode import NO_TOKENIZER, BatchEncoder, keep_encoder
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.convert.work_dir import can_resume, check_unlocked, output_lock, work_folder
 from streammega.convert.write.destination import (
@@ -281,10 +281,8 @@ def plan(
     storage = storage or StorageConfig()
     input_storage = input_storage or storage
     check_output(output)
-    prefix, kind_named = split_name(output)
-    # Of `web.bin.zst` the suffix says the form; `web` and `web.idx` leave it to the options.
-    if prefix != output and not output.endswith(".idx"):
-        options = replace(options, kind=kind_named)
+    prefix, _ = split_name(output)
+    options = replace(options, kind=options.kind_of(output))
     tokenizer = None
     if options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
@@ -304,10 +302,7 @@ def plan(
         metadata = metadata | {"eod_id": None}
     if any(FORMATS[item.format].has_text for item in found):
         if tokenizer is None:
-            raise ConvertError(
-                "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or "
-                "`bytes`)"
-            )
+            raise ConvertError(NO_TOKENIZER)
         # Making the encoder raises what would fail at the first text.
         keep_encoder(BatchEncoder(tokenizer, options, input_storage))
     # A cluster of this machine alone sees its folders.

@@ -7,7 +7,6 @@ inputs or options only what depends on them is done again.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 import filelock
 
 from streammega.config import StorageConfig
+from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.stdin import KEPT as KEPT_PIPE
 from streammega.convert.write.publish import RECORD
 from streammega.dataset.local_cache import default_cache_dir
@@ -38,7 +38,7 @@ def work_folder(prefix: str, given: str | None) -> str:
     """
     stem = prefix.rpartition("/")[2]
     # Of the whole prefix: outputs of one name may share a folder given, and share the cache.
-    digest = hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
+    digest = digest_of_bytes(prefix.encode(), 6)
     if given:
         return join_url(given, f"{stem}.convert-{digest}")
     if not is_remote(prefix):

@@ -8,7 +8,6 @@ code: they run in jinja's sandbox, on plain data, and learn nothing of the machi
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -18,6 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from streammega.convert.options import digest_of_bytes
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
 
@@ -188,7 +188,7 @@ class ChatTemplate:
     @property
     def record(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        digest = hashlib.blake2b(self.source.encode(), digest_size=16).hexdigest()
+        digest = digest_of_bytes(self.source.encode(), 16)
         return {"name": self.name, "digest": digest, "variables": self.variables}
 
     @cached_property

@@ -29,6 +29,9 @@ from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
 from streammega.storage.fork_lock import process_lock
 
+NO_TOKENIZER = (
+    "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
+)
 Text: TypeAlias = "str | NDArray[Any]"
 """Of a sequence; if it is long, its ids."""
 Part = tuple[Text, int, bool]
@@ -362,9 +365,7 @@ def encoder_of(job: Job) -> BatchEncoder:
     """
     name = job.options.tokenizer
     if name is None:
-        raise ConvertError(
-            "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
-        )
+        raise ConvertError(NO_TOKENIZER)
     key = (job.tokenizer_digest, job.options.digest())
     with _encoders_lock:
         encoder = _encoders.get(key)

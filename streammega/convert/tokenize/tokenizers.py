@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.convert.options import digest_of_bytes
 from streammega.convert.tokenize.tokenizer_files import (
     Pattern,
     find_gpt2_files,
@@ -211,7 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
         """Of all that the library knows of it."""
-        return _digest(self.model.to_str().encode())
+        return digest_of_bytes(self.model.to_str().encode(), 16)
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
@@ -307,7 +308,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._options["return_type"] = "numpy"
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.vocab_size())
-        self.digest = _digest(self.model.serialized_model_proto())
+        self.digest = digest_of_bytes(self.model.serialized_model_proto(), 16)
 
     @classmethod
     def reads(cls, name: str) -> bool:
@@ -665,7 +666,3 @@ def _library_threads() -> int:
     if is_parallel in ("false", "0", "off"):
         return 1
     return int(os.environ.get("RAYON_NUM_THREADS") or num_threads())
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -14,7 +14,6 @@ A record in the work folder says what is being published. By it a restart knows 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -221,8 +220,7 @@ class Publisher:
 
     def _make_mark(self, version: str) -> str:
         """The same after a kill, another one when another job or another dataset is concerned."""
-        seed = f"{self._record.job} {version}"
-        return f"gen{hashlib.blake2b(seed.encode(), digest_size=6).hexdigest()}"
+        return f"gen{digest_of_bytes(f'{self._record.job} {version}'.encode(), 6)}"
 
     def _check_nothing_exists(self) -> None:
         destination = self._destination
