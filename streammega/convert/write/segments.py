@@ -230,8 +230,7 @@ class Selection:
             self._count("cut" if options.long == "cut" else "too long", is_long)
             if options.long == "drop":
                 kept &= ~is_long
-        if not kept.all():
-            batch = batch.take(np.flatnonzero(kept))
+        batch = batch.select(kept)
         if cuts and options.max_tokens is not None:
             tokens_before = len(batch.tokens)
             batch = batch.cut(options.max_tokens, eod_of(self._job))
