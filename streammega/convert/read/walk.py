@@ -433,6 +433,8 @@ def _matching_patterns(
     """The patterns of `include`, and those of `exclude`, that a name matches. path: as seen from the
     folder that is searched.
     """
+    if not options.include and not options.exclude:
+        return set(), set()
     is_folder = row.kind in FOLDERS
     below = f"{path}/" if is_folder else path
     above = row.path.removesuffix(path) if pattern else ""
