@@ -88,6 +88,7 @@ class Trainer:
         self.out: OutDir | None = None
         self.checkpoints = Checkpointer(
             CheckpointStore.open(train.out_dir, config.data.storage),
+            device,
             train.keep_checkpoints,
             train.timeout,
             before_publish=self._upload_records,

@@ -22,7 +22,6 @@ from streammega.errors import GradientError
 from streammega.gradients.buffers import default_bucket_size, make_buckets
 from streammega.gradients.grad_checks import GradientChecks
 from streammega.gradients.loss_scale import LossScale
-from streammega.train.checkpoints.state import scalar_devices
 from tests.support.gang import on_ranks
 
 
@@ -363,21 +362,6 @@ def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
         ours.finish_grad_sync()
     assert_same_gradients(ours.module, theirs)
-
-
-@pytest.mark.parametrize(
-    ("settings", "device"),
-    [({"capturable": True}, "meta"), ({"foreach": True}, "cpu"), ({"capturable": False}, "cpu")],
-)
-def test_a_loaded_step_lies_where_the_optimizer_reads_it(
-    settings: dict[str, bool], device: str
-) -> None:
-    """On `meta` for want of a second device here: a fused kernel reads the step by its address on
-    the parameter's.
-    """
-    parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
-    optimizer = torch.optim.AdamW([{"params": [parameter], **settings}])
-    assert scalar_devices(optimizer) == {id(parameter): torch.device(device)}
 
 
 def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> None:

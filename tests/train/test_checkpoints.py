@@ -5,7 +5,6 @@ one job at a time.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -32,7 +31,6 @@ from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import hold as checkpoint_hold
-from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
@@ -41,7 +39,7 @@ from streammega.train.checkpoints.integrity import (
     DamagedError,
     parse_metadata,
 )
-from streammega.train.checkpoints.state import chunk_of
+from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.store import CheckpointStore, checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -965,55 +963,39 @@ def publish_values(place: Any, step: int) -> None:
     place.publish(step, name, Checksums().add_to({"step": step, "data": {}}))
 
 
-class FakeDevice:
-    """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is
-    ordered is noted.
-    """
+class FakeCuda:
+    """torch.cuda where there is none: what is ordered is noted, and copies are made at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.buffers = 0
+        self.device = torch.device("cuda", 3)
+        for name in ("Event", "current_stream", "stream", "set_device", "cudart"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", self))
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0
+    def Event(self) -> Any:
+        return self
 
-    def buffer(self, size: int) -> torch.Tensor:
-        self.buffers += 1
-        return torch.empty(size, dtype=torch.uint8)
+    def current_stream(self, device: torch.device) -> Any:
+        assert device == self.device
+        return FakeStream("main", self)
 
-    def stream(self) -> Any:
-        return FakeStream("side", self.log)
-
-    def current(self) -> Any:
-        return FakeStream("main", self.log)
-
-    @contextlib.contextmanager
-    def using(self, stream: Any) -> Any:
+    def stream(self, stream: Any) -> Any:
         self.log.append(f"copy on {stream.name}")
-        yield
+        return contextlib.nullcontext()
 
-    def event(self) -> Any:
-        return FakeEvent(self.log)
+    def set_device(self, device: torch.device) -> None:
+        self.log.append(f"device {device.index}")
 
-    def choose(self, stream: Any) -> None:
-        self.log.append(f"device of {stream.name}")
+    def cudart(self) -> Any:
+        return self
 
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.log.append(f"pin {size}")
+        return 0
 
-class FakeStream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-
-    def wait_stream(self, other: Any) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for the copies")
-
-
-class FakeEvent:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    def cudaHostUnregister(self, address: int) -> None:
+        self.log.append("unpin")
 
     def record(self, stream: Any) -> None:
         self.log.append(f"event on {stream.name}")
@@ -1021,41 +1003,97 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.log.append("host waits")
 
+    def noted(self) -> list[str]:
+        """What was noted since it was asked for last."""
+        noted = list(self.log)
+        self.log.clear()
+        return noted
 
-def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_the_next_change() -> (
-    None
-):
-    device = FakeDevice()
-    copies = HostCopies(device)
-    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5).to(torch.bfloat16)}
-    step = torch.tensor(3.0)
-    state = {name: chunk_of(value) for name, value in values.items()}
-    state["step"] = chunk_of(step)
-    taken = copies.take(state, background=True)
-    assert list(taken) == ["a", "b", "step"]
-    assert device.log == ["side waits for main", "copy on side", "event on side"], (
+
+class FakeStream:
+    def __init__(self, name: str, cuda: FakeCuda) -> None:
+        self.name = name
+        self.device = cuda.device
+        self._log = cuda.log
+
+    def wait_stream(self, other: Any) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(f"{self.name} waits for the copies")
+
+
+def test_copies_from_a_gpu_use_one_kept_buffer_and_order_themselves_before_the_next_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    staging = HostStaging(cuda.device)
+    state = {
+        "a": torch.arange(6.0).view(2, 3),
+        "b": torch.arange(5).to(torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "step": torch.tensor(3.0),
+    }
+    copies = staging.stage(state)
+    assert list(copies) == list(state)
+    assert cuda.noted() == ["pin 192", "side waits for main", "copy on side", "event on side"], (
         "the host waits for nothing"
     )
-    copies.before_change()
-    copies.before_change()
-    assert device.log[3:] == ["main waits for the copies"], "once, on the device"
-    for value in (*values.values(), step):
+    staging.before_change()
+    staging.before_change()
+    assert cuda.noted() == ["main waits for the copies"], "once, on the device"
+    before = {name: value.clone() for name, value in state.items()}
+    for value in state.values():
         value.add_(1)
-    copies.wait()
-    assert device.log[4:] == ["device of side", "host waits"], (
+    staging.wait()
+    assert cuda.noted() == ["device 3", "host waits"], (
         "a thread's own device is the first, of which a wait would make a context"
     )
-    assert torch.equal(taken["a"].values, torch.arange(6.0).view(2, 3))
-    assert torch.equal(taken["b"].values, torch.arange(5).to(torch.bfloat16))
-    assert float(taken["step"].values) == 3.0
-    again = copies.take(state, background=True)
-    assert device.buffers == 1
-    assert again["a"].values.data_ptr() == taken["a"].values.data_ptr()
-    assert torch.equal(again["a"].values, values["a"])
-    copies.take({"c": chunk_of(torch.zeros(2))}, background=False)
-    assert device.buffers == 2, "another layout, another buffer"
-    buffer = io.BytesIO()
-    torch.save(again["a"].values.clone(), buffer)
+    for name, value in before.items():
+        assert copies[name].dtype == value.dtype
+        assert torch.equal(copies[name], value)
+    again = staging.stage(state)
+    assert "pin" not in "".join(cuda.noted()), "the same buffer"
+    assert again["a"].data_ptr() == copies["a"].data_ptr()
+    assert torch.equal(again["a"], state["a"])
+    del copies, again
+    staging.stage({"c": torch.zeros(2)})
+    assert cuda.noted()[:2] == ["unpin", "pin 64"], "another size, another buffer"
+
+
+def test_a_resumed_optimizer_has_the_state_that_it_would_make_itself(
+    run_file: str, folder: Path
+) -> None:
+    """Fused kernels read the step by its address on the parameter's device."""
+
+    def kinds(trainer: Trainer) -> list[Any]:
+        values = [
+            (name, value.shape, value.dtype, value.device)
+            for state in trainer.optimizer.state.values()
+            for name, value in state.items()
+        ]
+        return sorted(values, key=str)
+
+    for sharded in ([], ["parallel.optimizer=sharded"]):
+        stepped = Trainer(load_run(run_file, sharded), CPU)
+        stepped.train_step()
+        stepped.close()
+        again = resumed(run_file, *sharded)
+        assert kinds(again) == kinds(stepped)
+        steps = {int(state["step"]) for state in again.optimizer.state.values()}
+        assert steps == {6}
+        again.close()
+
+
+def test_a_save_before_the_first_step_of_an_optimizer_is_no_step(run_file: str) -> None:
+    """torch makes the state of an optimizer by a step, which a run must not count."""
+    trainer = Trainer(load_run(run_file), CPU)
+    trainer.save()
+    assert not trainer.optimizer.state
+    trainer.close()
+    again = resumed(run_file)
+    assert not again.optimizer.state
+    again.close()
 
 
 def test_a_run_says_before_each_change_that_copies_must_be_done(

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from streammega.gradients.buffers import local_part
-from streammega.train.checkpoints.host_copies import HostCopies
-from streammega.train.checkpoints.state import chunk_of
+from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.support.checkpoint_programs import train_slowly
@@ -38,28 +37,28 @@ def run_file(tmp_path: Path) -> str:
 def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:
     values = {f"v{n}": torch.full((1 << 18,), float(n), device="cuda") for n in range(8)}
     step = torch.tensor(3.0)
-    copies = HostCopies()
-    state = {name: chunk_of(value) for name, value in values.items()} | {"step": chunk_of(step)}
-    copies.take(state, background=True)  # makes the buffer
-    copies.before_change()
-    copies.wait()
+    staging = HostStaging(torch.device("cuda"))
+    state = values | {"step": step}
+    staging.stage(state)  # makes the buffer
+    staging.before_change()
+    staging.wait()
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)  # the values are "computed" behind this
     for value in values.values():
         value.add_(1)
     begin = torch.cuda.Event()
     begin.record()
-    taken = copies.take(state, background=True)
+    copies = staging.stage(state)
     assert not begin.query(), "the host has not waited for the device"
-    assert taken["v0"].values.is_pinned()
-    copies.before_change()
+    assert copies["v0"].is_pinned()
+    staging.before_change()
     for value in values.values():
         value.fill_(-1)
     step.fill_(9)
-    copies.wait()
+    staging.wait()
     for number in range(8):
-        assert bool((taken[f"v{number}"].values == number + 1).all()), number
-    assert float(taken["step"].values) == 3.0
+        assert bool((copies[f"v{number}"] == number + 1).all()), number
+    assert float(copies["step"]) == 3.0
 
 
 @pytest.mark.parametrize(

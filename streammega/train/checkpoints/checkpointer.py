@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from streammega.errors import StateError, StorageError
 from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.hold import Hold
-from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.checkpoints.integrity import (
     DamagedError,
     check_files,
@@ -32,7 +33,8 @@ from streammega.train.checkpoints.integrity import (
     without_torch_warning,
 )
 from streammega.train.checkpoints.resume import CheckpointResumer
-from streammega.train.checkpoints.state import Chunk, SavePlanner, state_to_save
+from streammega.train.checkpoints.staging import HostStaging
+from streammega.train.checkpoints.state import state_to_save
 from streammega.train.checkpoints.store import CheckpointStore, check_shared, until_seen
 from streammega.train.checkpoints.writer import Writer
 from streammega.train.parallel_model import ParallelModel
@@ -46,6 +48,7 @@ class Checkpointer:
 
     Args:
         store: where they are.
+        device: on which the run computes.
         keep: how many of the last ones are kept.
         timeout: seconds that ranks wait for each other, and for a save or load of which nothing
             moves.
@@ -57,6 +60,7 @@ class Checkpointer:
     def __init__(
         self,
         store: CheckpointStore,
+        device: torch.device,
         keep: int,
         timeout: float = 600.0,
         before_publish: Callable[[], None] | None = None,
@@ -64,7 +68,7 @@ class Checkpointer:
         self.store = store
         self._hold: Hold | None = None
         self._all_ranks = AllRanks(_new_group(timeout), timeout)
-        self._copies = HostCopies()
+        self._staging = HostStaging(device)
         self._resumer = CheckpointResumer(store, self._all_ranks, keep)
         self._keep = keep
         self._before_publish = before_publish
@@ -96,13 +100,14 @@ class Checkpointer:
         """
         self.wait()
         self.last = (step, time.monotonic())
-        state = self._copies.take(state_to_save(model, optimizer), background=background)
+        state = state_to_save(model, optimizer)
+        planner = _StagedPlanner(self._staging.stage(state))
         if not background:
-            self._write_and_publish(step, state, position)
+            self._write_and_publish(step, state, planner, position)
             return
         self._thread = threading.Thread(
             target=self._save_in_background,
-            args=(step, state, dict(position)),
+            args=(step, state, planner, dict(position)),
             name="streammega-save",
             daemon=True,
         )
@@ -112,7 +117,7 @@ class Checkpointer:
         """Call it before parameters or the optimizer's state change: what is being saved is copied
         from a GPU meanwhile.
         """
-        self._copies.before_change()
+        self._staging.before_change()
 
     def wait(self) -> None:
         """Until what is being written is whole. Raises what went wrong with it."""
@@ -173,21 +178,29 @@ class Checkpointer:
         return self._resumer.resume(model, optimizer, accept, rewind)
 
     def _save_in_background(
-        self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        planner: _StagedPlanner,
+        position: Mapping[str, Any],
     ) -> None:
         try:
-            self._write_and_publish(step, state, position)
+            self._write_and_publish(step, state, planner, position)
         except BaseException as error:
             # Of a thread: `wait` raises it, and all ranks are told by `failed`.
             self._error = error
 
     def _write_and_publish(
-        self, step: int, state: Mapping[str, Chunk], position: Mapping[str, Any]
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        planner: _StagedPlanner,
+        position: Mapping[str, Any],
     ) -> None:
         """All ranks write their files, then the first one publishes. Raises StorageError."""
         try:
             draft = self._all_ranks.from_first(lambda: self._begin(step))
-            metadata, writer = self._write(draft, state)
+            metadata, writer = self._write(draft, state, planner)
 
             def publish() -> None:
                 self._publish(step, draft, metadata, writer.checksums.add_to(position))
@@ -207,16 +220,18 @@ class Checkpointer:
         self._check_hold()
         return self.store.begin(step)
 
-    def _write(self, draft: str, state: Mapping[str, Chunk]) -> tuple[Metadata, Writer]:
+    def _write(
+        self, draft: str, state: Mapping[str, Tensor], planner: _StagedPlanner
+    ) -> tuple[Metadata, Writer]:
         """Every rank's file of a draft, and on the first rank what says what lies where."""
         group = self._all_ranks.group
         writer = Writer(self.store.draft(draft), self._all_ranks)
-        self._copies.wait()
+        self._staging.wait()
         with without_torch_warning():
             metadata = state_dict_saver.save(
                 dict(state),
                 storage_writer=writer,
-                planner=SavePlanner(),
+                planner=planner,
                 process_group=group,
                 no_dist=group is None,
             )
@@ -258,6 +273,18 @@ class Checkpointer:
     def _check_hold(self) -> None:
         if self._hold is not None:
             self._hold.check()
+
+
+class _StagedPlanner(DefaultSavePlanner):
+    """Plans by the state of the run, and writes its copies on the host."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The copy of this rank's part of a tensor."""
+        return self._copies[index.fqn]
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:

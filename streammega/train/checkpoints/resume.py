@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError
@@ -30,7 +32,7 @@ from streammega.train.checkpoints.integrity import (
     without_torch_warning,
 )
 from streammega.train.checkpoints.reader import Reader
-from streammega.train.checkpoints.state import Chunk, LoadPlanner, state_to_load
+from streammega.train.checkpoints.state import state_to_load
 from streammega.train.checkpoints.store import CheckpointStore, SavedCheckpoint
 from streammega.train.parallel_model import ParallelModel
 
@@ -157,7 +159,7 @@ class CheckpointResumer:
         return found, metadata
 
     def _read(
-        self, files: Files, found: SavedCheckpoint, metadata: Metadata, state: dict[str, Chunk]
+        self, files: Files, found: SavedCheckpoint, metadata: Metadata, state: dict[str, Tensor]
     ) -> None:
         """Fill the memory of all ranks."""
         group = self._all_ranks.group
@@ -167,7 +169,7 @@ class CheckpointResumer:
             state_dict_loader.load(
                 state,
                 storage_reader=reader,
-                planner=LoadPlanner(),
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,
             )

@@ -1,235 +1,120 @@
-"""What a checkpoint holds: parts of whole tensors, by the names of the whole model, whatever the
-layout and the optimizer.
+"""What a checkpoint holds: tensors by their names in the whole model, on any layout and with any optimizer.
 
-    model.<name>                  a parameter
-    optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...)
-
-Replicated, ZeRO and sharded optimizers write the same, and each reads what another wrote, on any
-layout.
+model.<name>                  a parameter
+optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from streammega.errors import StateError
-from streammega.gradients.buffers import local_part
 from streammega.train.parallel_model import ParallelModel, names_of
+from streammega.train.stages import canonical
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The part of a tensor that this rank has.
+def state_to_save(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state that this rank has to write: live tensors, of which DTensors are parts of a whole.
 
-    values: in memory of their owner, which loading fills.
+    Of replicas the first one writes. What tensor-parallel ranks and pipeline stages have in common
+    is left to the planner, which lets one of them write it.
     """
-
-    shape: torch.Size
-    """Of the whole tensor."""
-    offsets: tuple[int, ...]
-    values: Tensor
-
-    def storage(self) -> ChunkStorageMetadata:
-        """Where the part lies in the whole."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.values.size())
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        data = TensorWriteData(
-            self.storage(), TensorProperties.create_from_tensor(self.values), self.shape
-        )
-        index = MetadataIndex(name, torch.Size(self.offsets))
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
-
-
-def chunk_of(tensor: Tensor) -> Chunk:
-    """What this rank has of a tensor: all of it, but for a DTensor."""
-    values = local_part(tensor.detach())
-    offsets = (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-    return Chunk(tensor.shape, tuple(offsets), values)
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Finds what is written among chunks."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The values of one chunk."""
-        return self.state_dict[index.fqn].values
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Reads what fills chunks."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Nothing has to be flattened, or made anew."""
-        self.state_dict = state_dict
-        self.original_state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """Raises StateError for what the checkpoint lacks, or has in another shape."""
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, chunk in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != chunk.shape:
-                what = "another thing" if stored else "missing"
-                raise StateError(f"{name} is {what} in the checkpoint")
-            items += create_read_items_for_chunk_list(name, stored, [chunk.storage()])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The memory of one chunk."""
-        values: Tensor = self.state_dict[index.fqn].values
-        return values
-
-
-def state_to_save(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Chunk]:
-    """What this rank writes, by name. Each value of the whole state is written by one rank."""
-    inner = inner_optimizer(optimizer)
-    is_first = model.is_sharded or model.ranks.members("dp-cp")[0] == model.ranks.rank
-    is_zero = inner is not optimizer
-    chunks: dict[str, Chunk] = {}
-    for name, parameter in names_of(model).items():
-        if not model.is_first_copy(name, parameter):
-            continue
-        if is_first:
-            chunks[f"model.{name}"] = chunk_of(parameter)
-        # of a ZeroRedundancyOptimizer each rank has the state of some parameters
-        if is_first or is_zero:
-            for state_name, value in _tensors_of(inner, parameter):
-                chunks[f"optimizer.{name}.{state_name}"] = chunk_of(value)
-    # Of a small parameter a rank may have nothing.
-    return {name: chunk for name, chunk in chunks.items() if chunk.values.numel()}
+    inner = _inner_optimizer(optimizer)
+    is_first_replica = model.ranks.members("dp-cp")[0] == model.ranks.rank
+    state: dict[str, Tensor] = {}
+    if model.is_sharded or is_first_replica:
+        state |= _model_state(model)
+    # Each rank of a ZeroRedundancyOptimizer has the state of some parameters.
+    has_state_of_its_own = model.is_sharded or is_first_replica or inner is not optimizer
+    # torch would step an optimizer that has no state yet, which counts as a step of the run.
+    if has_state_of_its_own and inner.state:
+        state |= _optimizer_state(model, inner)
+    return state
 
 
 def state_to_load(
     model: ParallelModel, optimizer: torch.optim.Optimizer, metadata: Metadata
-) -> dict[str, Chunk]:
-    """The memory of this rank that a checkpoint with such metadata fills, by name. State that the
-    optimizer lacks is made.
+) -> dict[str, Tensor]:
+    """The live tensors of this rank that a checkpoint with such metadata fills.
 
-    Raises StateError for one of another model.
+    Raises StateError for one of another model or optimizer.
     """
-    stored = metadata.state_dict_metadata
-    _check_shapes(_parameters_in(stored), model.all_names)
-    inner = inner_optimizer(optimizer)
-    devices = scalar_devices(inner)
-    stored_states = _states_of(stored)
-    chunks: dict[str, Chunk] = {}
+    shapes: dict[str, list[int]] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            shapes[name] = list(stored.size)
+    _check_parameters(shapes, model.all_names)
+    inner = _inner_optimizer(optimizer)
+    of_optimizer = _optimizer_state(model, inner)
+    state = _model_state(model)
     for name, parameter in names_of(model).items():
-        chunks[f"model.{name}"] = chunk_of(parameter)
-        if id(parameter) not in devices:
-            continue  # another rank of a ZeroRedundancyOptimizer steps it
-        state = inner.state[parameter]
-        for state_name, value in stored_states.get(name, {}).items():
-            dtype = value.properties.dtype
-            if state_name not in state and value.size == torch.Size():
-                state[state_name] = torch.zeros((), dtype=dtype, device=devices[id(parameter)])
-            elif state_name not in state:
-                state[state_name] = torch.zeros_like(parameter, dtype=dtype)
-            chunks[f"optimizer.{name}.{state_name}"] = chunk_of(state[state_name])
-    return {name: chunk for name, chunk in chunks.items() if chunk.values.numel()}
+        names = [f"optimizer.{name}.{state_name}" for state_name in inner.state.get(parameter, ())]
+        if any(full_name in shapes for full_name in names):
+            state |= {full_name: of_optimizer[full_name] for full_name in names}
+        else:
+            # It was never stepped, and must not be counted as if it was.
+            inner.state.pop(parameter, None)
+    for name, tensor in state.items():
+        if name not in shapes:
+            raise StateError(f"{name} is missing in the checkpoint")
+        if shapes[name] != list(tensor.shape):
+            raise StateError(
+                f"{name} is {shapes[name]} in the checkpoint, {list(tensor.shape)} in this run"
+            )
+    return state
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _model_state(model: ParallelModel) -> dict[str, Tensor]:
+    stages = nn.ModuleList(model.chunks)
+    return {
+        f"model.{_name_in_model(name)}": tensor
+        for name, tensor in get_model_state_dict(stages).items()
+    }
+
+
+def _optimizer_state(model: ParallelModel, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All state of an optimizer, which torch makes where there is none."""
+    stages = nn.ModuleList(model.chunks)
+    state: dict[str, Tensor] = {}
+    for name, values in get_optimizer_state_dict(stages, inner)["state"].items():
+        for state_name, value in values.items():
+            state[f"optimizer.{_name_in_model(name)}.{state_name}"] = value
+    return state
+
+
+def _name_in_model(name: str) -> str:
+    """Of a parameter in a list of stages, which numbers them."""
+    _, _, name_in_stage = name.partition(".")
+    return canonical(name_in_stage)
+
+
+def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that holds the state of this rank: a ZeroRedundancyOptimizer has one within."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
 
 
-def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
-    """By the id of each parameter, where its optimizer looks for the scalars of its state, such as
-    its step.
-
-    Fused and capturable kernels read them on the parameter's device, by address; all others on the
-    CPU. Source: torch's own Optimizer.load_state_dict, which these checkpoints go around.
-    """
-    device_of: dict[int, torch.device] = {}
-    for group in inner.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            device_of[id(parameter)] = parameter.device if on_device else torch.device("cpu")
-    return device_of
-
-
-def _tensors_of(
-    inner: torch.optim.Optimizer, parameter: nn.Parameter
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of what an optimizer keeps of a parameter.
-
-    What is None is not kept, such as the momentum of an SGD that has none.
-    """
-    for state_name, value in inner.state.get(parameter, {}).items():
-        if value is not None:
-            yield state_name, torch.as_tensor(value)
-
-
-def _parameters_in(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of the parameters of its model, by their names."""
-    return {
-        name.removeprefix("model."): value
-        for name, value in stored.items()
+def _check_parameters(
+    stored_shapes: Mapping[str, list[int]], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raise StateError unless a checkpoint has the parameters of this model, in its shapes."""
+    stored = {
+        name.removeprefix("model."): shape
+        for name, shape in stored_shapes.items()
         if name.startswith("model.")
     }
-
-
-def _states_of(stored: Mapping[str, Any]) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """What a checkpoint has of optimizers, by parameter and by the name of the state.
-
-    Sorted once for all parameters: there may be ten thousands of names.
-    """
-    states: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for full_name, value in stored.items():
-        if full_name.startswith("optimizer.") and isinstance(value, TensorStorageMetadata):
-            of_optimizer = full_name.removeprefix("optimizer.")
-            parameter_name, _, state_name = of_optimizer.rpartition(".")
-            states.setdefault(parameter_name, {})[state_name] = value
-    return states
-
-
-def _check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, torch.Size]) -> None:
-    """Raise StateError unless a checkpoint has the parameters of this model, in its shapes."""
-    # Sorted: the same name is told on all ranks, and every time.
-    for name in sorted(set(theirs) ^ set(ours)):
-        if name in theirs:
+    # Sorted: all ranks name the same one.
+    for name in sorted(set(stored) ^ set(shapes)):
+        if name in stored:
             raise StateError(f"the checkpoint has a parameter {name}, this model has not")
         raise StateError(f"this model has a parameter {name}, the checkpoint has not")
-    for name, shape in ours.items():
-        stored_shape = list(theirs[name].size)
-        if stored_shape != list(shape):
+    for name, shape in shapes.items():
+        if stored[name] != list(shape):
             raise StateError(
-                f"{name} is {stored_shape} in the checkpoint, {list(shape)} in this model"
+                f"{name} is {stored[name]} in the checkpoint, {list(shape)} in this model"
             )
