@@ -20,7 +20,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
-from streammega.train.checkpoints.hold import hold_file
+from streammega.train.checkpoints.lock import FileLock
 from tests.support.processes import run_python, running_python
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running
@@ -159,29 +159,29 @@ def test_locks_that_a_thread_of_the_parent_holds_are_free_in_the_child() -> None
     thread.join()
 
 
-HOLDS_A_FILE = """
+LOCKS_A_FILE = """
 import fcntl, sys, time
 file = open(sys.argv[1], "w")
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 time.sleep(1000)
 """
 
 
 @pytest.mark.guarantee("forked-processes-read")
-def test_a_child_holds_an_out_dir_while_a_thread_of_its_parent_waits_for_another(
+def test_a_child_locks_an_out_dir_while_a_thread_of_its_parent_waits_for_another(
     tmp_path: Path,
 ) -> None:
-    with running_python(HOLDS_A_FILE, str(tmp_path / "occupied")) as holder:
-        waiting = threading.Thread(target=hold_file, args=(tmp_path / "occupied",))
+    with running_python(LOCKS_A_FILE, str(tmp_path / "occupied")) as holder:
+        waiting = threading.Thread(target=FileLock, args=(tmp_path / "occupied",))
         waiting.start()
         try:
             time.sleep(0.5)
-            assert in_fork(lambda: hold_file(tmp_path / "free").release(), patience=5) is None
+            assert in_fork(lambda: FileLock(tmp_path / "free").release(), patience=5) is None
         finally:
             holder.kill()
             waiting.join()
-            hold_file(tmp_path / "occupied").release()
+            FileLock(tmp_path / "occupied").release()
 
 
 @pytest.mark.guarantee("forked-processes-read")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from streammega.storage.backends import obstore
-from streammega.train.checkpoints import hold as checkpoint_hold
+from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.checkpoints.writer import _Stream
@@ -50,7 +50,7 @@ def train_and_die(
 
     done: a file to which the step of every checkpoint is appended that was published.
     """
-    checkpoint_hold.SETTLE_SECONDS = 0.02  # nobody else begins at the same moment
+    checkpoint_lock.SETTLE_SECONDS = 0.02  # nobody else begins at the same moment
     changes = 0
     lock = threading.Lock()
 
@@ -181,7 +181,7 @@ def failing_save(
 
 def hold(rank: int, run_file: str, overrides: list[str], held: str) -> None:
     """Train a step, and stay; another job need not wait long to see that this one does."""
-    checkpoint_hold.RENEW_SECONDS = 0.5
+    checkpoint_lock.RENEW_SECONDS = 0.5
     trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
     trainer.train_step()
     trainer.step += 1

@@ -30,7 +30,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
-from streammega.train.checkpoints import hold as checkpoint_hold
+from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
@@ -65,7 +65,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else begins at the same moment."""
-    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.02)
 
 
 def write_run(folder: Path) -> str:
@@ -791,8 +791,8 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
 def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     gang: Gang, run_file: str, out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_hold, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(checkpoint_lock, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 60.0)
     refused: list[str] = []
     held = tmp_path / "held"
 
@@ -859,7 +859,7 @@ def overtaken_hold(moto: S3, method: str, answer: int) -> tuple[Callable[[], Any
     store, key = open_store(f"s3://{bucket}/{LOCK}", storage)
     objects = moto.objects(bucket)
     overtaken = OvertakenStore(store, objects, method, answer)
-    return lambda: checkpoint_hold.hold_object(overtaken, key), objects
+    return lambda: checkpoint_lock.ObjectLock(overtaken, key), objects
 
 
 def check_that_another_takes_over(held: Any, objects: Objects) -> None:
@@ -876,12 +876,12 @@ def check_that_another_takes_over(held: Any, objects: Objects) -> None:
 def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
-    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.1)
     place, objects = place_in_bucket(moto, run_file)
     objects[LOCK] = json.dumps(OTHER).encode()
-    held = place.hold()
+    held = place.lock()
     held.check()
     objects[LOCK] = json.dumps(OTHER).encode()
     check_that_another_takes_over(held, objects)
@@ -890,7 +890,7 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
 def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
     moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.1)
     hold_it, objects = overtaken_hold(moto, "read", 2)
     check_that_another_takes_over(hold_it(), objects)
 
@@ -898,9 +898,9 @@ def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
 def test_a_hold_whose_object_was_removed_writes_it_again(
     moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
 ) -> None:
-    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.1)
     place, objects = place_in_bucket(moto, run_file)
-    held = place.hold()
+    held = place.lock()
     del objects[LOCK]
     deadline = time.monotonic() + 30
     while LOCK not in objects:

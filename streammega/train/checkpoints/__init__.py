@@ -7,5 +7,5 @@ staging.py       copies of the state on the host, while training goes on
 writer.py        tensors to files         reader.py  files to tensors
 integrity.py     what the files hold, whether they are whole, their checksums, and failures
 store.py         where checkpoints are, what makes one whole, and whether all ranks see it
-hold.py          one job to a store
+lock.py          one job to a store
 """

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from streammega.errors import StateError, StorageError
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.hold import Hold
 from streammega.train.checkpoints.integrity import (
     DamagedError,
     check_files,
@@ -32,6 +31,7 @@ from streammega.train.checkpoints.integrity import (
     one_line,
     without_torch_warning,
 )
+from streammega.train.checkpoints.lock import JobLock
 from streammega.train.checkpoints.resume import CheckpointResumer
 from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.state import state_to_save
@@ -66,7 +66,7 @@ class Checkpointer:
         before_publish: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
-        self._hold: Hold | None = None
+        self._lock: JobLock | None = None
         self._all_ranks = AllRanks(_new_group(timeout), timeout)
         self._staging = HostStaging(device)
         self._resumer = CheckpointResumer(store, self._all_ranks, keep)
@@ -77,7 +77,7 @@ class Checkpointer:
         self.last: tuple[int, float] | None = None
         """The step of the last save that was begun, and when (time.monotonic)."""
         # First: a second job must write nothing there, not even a sign.
-        self._all_ranks.from_first(self._take_hold)
+        self._all_ranks.from_first(self._take_lock)
         check_shared(store, self._all_ranks)
 
     @property
@@ -150,8 +150,9 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._hold is not None:
-                self._hold.release()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def found(self) -> list[int]:
         """Steps of whole checkpoints, rising, as the first rank sees them."""
@@ -217,7 +218,7 @@ class Checkpointer:
     def _begin(self, step: int) -> str:
         """Room for a draft; its name."""
         # What others may be writing is not to be removed as left over.
-        self._check_hold()
+        self._check_lock()
         return self.store.begin(step)
 
     def _write(
@@ -249,7 +250,7 @@ class Checkpointer:
         if self._before_publish is not None:
             self._before_publish()
         # Again: writing may have taken minutes, in which another job could take over.
-        self._check_hold()
+        self._check_lock()
         self.store.publish(step, draft, position)
         self._remove_old()
 
@@ -266,13 +267,13 @@ class Checkpointer:
                     one_line(error),
                 )
 
-    def _take_hold(self) -> None:
-        self._hold = self.store.hold()
+    def _take_lock(self) -> None:
+        self._lock = self.store.lock()
         self.store.prepare()
 
-    def _check_hold(self) -> None:
-        if self._hold is not None:
-            self._hold.check()
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
 
 class _StagedPlanner(DefaultSavePlanner):

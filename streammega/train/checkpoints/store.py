@@ -32,8 +32,8 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import atomic_writer
 from streammega.storage.thread_pool import parallel_map
 from streammega.train.all_ranks import AllRanks
-from streammega.train.checkpoints.hold import Hold, hold_file, hold_object
 from streammega.train.checkpoints.integrity import DamagedError, Files, is_as_written
+from streammega.train.checkpoints.lock import FileLock, JobLock, ObjectLock
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class CheckpointStore:
         return cls(store, key)
 
     def prepare(self) -> None:
-        """Remove what killed starts left. Call it once, when this job holds the store."""
+        """Remove what killed starts left. Call it once, under the lock."""
         self._delete([item.key for item in self._store.list(self._key(SIGN), recursive=False)])
 
     def steps(self) -> list[int]:
@@ -169,13 +169,13 @@ class CheckpointStore:
         for name in aside[:-keep]:
             self._remove(name)
 
-    def hold(self) -> Hold:
+    def lock(self) -> JobLock:
         """Keep other jobs out. Raises ConfigError where one is at work."""
         if self.folder is not None:
-            return hold_file(self.folder.parent / ".lock")
+            return FileLock(self.folder.parent / ".lock")
         parent, _, _ = self._prefix.rpartition("/")
-        # Of a run at the root of a bucket there is no parent, and keys begin with no slash.
-        return hold_object(self._store, f"{parent}/lock.json".lstrip("/"))
+        # A run at the root of a bucket has no parent, and keys begin with no slash.
+        return ObjectLock(self._store, f"{parent}/lock.json".lstrip("/"))
 
     def leave_sign(self, name: str) -> None:
         """Write a small file."""

@@ -1,0 +1,262 @@
+"""One job to an out_dir: two would remove each other's files and mix their metrics.
+
+On a disk this is a file lock, which ends with its process. In a bucket a small object names the job
+and is renewed all the time. Another job takes over an object whose process has exited on this
+machine, or which nobody renews for a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.storage import Store
+from streammega.storage.store import create_object, replace_object
+from streammega.train.small_objects import read_version
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 10.0
+"""How long a file lock is tried: a job that is ending holds it a little longer."""
+RENEW_SECONDS = 10.0
+"""Between two writes of the object, and so until its owner sees that another job took over."""
+PATIENCE_SECONDS = 35.0
+"""How long an object is watched that may be abandoned: three renewals may fail or be late."""
+LOOK_SECONDS = 1.0
+"""Between two reads of an object that is watched. A job that ends removes its object."""
+SETTLE_SECONDS = 0.5
+"""After which a new owner checks whether another job wrote at the same time: not all stores refuse
+the second write.
+"""
+
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Of file systems without locks."""
+_STAT_STATE = 0
+_STAT_STARTTIME = 19
+"""Fields of /proc/PID/stat behind the name: the third and the 22nd of proc_pid_stat(5)."""
+_ENDED_STATES = ("Z", "X")
+"""Zombie and dead."""
+
+
+class FileLock:
+    """The lock of a job on a disk. Raises ConfigError while another job has it, OSError where the
+    file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # One for all threads and runs of this process, which do not keep each other out.
+        self._lock = filelock.FileLock(path, thread_local=False, is_singleton=True)
+        try:
+            self._lock.acquire(timeout=WAIT_SECONDS)
+        except filelock.Timeout:
+            owner = path.read_text(errors="replace").strip()
+            raise _locked_error(str(path.parent), owner) from None
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+            log.warning(
+                "%s: this file system has no locks (%s); let only one job at a time train there",
+                path,
+                error.strerror,
+            )
+            return
+        # Where there are no locks, filelock keeps its own text in the file.
+        if isinstance(self._lock, filelock.UnixFileLock):
+            path.write_text(f"{_process_name(_process_record())}\n")
+
+    def check(self) -> None:
+        """Nothing: no other job can take over."""
+
+    def release(self) -> None:
+        """Let other jobs in."""
+        self._lock.release()
+
+
+class ObjectLock:
+    """The lock of a job in a bucket, which a thread renews.
+
+    Raises ConfigError while another job has it, StorageError.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._url = store.url(key)
+        self._owner = _process_record()
+        self._renewals = 0
+        self._etag = ""
+        """Of what was read last; empty: there was no object."""
+        self._next_owner: str | None = None
+        """The job that has taken over, if any."""
+        abandoned = self._wait_until_abandoned()
+        if not self._put():
+            found = self._read()
+            if found is not None and found != abandoned and not self._is_ours(found):
+                raise _locked_error(self._url, _process_name(found))
+            self._put()
+        time.sleep(SETTLE_SECONDS)
+        self._look_for_next_owner()
+        self.check()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="streammega-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise StorageError if another job has taken over, as far as the last renewal saw."""
+        if self._next_owner is not None:
+            raise StorageError(
+                f"{self._url}: {self._next_owner} has taken over; this job writes no more there"
+            )
+
+    def release(self) -> None:
+        """Remove the object, unless another job has it by now."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._look_for_next_owner()
+            if self._next_owner is None:
+                self._store.delete(self._key)
+        except StorageError as error:
+            log.warning("%s: cannot be removed: %s", self._url, error)
+
+    def _wait_until_abandoned(self) -> dict[str, Any] | None:
+        """The record of a job that is gone, or None. Raises ConfigError if the job is alive."""
+        first = self._read()
+        if first is None or _is_over(first):
+            return first
+        log.warning(
+            "%s: held by %s; watching %.0f s whether it is renewed",
+            self._url,
+            _process_name(first),
+            PATIENCE_SECONDS,
+        )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            record = self._read()
+            if record is None:
+                return None
+            if record != first:
+                raise _locked_error(self._url, _process_name(record))
+        return first
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            try:
+                self._look_for_next_owner()
+                if self._next_owner is None and not self._put():
+                    self._look_for_next_owner()
+                if self._next_owner is not None:
+                    log.error("%s: %s has taken over", self._url, self._next_owner)
+                    return
+            except StorageError as error:
+                # The next turn tries again: others wait for more than three of them.
+                log.warning("%s: cannot be renewed: %s", self._url, error)
+
+    def _look_for_next_owner(self) -> None:
+        record = self._read()
+        if record is not None and not self._is_ours(record):
+            self._next_owner = _process_name(record)
+
+    def _is_ours(self, record: dict[str, Any]) -> bool:
+        return record.get("owner") == self._owner["owner"]
+
+    def _put(self) -> bool:
+        """Write the object in place of what was read last.
+
+        False where another job has written since, or an answer was lost.
+        """
+        # Another text every time, so that others see the renewal.
+        self._renewals += 1
+        data = json.dumps(self._owner | {"renewals": self._renewals}).encode()
+        if self._etag:
+            return replace_object(self._store, self._key, data, self._etag)
+        return create_object(self._store, self._key, data)
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the object says; None where there is no object, or no record in it."""
+        try:
+            data, self._etag = read_version(self._store, self._key)
+            record = json.loads(data)
+        except ObjectNotFoundError:
+            self._etag = ""
+            return None
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) else None
+
+
+JobLock = FileLock | ObjectLock
+
+
+def _locked_error(url: str, owner: str) -> ConfigError:
+    return ConfigError(
+        f"{url}: another job trains there ({owner or 'it does not say which'}); "
+        f"end it, or choose another train.out_dir"
+    )
+
+
+def _process_record() -> dict[str, Any]:
+    """This process, by what others can look up."""
+    pid = os.getpid()
+    return {
+        "owner": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _start_time(pid),
+        "system": _system(),
+    }
+
+
+def _process_name(record: dict[str, Any]) -> str:
+    return f"process {record.get('pid')} on {record.get('host')}"
+
+
+def _is_over(record: dict[str, Any]) -> bool:
+    """Whether the process of a record has exited, as far as this machine can tell, or is this one."""
+    system = _system()
+    if not system or record.get("system") != system:
+        return False
+    pid = int(record.get("pid") or 0)
+    return pid == os.getpid() or _start_time(pid) != record.get("started")
+
+
+def _system() -> str:
+    """Where numbers of processes have one meaning: a boot of a machine, and a container of it.
+
+    Empty where there is no /proc.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        container = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{boot} {container}"
+
+
+def _start_time(pid: int) -> str:
+    """When a process started, in ticks of the kernel, which gives numbers of processes again.
+
+    Empty where there is no such process.
+    """
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # "pid (name) state ...": the name may have any characters.
+    _, _, after_name = line.rpartition(")")
+    fields = after_name.split()
+    # A zombie only waits for its parent.
+    return "" if fields[_STAT_STATE] in _ENDED_STATES else fields[_STAT_STARTTIME]
