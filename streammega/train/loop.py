@@ -30,8 +30,7 @@ from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
 from streammega.samples.segments import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
-from streammega.train.checkpoints.checkpointer import Checkpointer
-from streammega.train.checkpoints.resume import rewinds_of
+from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.devices import make_ranks, set_numerics

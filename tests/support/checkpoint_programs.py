@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,24 +14,34 @@ from typing import Any
 
 import torch
 
-from streammega.storage.backends import obstore
+from streammega.storage.backends.local import LocalWriter, PreadStore
+from streammega.storage.backends.obstore import ObstoreStore, ObstoreWriter
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.store import CheckpointStore
-from streammega.train.checkpoints.writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
-WRITES = 50
-"""Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of
-a few bytes each.
-"""
+WRITERS = (LocalWriter, ObstoreWriter)
+WRITES = 8
+"""Of the writes one in so many is a point to be killed at: each tensor is one."""
+
+
+def checkpoint_records(folder: Path) -> list[Path]:
+    """The records of whole checkpoints in a folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*.json") if "." not in path.stem)
 
 
 def files_of(record: Path) -> Path:
     """The folder of the files of a checkpoint on a disk."""
     folder = json.loads(record.read_text())["files"]
     return record.with_name(folder)
+
+
+def position_of(record: Path) -> dict[str, Any]:
+    """What was saved beside the tensors."""
+    position: dict[str, Any] = json.loads(record.read_text())["position"]
+    return position
 
 
 def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
@@ -72,12 +83,10 @@ def train_and_die(
 
     for name in ("replace", "mkdir", "unlink", "rmdir", "fsync"):
         setattr(os, name, counted(getattr(os, name)))
-    for kind, name in (
-        (obstore.ObstoreWriter, "commit"),
-        (obstore.ObstoreStore, "delete"),
-    ):
+    for kind, name in ((ObstoreWriter, "commit"), (ObstoreStore, "delete")):
         setattr(kind, name, counted(getattr(kind, name)))
-    _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
+    for writer in WRITERS:
+        writer.write = counted(writer.write, WRITES)  # type: ignore[method-assign]
 
     def noted(publish: Callable[..., None]) -> Callable[..., None]:
         def publish_and_note(self: Any, step: int, *rest: Any) -> None:
@@ -98,13 +107,15 @@ def train_slowly(
     """Train while every write of a checkpoint takes some time; `begun`: a file that comes with the
     second save.
     """
-    write = _Stream.write
     saves = Trainer.save
     count = 0
 
-    def slow(self: Any, data: Any) -> int:
-        time.sleep(seconds)
-        return write(self, data)
+    def slow(write: Callable[..., None]) -> Callable[..., None]:
+        def write_slowly(self: Any, data: Any) -> None:
+            time.sleep(seconds)
+            write(self, data)
+
+        return write_slowly
 
     def counted(self: Any, **options: Any) -> None:
         nonlocal count
@@ -113,7 +124,8 @@ def train_slowly(
         if count == 2 and rank == 0:
             Path(begun).touch()
 
-    _Stream.write = slow  # type: ignore[method-assign]
+    for writer in WRITERS:
+        writer.write = slow(writer.write)  # type: ignore[method-assign]
     Trainer.save = counted  # type: ignore[method-assign]
     return train_steps(rank, run_file, overrides, device)
 
@@ -123,7 +135,7 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 
     The error's kind and text, or nothing.
     """
-    checkpoint_store.SEEN_WITHIN = patience
+    checkpoint_store.VISIBLE_SECONDS = patience
     began = time.monotonic()
     try:
         trainer = Trainer(
@@ -140,27 +152,15 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 def failing_save(
     rank: int, run_file: str, overrides: list[str], failing: int, at_step: int
 ) -> tuple[str, int]:
-    """A run of which one rank cannot write its second file: the error of this rank,
-    and its step.
-    """
-    from streammega.train.checkpoints.writer import Writer
+    """A run of which one rank cannot write its file of a step: the error of this rank, and its step."""
+    open_writer = PreadStore.open_writer
 
-    write_data = Writer.write_data
+    def full(self: Any, key: str) -> LocalWriter:
+        if f"step-{at_step:08d}-" in key and key.endswith(f"__{failing}_0.distcp"):
+            raise OSError(errno.ENOSPC, "No space left on device", key)
+        return open_writer(self, key)
 
-    def limited(self: Any, plan: Any, planner: Any) -> Any:
-        if rank == failing and f"{at_step:08d}" in str(self.path):
-            work = self._all_ranks.work
-
-            def full(_: Any, **__: Any) -> Any:
-                def fail() -> None:
-                    raise OSError(28, "No space left on device", "somewhere")
-
-                return work(fail, watched=True)
-
-            self._all_ranks.work = full
-        return write_data(self, plan, planner)
-
-    Writer.write_data = limited  # type: ignore[method-assign]
+    PreadStore.open_writer = full  # type: ignore[method-assign]
     trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
     step = Trainer.train_step
 
@@ -175,7 +175,7 @@ def failing_save(
         return f"{type(error).__name__}: {error}", trainer.step
     finally:
         Trainer.train_step = step  # type: ignore[method-assign]
-        Writer.write_data = write_data  # type: ignore[method-assign]
+        PreadStore.open_writer = open_writer  # type: ignore[method-assign]
     return "", trainer.step
 
 

@@ -31,16 +31,16 @@ from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import lock as checkpoint_lock
+from streammega.train.checkpoints.files import METADATA
 from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
-    METADATA,
     Checksums,
     DamagedError,
     parse_metadata,
 )
 from streammega.train.checkpoints.staging import HostStaging
-from streammega.train.checkpoints.store import CheckpointStore, checkpoint_records
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
@@ -48,6 +48,7 @@ from streammega.train.signals import Terminated
 from streammega.train.small_objects import read_small
 from tests.support.builders import write_random_pair, write_run_file
 from tests.support.checkpoint_programs import (
+    checkpoint_records,
     failing_save,
     files_of,
     hold,
@@ -544,7 +545,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     back.close()
     place = back.checkpoints.store
     if place.folder is None:
-        store = place.draft("any").store
+        store = place.files("any").store
         stored = [item.key for item in store.list("deep/run/")]
         assert "deep/run/metrics.jsonl" in stored
         assert {key for key in stored if key.endswith(".json")} == {
@@ -603,7 +604,7 @@ def test_a_flipped_bit_in_an_object_store_falls_back(
     first.run()
     place = first.checkpoints.store
     assert place.folder is None
-    files = place.draft(place.find(6).name)
+    files = place.files(place.find(6).name)
     for name in (METADATA, "__0_0.distcp"):
         (tmp_path / name).write_bytes(files.read(name))
     flip(tmp_path)
@@ -706,7 +707,7 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     begun = tmp_path / "begun"
     sharded = ["parallel.optimizer=sharded", "parallel.bucket_size=2000"]
     assert gang.run_until(
-        begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.004, str(begun)
+        begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.05, str(begun)
     )
     place = CheckpointStore.open(
         load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage
@@ -726,9 +727,9 @@ def test_signs_that_killed_starts_left_are_removed_by_the_next_start(
 ) -> None:
     config = load_run(run_file, out)
     place = CheckpointStore.open(config.train.out_dir, config.data.storage)
-    place.leave_sign(".shared-0123456789ab")
+    place.touch(".shared-0123456789ab")
     Trainer(config, CPU).close()
-    assert not place.sees(".shared-0123456789ab")
+    assert not place.exists(".shared-0123456789ab")
 
 
 @pytest.mark.guarantee("out-dir-ranks")
@@ -775,7 +776,12 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
         2,
         failing_save,
         run_file,
-        ["train.iters=60", "train.save_interval=20", "train.timeout=60"],
+        [
+            "train.iters=60",
+            "train.save_interval=20",
+            "train.timeout=60",
+            "parallel.optimizer=sharded",
+        ],
         failing,
         20,
     )
@@ -933,11 +939,11 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
     with monkeypatch.context() as patch:
         patch.setattr(ObstoreStore, "delete", killed)
         with pytest.raises(InterruptedError):
-            place.set_aside(4, "rewound")
+            place.quarantine(4, "rewound")
     assert place.steps() == [4, 6]
-    place.set_aside(6, "rewound")
-    place.clean_aside(1)
-    assert place.draft(place.find(4).name).sizes() == {"__0_0.distcp": 6}
+    place.quarantine(6, "rewound")
+    place.prune_quarantined(1)
+    assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
 
 
 @pytest.mark.guarantee("out-dir-may")
@@ -945,19 +951,19 @@ def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
     moto: S3, run_file: str
 ) -> None:
     place, _ = place_in_bucket(moto, run_file)
-    place.leave_sign("step-00000004.json")  # which is no record
-    place.set_aside(4, "damaged")
+    place.touch("step-00000004.json")  # which is no record
+    place.quarantine(4, "damaged")
     for step in (4, 6):
         publish_values(place, step)
-    place.set_aside(6, "rewound")
-    place.clean_aside(1)
-    assert place.draft(place.find(4).name).sizes() == {"__0_0.distcp": 6}
+    place.quarantine(6, "rewound")
+    place.prune_quarantined(1)
+    assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
 
 
 def publish_values(place: Any, step: int) -> None:
     """A checkpoint of one small file."""
     name = place.begin(step)
-    files = place.draft(name)
+    files = place.files(name)
     with atomic_writer(files.store, files.key("__0_0.distcp")) as writer:
         writer.write(b"values")
     place.publish(step, name, Checksums().add_to({"step": step, "data": {}}))

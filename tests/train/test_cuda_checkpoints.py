@@ -101,7 +101,7 @@ def test_a_gpu_run_that_is_killed_during_a_background_save_resumes(
     gang: Gang, run_file: str, tmp_path: Path
 ) -> None:
     begun = tmp_path / "begun"
-    assert gang.run_until(begun.exists, 1, train_slowly, run_file, [], 0.004, str(begun), "cuda")
+    assert gang.run_until(begun.exists, 1, train_slowly, run_file, [], 0.05, str(begun), "cuda")
     again = Trainer(load_run(run_file), torch.device("cuda"))
     again.resume()
     assert again.step == 2

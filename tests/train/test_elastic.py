@@ -20,12 +20,12 @@ import pytest
 
 from streammega.train import __main__ as train_program
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoints.store import checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain
 from tests.support import elastic, faulty_train
 from tests.support.builders import write_layout_run
+from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.rank_programs import train

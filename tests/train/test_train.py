@@ -27,11 +27,7 @@ from streammega.samples.open import open_source
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoints.store import (
-    CheckpointStore,
-    checkpoint_records,
-    read_position,
-)
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import check_pipeline
 from streammega.train.loop import Trainer
@@ -39,6 +35,7 @@ from streammega.train.metrics import MetricsLog, read_metrics
 from streammega.train.splits import has_valid, open_plain
 from streammega.train.step import set_learning_rate
 from tests.support.builders import write_random_pair, write_small_run
+from tests.support.checkpoint_programs import checkpoint_records, position_of
 from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.servers import S3
@@ -158,7 +155,7 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
     assert records[-1]["samples"] == [120, 128]
     said_of_each = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "samples"}
     assert all(said_of_each <= set(record) for record in records)
-    position = read_position(folder / "checkpoints" / "step-00000016.json")
+    position = position_of(folder / "checkpoints" / "step-00000016.json")
     assert position["data"]["consumed_samples"] == 128
 
 
@@ -205,7 +202,7 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_where_they_dif
     first.save()
     first.close()
     (saved,) = checkpoint_records(Path(first.config.train.out_dir) / "checkpoints")
-    position = read_position(saved)
+    position = position_of(saved)
     assert len(json.dumps(position["data"])) < 1024
     again = started(4000)
     again.resume()
@@ -600,7 +597,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     )
     skipping.step = 12
     skipping.batches.load_state_dict(
-        read_position(folder / "checkpoints" / "step-00000012.json")["data"]
+        position_of(folder / "checkpoints" / "step-00000012.json")["data"]
     )
     record, _ = skipping.train_step()
     assert record["samples"] == [112, 120]

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streammega.train.checkpoints.store import checkpoint_records
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.support.builders import write_layout_run
-from tests.support.checkpoint_programs import files_of
+from tests.support.checkpoint_programs import checkpoint_records, files_of
 from tests.support.gang import Gang
 from tests.support.rank_programs import train
 

@@ -1,60 +1,68 @@
-"""The checkpoints of a run, as its loop uses them: saved by all ranks together, in the background.
+"""The checkpoints of a run, as its loop uses them: all ranks save together, in the background, and
+resume from the newest that is sound.
 
-Where they are, and how they appear there whole, is `store`; what a start does is `resume`.
-torch.distributed.checkpoint plans which rank writes which values. The first rank decides what there
-is; whatever fails on a rank is raised on all.
+torch.distributed.checkpoint plans which rank reads and writes which values. The first rank decides
+what there is. What fails on one rank is raised on all.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from streammega.errors import StateError, StorageError
+from streammega.errors import ConfigError, StateError, StorageError
 from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
 from streammega.train.checkpoints.integrity import (
+    CHECKSUMS,
+    Checksums,
     DamagedError,
-    check_files,
     first_cause,
     one_line,
-    without_torch_warning,
 )
 from streammega.train.checkpoints.lock import JobLock
-from streammega.train.checkpoints.resume import CheckpointResumer
 from streammega.train.checkpoints.staging import HostStaging
-from streammega.train.checkpoints.state import state_to_save
-from streammega.train.checkpoints.store import CheckpointStore, check_shared, until_seen
-from streammega.train.checkpoints.writer import Writer
+from streammega.train.checkpoints.state import state_to_load, state_to_save
+from streammega.train.checkpoints.store import (
+    CheckpointStore,
+    SavedCheckpoint,
+    check_shared_filesystem,
+    wait_until_visible,
+)
 from streammega.train.parallel_model import ParallelModel
 
 log = logging.getLogger(__name__)
 
+Accept = Callable[[dict[str, Any]], None]
+"""Takes the position of a checkpoint; raises StateError for one of another run."""
+
 
 class Checkpointer:
-    """The checkpoints of a run. Made by all ranks together; saving is collective, and may go on in
-    the background.
+    """Saves and loads the checkpoints of a run. All ranks make one and call its methods together.
 
     Args:
         store: where they are.
         device: on which the run computes.
-        keep: how many of the last ones are kept.
+        keep: how many of the last ones are kept, and of those that a rewind sets aside.
         timeout: seconds that ranks wait for each other, and for a save or load of which nothing
             moves.
         before_publish: called on the first rank before a checkpoint appears.
 
-    Raises ConfigError if the store is not one for all ranks, or another job uses it.
+    Raises ConfigError if the ranks do not share the store, or another job uses it.
     """
 
     def __init__(
@@ -69,16 +77,17 @@ class Checkpointer:
         self._lock: JobLock | None = None
         self._all_ranks = AllRanks(_new_group(timeout), timeout)
         self._staging = HostStaging(device)
-        self._resumer = CheckpointResumer(store, self._all_ranks, keep)
         self._keep = keep
         self._before_publish = before_publish
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last: tuple[int, float] | None = None
         """The step of the last save that was begun, and when (time.monotonic)."""
-        # First: a second job must write nothing there, not even a sign.
+        # One rank without torchrun rightly saves in a single process.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        # First: a second job must write nothing there.
         self._all_ranks.from_first(self._take_lock)
-        check_shared(store, self._all_ranks)
+        check_shared_filesystem(store, self._all_ranks)
 
     @property
     def failed(self) -> bool:
@@ -94,7 +103,7 @@ class Checkpointer:
         *,
         background: bool,
     ) -> None:
-        """Write one checkpoint, and drop all but the last `keep`.
+        """Write one checkpoint, and remove all but the last `keep`.
 
         In the background: of what is true now.
         """
@@ -105,17 +114,22 @@ class Checkpointer:
         if not background:
             self._write_and_publish(step, state, planner, position)
             return
+
+        def save_in_background() -> None:
+            try:
+                self._write_and_publish(step, state, planner, position)
+            except BaseException as error:
+                # `wait` raises it, and `failed` tells all ranks.
+                self._error = error
+
         self._thread = threading.Thread(
-            target=self._save_in_background,
-            args=(step, state, planner, dict(position)),
-            name="streammega-save",
-            daemon=True,
+            target=save_in_background, name="streammega-save", daemon=True
         )
         self._thread.start()
 
     def before_change(self) -> None:
-        """Call it before parameters or the optimizer's state change: what is being saved is copied
-        from a GPU meanwhile.
+        """Call it before parameters or the optimizer's state change: a GPU may still be copying
+        what is saved.
         """
         self._staging.before_change()
 
@@ -154,15 +168,11 @@ class Checkpointer:
                 self._lock.release()
                 self._lock = None
 
-    def found(self) -> list[int]:
-        """Steps of whole checkpoints, rising, as the first rank sees them."""
-        return self._all_ranks.from_first(self.store.steps)
-
     def resume(
         self,
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
-        accept: Callable[[dict[str, Any]], None],
+        accept: Accept,
         rewind: int | None = None,
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and optimizer of any layout; its position, or
@@ -176,37 +186,63 @@ class Checkpointer:
         another model's, and StorageError if the storage fails: then an older one would be the wrong
         answer.
         """
-        return self._resumer.resume(model, optimizer, accept, rewind)
+        damaged: list[int] = []
+        last_error: DamagedError | None = None
+        oldest_first = self._all_ranks.from_first(lambda: self._choose(rewind))
+        for step in reversed(oldest_first):
+            try:
+                position = self._load(step, model, optimizer, accept)
+            except DamagedError as error:
+                if self._all_ranks.rank == 0:
+                    log.warning(
+                        "the checkpoint of step %d cannot be used, the one before it is taken: %s",
+                        step,
+                        error,
+                    )
+                damaged.append(step)
+                last_error = error
+                continue
+            # Only now: where none can be read, all of them stay for who repairs one.
+            self._all_ranks.from_first(lambda: self._set_aside(damaged, "damaged"))
+            return position
+        if damaged:
+            steps = ", ".join(str(step) for step in damaged)
+            raise StateError(
+                f"{self.store.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
+                f"restore one, or start anew in another train.out_dir"
+            )
+        return None
 
-    def _save_in_background(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        planner: _StagedPlanner,
-        position: Mapping[str, Any],
-    ) -> None:
-        try:
-            self._write_and_publish(step, state, planner, position)
-        except BaseException as error:
-            # Of a thread: `wait` raises it, and all ranks are told by `failed`.
-            self._error = error
+    def _take_lock(self) -> None:
+        self._lock = self.store.lock()
+        self.store.prepare()
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _write_and_publish(
         self,
         step: int,
-        state: Mapping[str, Tensor],
-        planner: _StagedPlanner,
+        state: dict[str, Tensor],
+        planner: DefaultSavePlanner,
         position: Mapping[str, Any],
     ) -> None:
         """All ranks write their files, then the first one publishes. Raises StorageError."""
+        group = self._all_ranks.group
         try:
-            draft = self._all_ranks.from_first(lambda: self._begin(step))
-            metadata, writer = self._write(draft, state, planner)
-
-            def publish() -> None:
-                self._publish(step, draft, metadata, writer.checksums.add_to(position))
-
-            self._all_ranks.from_first(publish)
+            name = self._all_ranks.from_first(lambda: self._begin(step))
+            writer = CheckpointWriter(self.store.files(name), self._all_ranks)
+            self._staging.wait()
+            metadata = state_dict_saver.save(
+                state,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+            whole_position = writer.checksums.add_to(position)
+            self._all_ranks.from_first(lambda: self._publish(step, name, metadata, whole_position))
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
             reason = one_line(first_cause(error))
             raise StorageError(
@@ -216,64 +252,103 @@ class Checkpointer:
             ) from None
 
     def _begin(self, step: int) -> str:
-        """Room for a draft; its name."""
-        # What others may be writing is not to be removed as left over.
+        """The name of a new folder. On the first rank."""
+        # Another job may be writing what looks as if a killed save had left it.
         self._check_lock()
         return self.store.begin(step)
 
-    def _write(
-        self, draft: str, state: Mapping[str, Tensor], planner: _StagedPlanner
-    ) -> tuple[Metadata, Writer]:
-        """Every rank's file of a draft, and on the first rank what says what lies where."""
-        group = self._all_ranks.group
-        writer = Writer(self.store.draft(draft), self._all_ranks)
-        self._staging.wait()
-        with without_torch_warning():
-            metadata = state_dict_saver.save(
-                dict(state),
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-        return metadata, writer
-
     def _publish(
-        self, step: int, draft: str, metadata: Metadata, position: Mapping[str, Any]
+        self, step: int, name: str, metadata: Metadata, position: Mapping[str, Any]
     ) -> None:
-        """Make a draft that all ranks have written a checkpoint; then old ones go.
-
-        On the first rank.
-        """
-        files = self.store.draft(draft)
-        until_seen(lambda: check_files(files, metadata), DamagedError)
+        """Make files that all ranks have written a checkpoint; then old ones go. On the first rank."""
+        files = self.store.files(name)
+        wait_until_visible(lambda: files.check(metadata), DamagedError)
         if self._before_publish is not None:
             self._before_publish()
         # Again: writing may have taken minutes, in which another job could take over.
         self._check_lock()
-        self.store.publish(step, draft, position)
-        self._remove_old()
-
-    def _remove_old(self) -> None:
-        old_steps = self.store.steps()[: -self._keep]
-        for step in old_steps:
+        self.store.publish(step, name, position)
+        for old_step in self.store.steps()[: -self._keep]:
             try:
-                self.store.remove(step)
+                self.store.remove(old_step)
             except (OSError, StateError, StorageError) as error:
                 log.warning(
                     "%s: step %d cannot be removed (%s); the new one is whole",
                     self.store.url,
-                    step,
+                    old_step,
                     one_line(error),
                 )
 
-    def _take_lock(self) -> None:
-        self._lock = self.store.lock()
-        self.store.prepare()
+    def _choose(self, rewind: int | None) -> list[int]:
+        """Steps to resume from, the best last. On the first rank.
 
-    def _check_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
+        With `rewind`: those up to it, and those that were trained after rewinding to it. The others
+        are set aside.
+        """
+        steps = self.store.steps()
+        if rewind is None:
+            return steps
+        kept = [step for step in steps if step <= rewind or rewind in self._rewinds_of(step)]
+        if not kept:
+            raise ConfigError(
+                f"train.rewind = {rewind}: there is no checkpoint at or before that step "
+                f"in {self.store.url}"
+            )
+        self._set_aside([step for step in steps if step not in kept], "rewound")
+        self.store.prune_quarantined(self._keep)
+        return kept
+
+    def _rewinds_of(self, step: int) -> list[int]:
+        try:
+            return rewinds_of(self.store.find(step).position)
+        except DamagedError:
+            return []
+
+    def _set_aside(self, steps: Sequence[int], why: str) -> None:
+        for step in steps:
+            url = self.store.quarantine(step, why)
+            log.warning("the checkpoint of step %d is set aside as %s", step, url)
+
+    def _load(
+        self, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
+    ) -> dict[str, Any]:
+        """Raises DamagedError, StateError for one of another model, StorageError."""
+        group = self._all_ranks.group
+        found, metadata = self._all_ranks.from_first(lambda: self._examine(step))
+        # First: what differs is a better answer than tensors that do not fit.
+        self._all_ranks.call(lambda: accept(found.position))
+        files = self.store.files(found.name)
+        checksums = Checksums(found.position[CHECKSUMS])
+        try:
+            state = self._all_ranks.call(lambda: state_to_load(model, optimizer, metadata))
+            state_dict_loader.load(
+                state,
+                storage_reader=CheckpointReader(files, metadata, checksums, self._all_ranks),
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+        except (CheckpointException, StateError, StorageError) as error:
+            cause = first_cause(error)
+            if isinstance(cause, DamagedError | StorageError):
+                raise cause from None
+            # All ranks say the same, whichever of them found it.
+            reason = re.sub(r"^rank \d+: ", "", one_line(cause))
+            raise StateError(
+                f"{files.url()}: does not fit this model and optimizer ({reason}); "
+                f"restore [model], or start a new out_dir"
+            ) from None
+        return found.position
+
+    def _examine(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
+        """A checkpoint whose files are all there, as far as their names and sizes tell. On the first
+        rank.
+        """
+        found = self.store.find(step)
+        files = self.store.files(found.name)
+        metadata = files.read_metadata(Checksums(found.position[CHECKSUMS]))
+        files.check(metadata)
+        return found, metadata
 
 
 class _StagedPlanner(DefaultSavePlanner):
@@ -286,6 +361,13 @@ class _StagedPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The copy of this rank's part of a tensor."""
         return self._copies[index.fqn]
+
+
+def rewinds_of(position: Mapping[str, Any]) -> list[int]:
+    """The values of train.rewind by which a checkpoint's run, or those it goes back to, have
+    rewound.
+    """
+    return [int(step) for step in position.get("rewinds", ())]
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:

@@ -230,7 +230,7 @@ def _is_over(record: dict[str, Any]) -> bool:
     if not system or record.get("system") != system:
         return False
     pid = int(record.get("pid") or 0)
-    return pid == os.getpid() or _start_time(pid) != record.get("started")
+    return pid == os.getpid() or _start_time(pid) != str(record.get("started"))
 
 
 def _system() -> str:

@@ -87,7 +87,7 @@ class HostStaging:
             self._buffer = torch.empty(total_bytes, dtype=torch.uint8)
             if self._stream is not None:
                 _pin(self._buffer)
-        pieces = self._buffer.split(aligned_bytes)
+        pieces = torch.split(self._buffer, aligned_bytes)
         return {
             name: piece[: value.nbytes].view(value.dtype).view(value.shape)
             for (name, value), piece in zip(values.items(), pieces, strict=True)

@@ -7,6 +7,7 @@ optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,18 +71,15 @@ def state_to_load(
 
 
 def _model_state(model: ParallelModel) -> dict[str, Tensor]:
-    stages = nn.ModuleList(model.chunks)
-    return {
-        f"model.{_name_in_model(name)}": tensor
-        for name, tensor in get_model_state_dict(stages).items()
-    }
+    of_stages: dict[str, Any] = get_model_state_dict(nn.ModuleList(model.chunks))
+    return {f"model.{_name_in_model(name)}": tensor for name, tensor in of_stages.items()}
 
 
 def _optimizer_state(model: ParallelModel, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All state of an optimizer, which torch makes where there is none."""
-    stages = nn.ModuleList(model.chunks)
+    of_stages: dict[str, Any] = get_optimizer_state_dict(nn.ModuleList(model.chunks), inner)
     state: dict[str, Tensor] = {}
-    for name, values in get_optimizer_state_dict(stages, inner)["state"].items():
+    for name, values in of_stages["state"].items():
         for state_name, value in values.items():
             state[f"optimizer.{_name_in_model(name)}.{state_name}"] = value
     return state
