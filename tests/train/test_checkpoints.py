@@ -4,7 +4,6 @@ one job at a time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -26,10 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from streammega import StorageConfig
 from streammega.cli.main import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
-from streammega.storage import open_store
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
-from streammega.storage.store import ObjectInfo, Store, WrapperStore, atomic_writer
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.files import METADATA
 from streammega.train.checkpoints.integrity import (
@@ -39,7 +36,6 @@ from streammega.train.checkpoints.integrity import (
     DamagedError,
     parse_metadata,
 )
-from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -58,7 +54,7 @@ from tests.support.checkpoint_programs import (
     train_steps,
 )
 from tests.support.gang import Gang
-from tests.support.servers import S3, Objects
+from tests.support.servers import S3
 
 CPU = torch.device("cpu")
 
@@ -608,8 +604,7 @@ def test_a_flipped_bit_in_an_object_store_falls_back(
     for name in (METADATA, "__0_0.distcp"):
         (tmp_path / name).write_bytes(files.read(name))
     flip(tmp_path)
-    with atomic_writer(files.store, files.key("__0_0.distcp")) as writer:
-        writer.write((tmp_path / "__0_0.distcp").read_bytes())
+    files.put("__0_0.distcp", (tmp_path / "__0_0.distcp").read_bytes())
     second = resumed(run_file, *overrides)
     assert second.step == 4
     second.close()
@@ -819,117 +814,17 @@ def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
     trainer.close()
 
 
-def place_in_bucket(moto: S3, run_file: str) -> tuple[Any, Objects]:
-    """Where a run of a new bucket keeps its checkpoints and its lock, and the bucket."""
-    bucket = moto.new_bucket()
-    storage = load_run(run_file, on_s3(moto, bucket)).data.storage
-    return CheckpointStore.open(f"s3://{bucket}/run", storage), moto.objects(bucket)
-
-
-LOCK = "run/lock.json"
-OTHER = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
-"""What another job's hold says of it."""
-
-
-class OvertakenStore(WrapperStore):
-    """Another job writes its hold after this answer of some method, and before what follows it."""
-
-    def __init__(self, inner: Store, objects: Objects, method: str, answer: int) -> None:
-        super().__init__(inner)
-        self._objects = objects
-        self._answers_left = {method: answer}
-
-    def info(self, key: str) -> ObjectInfo:
-        try:
-            return super().info(key)
-        finally:
-            self._answered("info")
-
-    def read(self, key: str, *arguments: Any, **options: Any) -> Any:
-        try:
-            return super().read(key, *arguments, **options)
-        finally:
-            self._answered("read")
-
-    def _answered(self, method: str) -> None:
-        left = self._answers_left.get(method, 0)
-        self._answers_left[method] = left - 1
-        if left == 1:
-            self._objects[LOCK] = json.dumps(OTHER).encode()
-
-
-def overtaken_hold(moto: S3, method: str, answer: int) -> tuple[Callable[[], Any], Objects]:
-    """What holds an object of an OvertakenStore; and its bucket."""
-    bucket = moto.new_bucket()
+def place_in_bucket(moto: S3) -> CheckpointStore:
+    """Of a run of a new bucket."""
     storage = StorageConfig(storage_options=moto.options)
-    store, key = open_store(f"s3://{bucket}/{LOCK}", storage)
-    objects = moto.objects(bucket)
-    overtaken = OvertakenStore(store, objects, method, answer)
-    return lambda: checkpoint_lock.ObjectLock(overtaken, key), objects
-
-
-def check_that_another_takes_over(held: Any, objects: Objects) -> None:
-    deadline = time.monotonic() + 60
-    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
-        while time.monotonic() < deadline:
-            held.check()
-            time.sleep(0.05)
-    held.release()
-    assert json.loads(objects[LOCK]) == OTHER
-
-
-@pytest.mark.guarantee("job-time-trains")
-def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
-    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
-) -> None:
-    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.1)
-    place, objects = place_in_bucket(moto, run_file)
-    objects[LOCK] = json.dumps(OTHER).encode()
-    held = place.lock()
-    held.check()
-    objects[LOCK] = json.dumps(OTHER).encode()
-    check_that_another_takes_over(held, objects)
-
-
-def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
-    moto: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.1)
-    hold_it, objects = overtaken_hold(moto, "read", 2)
-    check_that_another_takes_over(hold_it(), objects)
-
-
-def test_a_hold_whose_object_was_removed_writes_it_again(
-    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
-) -> None:
-    monkeypatch.setattr(checkpoint_lock, "RENEW_SECONDS", 0.1)
-    place, objects = place_in_bucket(moto, run_file)
-    held = place.lock()
-    del objects[LOCK]
-    deadline = time.monotonic() + 30
-    while LOCK not in objects:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    held.check()
-    held.release()
-    assert LOCK not in objects
-
-
-@pytest.mark.guarantee("job-time-trains")
-def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(moto: S3) -> None:
-    hold_it, objects = overtaken_hold(moto, "info", 1)
-    with pytest.raises(ConfigError, match=r"another job trains there \(process 7"):
-        hold_it()
-    assert json.loads(objects[LOCK]) == OTHER
+    return CheckpointStore.open(f"s3://{moto.new_bucket()}/run", storage)
 
 
 @pytest.mark.guarantee("out-dir-may")
 def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
-    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+    moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, _ = place_in_bucket(moto, run_file)
+    place = place_in_bucket(moto)
     for step in (4, 6):
         publish_values(place, step)
 
@@ -947,10 +842,8 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
 
 
 @pytest.mark.guarantee("out-dir-may")
-def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
-    moto: S3, run_file: str
-) -> None:
-    place, _ = place_in_bucket(moto, run_file)
+def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(moto: S3) -> None:
+    place = place_in_bucket(moto)
     place.touch("step-00000004.json")  # which is no record
     place.quarantine(4, "damaged")
     for step in (4, 6):
@@ -963,108 +856,8 @@ def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
 def publish_values(place: Any, step: int) -> None:
     """A checkpoint of one small file."""
     name = place.begin(step)
-    files = place.files(name)
-    with atomic_writer(files.store, files.key("__0_0.distcp")) as writer:
-        writer.write(b"values")
+    place.files(name).put("__0_0.distcp", b"values")
     place.publish(step, name, Checksums().add_to({"step": step, "data": {}}))
-
-
-class FakeCuda:
-    """torch.cuda where there is none: what is ordered is noted, and copies are made at once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.device = torch.device("cuda", 3)
-        for name in ("Event", "current_stream", "stream", "set_device", "cudart"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", self))
-
-    def Event(self) -> Any:
-        return self
-
-    def current_stream(self, device: torch.device) -> Any:
-        assert device == self.device
-        return FakeStream("main", self)
-
-    def stream(self, stream: Any) -> Any:
-        self.log.append(f"copy on {stream.name}")
-        return contextlib.nullcontext()
-
-    def set_device(self, device: torch.device) -> None:
-        self.log.append(f"device {device.index}")
-
-    def cudart(self) -> Any:
-        return self
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.log.append(f"pin {size}")
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self.log.append("unpin")
-
-    def record(self, stream: Any) -> None:
-        self.log.append(f"event on {stream.name}")
-
-    def synchronize(self) -> None:
-        self.log.append("host waits")
-
-    def noted(self) -> list[str]:
-        """What was noted since it was asked for last."""
-        noted = list(self.log)
-        self.log.clear()
-        return noted
-
-
-class FakeStream:
-    def __init__(self, name: str, cuda: FakeCuda) -> None:
-        self.name = name
-        self.device = cuda.device
-        self._log = cuda.log
-
-    def wait_stream(self, other: Any) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Any) -> None:
-        self._log.append(f"{self.name} waits for the copies")
-
-
-def test_copies_from_a_gpu_use_one_kept_buffer_and_order_themselves_before_the_next_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(monkeypatch)
-    staging = HostStaging(cuda.device)
-    state = {
-        "a": torch.arange(6.0).view(2, 3),
-        "b": torch.arange(5).to(torch.bfloat16),
-        "empty": torch.empty(0, 4),
-        "step": torch.tensor(3.0),
-    }
-    copies = staging.stage(state)
-    assert list(copies) == list(state)
-    assert cuda.noted() == ["pin 192", "side waits for main", "copy on side", "event on side"], (
-        "the host waits for nothing"
-    )
-    staging.before_change()
-    staging.before_change()
-    assert cuda.noted() == ["main waits for the copies"], "once, on the device"
-    before = {name: value.clone() for name, value in state.items()}
-    for value in state.values():
-        value.add_(1)
-    staging.wait()
-    assert cuda.noted() == ["device 3", "host waits"], (
-        "a thread's own device is the first, of which a wait would make a context"
-    )
-    for name, value in before.items():
-        assert copies[name].dtype == value.dtype
-        assert torch.equal(copies[name], value)
-    again = staging.stage(state)
-    assert "pin" not in "".join(cuda.noted()), "the same buffer"
-    assert again["a"].data_ptr() == copies["a"].data_ptr()
-    assert torch.equal(again["a"], state["a"])
-    del copies, again
-    staging.stage({"c": torch.zeros(2)})
-    assert cuda.noted()[:2] == ["unpin", "pin 64"], "another size, another buffer"
 
 
 def test_a_resumed_optimizer_has_the_state_that_it_would_make_itself(

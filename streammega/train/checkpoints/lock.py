@@ -100,10 +100,11 @@ class ObjectLock:
         """Of what was read last; empty: there was no object."""
         self._next_owner: str | None = None
         """The job that has taken over, if any."""
-        abandoned = self._wait_until_abandoned()
+        self._wait_until_abandoned()
         if not self._put():
             found = self._read()
-            if found is not None and found != abandoned and not self._is_ours(found):
+            # Ours, where the answer was lost.
+            if found is not None and not self._is_ours(found) and not _is_over(found):
                 raise _locked_error(self._url, _process_name(found))
             self._put()
         time.sleep(SETTLE_SECONDS)
@@ -131,11 +132,11 @@ class ObjectLock:
         except StorageError as error:
             log.warning("%s: cannot be removed: %s", self._url, error)
 
-    def _wait_until_abandoned(self) -> dict[str, Any] | None:
-        """The record of a job that is gone, or None. Raises ConfigError if the job is alive."""
+    def _wait_until_abandoned(self) -> None:
+        """Raise ConfigError if the object is of a job that is alive."""
         first = self._read()
         if first is None or _is_over(first):
-            return first
+            return
         log.warning(
             "%s: held by %s; watching %.0f s whether it is renewed",
             self._url,
@@ -147,10 +148,9 @@ class ObjectLock:
             time.sleep(LOOK_SECONDS)
             record = self._read()
             if record is None:
-                return None
+                return
             if record != first:
                 raise _locked_error(self._url, _process_name(record))
-        return first
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
@@ -171,7 +171,7 @@ class ObjectLock:
             self._next_owner = _process_name(record)
 
     def _is_ours(self, record: dict[str, Any]) -> bool:
-        return record.get("owner") == self._owner["owner"]
+        return bool(record.get("owner") == self._owner["owner"])
 
     def _put(self) -> bool:
         """Write the object in place of what was read last.
@@ -230,7 +230,7 @@ def _is_over(record: dict[str, Any]) -> bool:
     if not system or record.get("system") != system:
         return False
     pid = int(record.get("pid") or 0)
-    return pid == os.getpid() or _start_time(pid) != str(record.get("started"))
+    return pid == os.getpid() or _start_time(pid) != record.get("started")
 
 
 def _system() -> str:
