@@ -21,7 +21,7 @@ from streammega.convert.run import plan
 from streammega.convert.tokenize.encode import encoder_of
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.write.destination import check_may_write
-from streammega.convert.write.segments import Selection, batches_of, token_dtype
+from streammega.convert.write.segments import batches_of, select_documents, token_dtype
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels import num_threads
@@ -125,7 +125,6 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
     sample.is_complete = len(units) == len(job.units)
     for unit in units:
         skipped = Skipped()
-        selection = Selection(job, skipped)
         size = 0
         for batch in batches_of(job, unit, skipped):
             if size >= SAMPLE_BYTES:
@@ -136,7 +135,7 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
                 sample.is_complete = sample.is_complete and beginnings == batch
                 batch = encoder_of(job)(beginnings, skipped)
             size += batch.source_bytes
-            kept, _ = selection.choose(batch)
+            kept, _ = select_documents(batch, job, skipped)
             _add(sample, kept, job, tokenizer)
             progress.advance(batch.source_bytes, len(kept.tokens))
         sample.bytes += size

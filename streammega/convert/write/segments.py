@@ -109,7 +109,6 @@ class SegmentWriter:
         self._job = job
         self._unit = unit
         self._record = record
-        self._selection = Selection(job, record.skipped)
         self._held: list[Tokens] = []
         self._numbers: list[NDArray[np.int64]] = []
         """Of the documents held, counted over all that the unit has."""
@@ -121,7 +120,7 @@ class SegmentWriter:
         first = self._documents_seen
         self._documents_seen += len(batch.documents)
         numbers = np.arange(first, self._documents_seen)
-        chosen, is_kept = self._selection.choose(batch)
+        chosen, is_kept = select_documents(batch, self._job, self._record.skipped)
         self._held.append(chosen)
         self._numbers.append(numbers[is_kept])
         self._held_bytes += chosen.tokens.nbytes
@@ -203,60 +202,41 @@ def token_dtype(arrays: Sequence[NDArray[Any]], wanted: str | None) -> np.dtype[
     return dtype
 
 
-class Selection:
-    """Leaves out, and cuts, what the options ask, and counts what happened to documents."""
+def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens, NDArray[np.bool_]]:
+    """(documents without what the options leave out or cut, which of them are kept). What happened
+    to others is counted.
+    """
+    options = job.options
+    kept = np.ones(len(batch.documents), np.bool_)
 
-    def __init__(self, job: Job, skipped: Skipped) -> None:
-        self._job = job
-        self._options = job.options
-        self._skipped = skipped
+    def drop(reason: str, which: NDArray[np.bool_]) -> None:
+        skipped.leave_out(reason, int(np.count_nonzero(which)))
+        kept[which] = False
 
-    def choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
-        """(what is kept of documents, which of them are kept)."""
-        options = self._options
-        kept = self._answered(batch)
-        if options.modes is not None:
-            batch = self._sequences_of_modes(batch, options.modes)
-        sizes = batch.document_tokens
-        self._count("empty", sizes == 0)
-        kept &= sizes > 0
-        is_short = kept & (sizes < options.min_tokens)
-        self._count("too short", is_short)
-        kept &= ~is_short
-        cuts = False
-        if options.max_tokens is not None:
-            is_long = kept & (sizes > options.max_tokens)
-            cuts = options.long == "cut" and bool(is_long.any())
-            self._count("cut" if options.long == "cut" else "too long", is_long)
-            if options.long == "drop":
-                kept &= ~is_long
-        batch = batch.select(kept)
-        if cuts and options.max_tokens is not None:
-            tokens_before = len(batch.tokens)
-            batch = batch.cut(options.max_tokens, eod_of(self._job))
-            self._skipped.leave_out("tokens cut off", tokens_before - len(batch.tokens))
-        return batch, kept
-
-    def _answered(self, batch: Tokens) -> NDArray[np.bool_]:
-        """Which documents have something to learn; all that are not conversations."""
-        learned = self._options.learned_modes
-        if not self._options.chat or batch.modes is None or learned is None:
-            return np.ones(len(batch.documents), np.bool_)
+    learned = options.learned_modes
+    if options.chat and batch.modes is not None and learned is not None:
         is_learned = np.isin(batch.modes, learned) & (batch.lengths > 0)
-        answered = np.diff(offsets_of(is_learned)[offsets_of(batch.documents)]) > 0
-        self._count("without an answer", ~answered & (batch.document_tokens > 0))
-        return answered
-
-    def _sequences_of_modes(self, batch: Tokens, wanted: tuple[int, ...]) -> Tokens:
-        modes = batch.modes
-        if modes is None:
-            modes = np.zeros(len(batch.lengths), np.int8)
-        kept = np.isin(modes, wanted)
-        self._count("sequences of other modes", ~kept)
-        return batch if kept.all() else batch.take_sequences(kept)
-
-    def _count(self, reason: str, which: NDArray[np.bool_]) -> None:
-        self._skipped.leave_out(reason, int(np.count_nonzero(which)))
+        is_answered = np.diff(offsets_of(is_learned)[offsets_of(batch.documents)]) > 0
+        drop("without an answer", ~is_answered & (batch.document_tokens > 0))
+    if options.modes is not None:
+        modes = np.zeros(len(batch.lengths), np.int8) if batch.modes is None else batch.modes
+        is_wanted = np.isin(modes, options.modes)
+        skipped.leave_out("sequences of other modes", int(np.count_nonzero(~is_wanted)))
+        if not is_wanted.all():
+            batch = batch.take_sequences(is_wanted)
+    sizes = batch.document_tokens
+    drop("empty", sizes == 0)
+    drop("too short", kept & (sizes < options.min_tokens))
+    max_tokens = options.max_tokens
+    if max_tokens is not None and options.long == "drop":
+        drop("too long", kept & (sizes > max_tokens))
+    batch = batch.select(kept)
+    if max_tokens is not None and (num_long := int((batch.document_tokens > max_tokens).sum())):
+        skipped.leave_out("cut", num_long)
+        tokens_before = len(batch.tokens)
+        batch = batch.cut(max_tokens, eod_of(job))
+        skipped.leave_out("tokens cut off", tokens_before - len(batch.tokens))
+    return batch, kept
 
 
 def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
