@@ -33,7 +33,7 @@ from streammega.convert import ConvertOptions, convert
 from streammega.dataset.verify import verify
 from streammega.errors import StreammegaError
 from streammega.train.config import RunConfig, load_run
-from streammega.train.metrics import read_metrics
+from streammega.train.run_log import read_metrics
 
 MIN_CORPUS_BYTES = 20_000_000
 MAX_CORPUS_BYTES = 32_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,12 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from streammega.cli.options import StorageFile, StorageOption, storage_config
-from streammega.config import StorageConfig
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
-
-METRICS = "metrics.jsonl"
-"""The record of a run, in its out_dir."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -204,23 +200,6 @@ def _curves(
     return curves
 
 
-def _fetch_metrics(run: str, storage: StorageConfig) -> Path:
-    """The metrics of a run whose out_dir is a URL, as a file of this machine."""
-    from streammega.storage import open_store
-    from streammega.train.out_dir import fetch_record
-
-    folder = Path(tempfile.mkdtemp(prefix="streammega-plot-"))
-    store, key = open_store(run.rstrip("/"), storage)
-    # of a bucket itself the key is empty
-    key_of_metrics = f"{key}/{METRICS}".lstrip("/")
-    if not fetch_record(store, key_of_metrics, folder / METRICS):
-        raise ConfigError(
-            f"{store.url(key)}/{METRICS}: no such object; give the out_dir of a run that has "
-            f"logged a step"
-        )
-    return folder / METRICS
-
-
 def plot(
     run: Annotated[
         str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it; a folder or a URL.")
@@ -233,26 +212,32 @@ def plot(
     storage_file: StorageFile = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
-    from streammega.train.metrics import read_metrics
+    from streammega.storage.object_ops import read_whole
+    from streammega.train.run_log import METRICS, parse_metrics
 
     pyplot()  # is there
     is_url = "://" in run
+    text: str | None = None
     if is_url:
-        path = _fetch_metrics(run, storage_config(storage, storage_file, looks_only=True))
+        place = f"{run.rstrip('/')}/{METRICS}"
+        data = read_whole(place, storage_config(storage, storage_file, looks_only=True))
+        text = None if data is None else data.decode()
         title = run.rstrip("/").rpartition("/")[2]
         target = out or "run.png"
     else:
-        path = Path(run)
-        if path.is_dir():
-            path /= METRICS
+        path = Path(run, METRICS) if Path(run).is_dir() else Path(run)
+        place = str(path)
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
         title = path.parent.name
         target = out or str(path.parent / "run.png")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
-    records = [record for record in read_metrics(path) if "step" in record]
+    if text is None:
+        raise ConfigError(
+            f"{redact_urls(place)}: does not exist; give the out_dir of a run that has logged a step"
+        )
+    records = [record for record in parse_metrics(text) if "step" in record]
     steps = [record for record in latest(records) if record.get("loss") is not None]
     if not steps:
-        raise ConfigError(f"{path}: holds no step; let the run finish one")
+        raise ConfigError(f"{redact_urls(place)}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
     typer.echo(
         f"{pluralize(len(steps), 'step')}{_begun_again(restarts(records))}, "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from streammega.config import StorageConfig
-from streammega.errors import ObjectNotFoundError
+from streammega.errors import ObjectChangedError, ObjectNotFoundError
 from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
 from streammega.storage.backends.remote import sized_for
@@ -20,6 +20,7 @@ from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
 
 COPY_BYTES = 16 << 20
 """Bytes of an object that a copy holds in memory, beside the parts of its upload."""
+READ_TRIES = 3
 _NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 """What `link` ends with where a file cannot have a second name there: file systems differ."""
 
@@ -55,11 +56,27 @@ def read_whole(url: str, storage: StorageConfig) -> bytes | None:
     """A small object as it is stored; None where there is none. Raises StorageError."""
     store, key = open_store(url, storage)
     try:
-        info = store.info(key)
-        (body,) = store.read(key, [(0, info.size)], info.etag)
-        return bytes(body)
+        data, _ = read_object(store, key)
+        return data
     except ObjectNotFoundError:
         return None
+
+
+def read_object(store: Store, key: str) -> tuple[bytes, str]:
+    """A small object and its ETag. One that changes meanwhile is read again, a few times.
+
+    Raises ObjectNotFoundError and other StorageErrors.
+    """
+    for _ in range(READ_TRIES):
+        info = store.info(key)
+        if info.size == 0:  # stores have no empty ranges
+            return b"", info.etag
+        try:
+            (body,) = store.read(key, [(0, info.size)], info.etag)
+            return bytes(body), info.etag
+        except ObjectChangedError as error:
+            changed = error
+    raise changed
 
 
 def exists(url: str, storage: StorageConfig) -> bool:

@@ -1,1 +1,17 @@
-"""The training program: example model, loop, checkpoints. The loader works without any of it."""
+"""The training program: example model, trainer, checkpoints. The loader works without any of it.
+
+One step, from its start to its line in the log:
+
+    __main__          reads the run's file (config/), starts the ranks (devices), makes a Trainer
+    trainer           Trainer.run: step after step; Trainer.train_step: one of them
+    parallel_model    forward and backward of its micro-batches, sums of gradients, their norm
+    inputs, losses    what a stage is given of a micro-batch; the loss, and the sums over ranks
+    optimizer         AdamW, and the learning rate of the step
+    checkpoints/      saves in the background, and resumes
+    evaluation        the valid split, and validation sets
+    run_log           metrics.jsonl, TensorBoard, the line in the log
+
+The model: `model`, `attention`; cut into `stages`, in a `pipeline`, divided by `sharding`. What fails:
+`watchdog` and `signals` end all ranks with one cause, `rank_sync` gives all ranks one error, and
+`config_check` compares them at the start.
+"""

@@ -1,99 +1,116 @@
-"""How the processes of a run start: device and transport, one choice for all ranks; the ranks of the
-layout; and torch's switches for how it computes.
+"""How the processes of a run start: which device each takes, one process group of all, and torch's
+switches for how they compute.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import socket
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.words import pluralize
 from streammega.parallel import Ranks
 from streammega.parallel.layout import ParallelLayout
-from streammega.train.config import ParallelConfig, RunConfig, TrainConfig
+from streammega.train.config import RunConfig, TrainConfig
+from streammega.train.config_check import differences
+from streammega.train.watchdog import Watchdog
 
+log = logging.getLogger(__name__)
+
+START_TIMEOUT = 300.0
+"""Seconds that ranks may start apart."""
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on a host."""
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """How many processes were started together, and by what."""
-NAMED = 8
-"""Ranks that a message names."""
+SET_VARIABLES = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
+NCCL_MARGIN = 60.0
+"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
+come after ours.
+"""
+WORKSPACE = ":4096:8"
+"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order.
+Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
+"""
 
 
-@dataclass(frozen=True)
-class ProcessPlace:
-    """This process among those of the job; local_rank: on its host, None where nothing says so."""
+class ProcessInfo(NamedTuple):
+    """This process among those of the job. local_rank: on its host; None where nothing says so.
+    local_world_size: processes on its host, if torchrun started them.
+    """
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int | None
+    local_world_size: int
 
 
-@dataclass(frozen=True)
-class Seat:
-    """What a rank could take: a GPU by its index and its unique id; None where it sees none.
+def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
+    """Join the job's process group, if there is more than one rank: the device of this rank, which
+    is torch's current one from here on, and its watchdog.
 
-    problem: why it cannot say which of several GPUs is its own.
+    Raises ConfigError for what cannot work.
     """
+    train = config.train
+    process = process_info(os.environ)
+    if process.world_size == 1:
+        device, _ = pick_device(process, config)
+        _use(device)
+        return device, Watchdog(None, 0, 1)
+    timeout = timedelta(seconds=max(train.timeout, START_TIMEOUT))
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        # The store outlives a restart: what was written there before is void.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt-{attempt}", store)
+        device, backend = pick_devices(PrefixStore("devices", store), process, config)
+        _use(device)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("default", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    except StreammegaError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        # A variable is missing or wrong; the address is taken, or somebody does not come.
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the ranks cannot meet ({reason}): {SET_VARIABLES}") from None
+    return device, Watchdog(PrefixStore("watch", store), rank, world_size, train.timeout)
 
-    rank: int
-    host: str
-    index: int | None = None
-    gpu: str | None = None
-    problem: str | None = None
 
-
-@dataclass(frozen=True)
-class DeviceChoice:
-    """Of all ranks.
-
-    device: "cpu" or "cuda". backend: as init_process_group takes it. said: what a user should know.
-    """
-
-    device: str
-    backend: str
-    said: str | None = None
-
-
-ON_CPU = DeviceChoice("cpu", "gloo")
-
-
-def place_of(environment: Mapping[str, str]) -> ProcessPlace:
+def process_info(environment: Mapping[str, str]) -> ProcessInfo:
     """The place that torchrun, srun or mpirun gave this process.
 
     Raises ConfigError where several processes were started without saying so to torch: each would
     train the whole run.
     """
-    world = _number(environment, "WORLD_SIZE", 1)
     for name, launcher in TASKS.items():
         tasks = _number(environment, name, 1)
         if "WORLD_SIZE" not in environment and tasks > 1:
             raise ConfigError(
                 f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would "
-                f"train the run by itself; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-                f"for every process, or let torchrun start them"
+                f"train the run by itself; {SET_VARIABLES}"
             )
-    rank = _number(environment, "RANK", 0)
-    return ProcessPlace(rank, world, _local_rank(environment))
-
-
-def _local_rank(environment: Mapping[str, str]) -> int | None:
-    """The number of this process on its host; None where no launcher says it."""
-    for name in LOCAL_RANKS:
-        if environment.get(name):
-            return _number(environment, name, 0)
-    return None
+    names = [name for name in LOCAL_RANKS if environment.get(name)]
+    return ProcessInfo(
+        rank=_number(environment, "RANK", 0),
+        world_size=_number(environment, "WORLD_SIZE", 1),
+        local_rank=_number(environment, names[0], 0) if names else None,
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+    )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -106,145 +123,86 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def seat_of(place: ProcessPlace) -> Seat:
-    """The GPU that is meant for this process. Makes no context on any."""
+def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, str]:
+    """The device of this rank, and the backend of the job as init_process_group takes it.
+
+    "auto" takes CUDA where there is a GPU for every rank of the host, else the CPU. Raises
+    ConfigError for what cannot work.
+    """
+    train = config.train
+    parallel = config.parallel
+    on_cpu = torch.device("cpu"), "gloo"
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if train.device == "cpu" or (train.device == "auto" and num_gpus == 0):
+        return on_cpu
     host = socket.gethostname()
-    if not torch.cuda.is_available():
-        return Seat(place.rank, host)
-    count = torch.cuda.device_count()
-    local = place.local_rank
-    if local is None and place.world > 1 and count > 1:
-        others = ", ".join(LOCAL_RANKS[1:])
-        problem = (
-            f"LOCAL_RANK is not set, and none of {others}, "
-            f"so it cannot tell which of {count} GPUs is its own"
-        )
-        return Seat(place.rank, host, problem=problem)
-    # a launcher may show each rank its own GPU only; ranks that share one are found by its id
-    index = (local or 0) % count
-    unique = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
-    return Seat(place.rank, host, index, unique)
-
-
-def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> DeviceChoice:
-    """The device and backend of a job of these seats. nccl: whether torch has it.
-
-    "auto" takes CUDA where every rank has a GPU to itself, and the CPU where none has, or where
-    there are more ranks than GPUs. Raises ConfigError for what cannot work.
-    """
-    if train.device == "cpu":
-        return ON_CPU
-    without = [seat for seat in seats if seat.gpu is None]
-    none_has_one = len(without) == len(seats)
-    is_clear = not any(seat.problem for seat in seats)
-    if without and train.device == "auto" and none_has_one and is_clear:
-        return ON_CPU
-    if without:
-        raise ConfigError(_why_no_gpu(without, seats, train))
-    shared = _shared(seats)
-    if shared and train.device == "auto" and train.backend != "nccl":
-        mend = "start as many ranks as there are GPUs, or set train.device"
-        return replace(ON_CPU, said=f"{shared}: training on the CPU; {mend}")
-    if shared and train.backend != "gloo":
+    if num_gpus == 0:
         raise ConfigError(
-            f"{shared}, and NCCL takes one rank for each: start as many ranks as there are GPUs, "
-            f"or set train.backend = gloo (slow: for tests), or train.device = cpu"
+            f"train.device = cuda, but torch.cuda.is_available() is False on {host}: "
+            f"set train.device = cpu or auto"
         )
-    if train.backend == "gloo" or not nccl:
-        return DeviceChoice("cuda", "gloo", shared)
-    # Beside NCCL: what ranks say of checkpoints and the like lies on the host.
-    return DeviceChoice("cuda", "cpu:gloo,cuda:nccl")
-
-
-def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> DeviceChoice:
-    """The same choice on all ranks: rank 0 makes it.
-
-    Collective; waits as long as the store does. Raises ConfigError on all.
-    """
-    store.set(f"seat/{seat.rank}", json.dumps(asdict(seat)))
-    if seat.rank == 0:
-        store.set("choice", json.dumps(_verdict(_all_seats(store, world), train)))
-    verdict = json.loads(store.get("choice"))
-    if "error" in verdict:
-        raise ConfigError(verdict["error"])
-    return DeviceChoice(**verdict)
-
-
-def _all_seats(store: Store, world: int) -> list[Seat]:
-    names = [f"seat/{rank}" for rank in range(world)]
-    store.wait(names)
-    return [Seat(**json.loads(value)) for value in store.multi_get(names)]
-
-
-def _verdict(seats: Sequence[Seat], train: TrainConfig) -> dict[str, Any]:
-    """The fields of a DeviceChoice, or {"error": why there is none}: all ranks are told either."""
-    try:
-        choice = choose(seats, train, nccl=dist.is_nccl_available())
-    except ConfigError as error:
-        return {"error": str(error)}
-    return asdict(choice)
-
-
-def take(choice: DeviceChoice, seat: Seat) -> torch.device:
-    """The device of this rank, which is torch's current one from here on."""
-    if choice.device == "cpu":
-        return torch.device("cpu")
-    assert seat.index is not None
-    device = torch.device("cuda", seat.index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def check_backend(choice: DeviceChoice, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read it as the
-    host's.
-    """
-    gloo_on_cuda = choice.device == "cuda" and choice.backend == "gloo"
+    if process.local_rank is None and process.world_size > 1 and num_gpus > 1:
+        raise ConfigError(
+            f"rank {process.rank} on {host}: LOCAL_RANK is not set, and none of "
+            f"{', '.join(LOCAL_RANKS[1:])}, so it cannot tell which of {num_gpus} GPUs is its own; "
+            f"export LOCAL_RANK for every process, or use torchrun"
+        )
+    if process.local_world_size > num_gpus and train.backend != "gloo":
+        ranks = pluralize(process.local_world_size, "rank")
+        shared = f"{ranks} on {host} have {pluralize(num_gpus, 'GPU')}"
+        if train.device == "cuda" or train.backend == "nccl":
+            raise ConfigError(
+                f"{shared}, and NCCL takes one rank for each: start as many ranks as there are "
+                f"GPUs, or set train.backend = gloo (slow: for tests), or train.device = cpu"
+            )
+        if process.local_rank == 0:
+            mend = "start as many ranks as there are GPUs, or set train.device"
+            log.warning("%s: training on the CPU; %s", shared, mend)
+        return on_cpu
+    # A launcher may show each rank its own GPU only.
+    device = torch.device("cuda", (process.local_rank or 0) % num_gpus)
+    if train.backend != "gloo" and dist.is_nccl_available():
+        # Beside NCCL: what ranks say of checkpoints and the like lies on the host.
+        return device, "cpu:gloo,cuda:nccl"
+    # It would read CUDA's memory as the host's.
     is_sharded = parallel.optimizer == "sharded"
-    if gloo_on_cuda and (max(parallel.tp, parallel.pp) > 1 or is_sharded):
+    if process.world_size > 1 and (max(parallel.tp, parallel.pp) > 1 or is_sharded):
         raise ConfigError(
             f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} "
             f"and parallel.pp {parallel.pp} must be 1, and parallel.optimizer not sharded; "
             f"set train.backend = nccl, or train.device = cpu"
         )
+    return device, "gloo"
 
 
-def _why_no_gpu(without: Sequence[Seat], seats: Sequence[Seat], train: TrainConfig) -> str:
-    """In words, what keeps ranks from having GPUs."""
-    for seat in without:
-        if seat.problem:
-            return (
-                f"rank {seat.rank} on {seat.host}: {seat.problem}; "
-                f"export LOCAL_RANK for every process, or use torchrun"
-            )
-    host = without[0].host
-    if len(without) < len(seats):
-        names = ", ".join(str(seat.rank) for seat in without[:NAMED])
-        if len(without) > NAMED:
-            names += ", ..."
-        who = f"{pluralize(len(without), 'rank')} ({names}; host {host})"
-        return f"{who} see no GPU, others do: mend that host, or set train.device = cpu"
-    where = f"torch.cuda.is_available() is False on {host}"
-    return f"train.device = {train.device}, but {where}: set train.device = cpu or auto"
+def pick_devices(store: Store, process: ProcessInfo, config: RunConfig) -> tuple[torch.device, str]:
+    """`pick_device` on every rank. Waits for all ranks as long as the store does.
+
+    Raises ConfigError on all of them where one has no device, or not all have the same kind.
+    """
+    try:
+        device, backend = pick_device(process, config)
+        answer = device.type
+    except ConfigError as error:
+        answer = str(error)
+    store.set(str(process.rank), answer)
+    names = [str(rank) for rank in range(process.world_size)]
+    store.wait(names)
+    answers = [value.decode() for value in store.multi_get(names)]
+    for answer in answers:
+        if answer not in ("cpu", "cuda"):
+            raise ConfigError(answer)
+    words = differences([{"the device": answer} for answer in answers])
+    if words:
+        raise ConfigError(
+            f"{words}: mend the hosts that see no GPU, or have too few, or set train.device = cpu"
+        )
+    return device, backend
 
 
-def _shared(seats: Sequence[Seat]) -> str | None:
-    """In words, the first GPU host with more ranks than GPUs."""
-    seats_on: dict[str, list[Seat]] = defaultdict(list)
-    for seat in seats:
-        seats_on[seat.host].append(seat)
-    for host, seats_of_host in seats_on.items():
-        ranks = len(seats_of_host)
-        gpus = len({seat.gpu for seat in seats_of_host})
-        if gpus < ranks:
-            return f"{pluralize(ranks, 'rank')} on {host} have {pluralize(gpus, 'GPU')}"
-    return None
-
-
-NCCL_MARGIN = 60.0
-"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
-come after the watch.
-"""
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def make_ranks(config: RunConfig, device: torch.device) -> Ranks:
@@ -275,12 +233,6 @@ def check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
                 f"rank; parallel.pp {layout.pp} needs {needs} {layout.pp}: "
                 f"change train.global_batch_size or micro_batch_size"
             )
-
-
-WORKSPACE = ":4096:8"
-"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order.
-Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
-"""
 
 
 def set_numerics(train: TrainConfig) -> None:

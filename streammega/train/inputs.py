@@ -13,9 +13,9 @@ from streammega.parallel import Ranks
 from streammega.parallel.context import Bounds
 from streammega.parallel.exchange import RankBatch
 from streammega.samples.fields import Batch
+from streammega.train.attention import longest_document
 from streammega.train.config import RunConfig
 from streammega.train.losses import IGNORED
-from streammega.train.visibility import longest_document
 
 
 @dataclass(frozen=True)

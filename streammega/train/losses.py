@@ -9,16 +9,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
-from streammega.train.vocab_loss import VocabPart, vocab_parallel_loss
 
 IGNORED = -100
 """The label of positions without loss."""
@@ -111,51 +112,110 @@ def add_over_ranks(
         ranks: of the run.
         device: on which they talk.
     """
-    flags = torch.tensor(
-        [stop_signal is not None, stop_signal == signal.SIGINT, failed_save], dtype=torch.float64
-    )
-    sums, loss_by_source, tokens_by_source = _sums(losses, source_of_sample, len(sources))
-    parts = (flags, sums, loss_by_source, tokens_by_source)
-    total = torch.cat(parts).to(device)
-    ranks.all_reduce(total, WORLD)
-    sizes = [len(part) for part in parts]
-    flags, sums, loss_by_source, tokens_by_source = torch.split(total.cpu(), sizes)
-    stops, interrupts, failed_saves = flags.tolist()
-    loss_sum, token_sum = sums.tolist()
+    num_sources = len(sources)
+    sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
+    sizes = [3, 2, num_sources, num_sources]
+    flags, loss_and_tokens, loss_by_source, tokens_by_source = sums.split(sizes)
+    flags[0] = stop_signal is not None
+    flags[1] = stop_signal == signal.SIGINT
+    flags[2] = failed_save
+    if losses is not None:
+        loss = losses.loss.double().cpu()
+        tokens = losses.tokens.double().cpu()
+        loss_and_tokens[0] = loss.sum()
+        loss_and_tokens[1] = tokens.sum()
+        if source_of_sample is not None:
+            source = torch.from_numpy(source_of_sample)
+            loss_by_source.index_add_(0, source, loss)
+            tokens_by_source.index_add_(0, source, tokens)
+    sums = sums.to(device)
+    ranks.all_reduce(sums, WORLD)
+    flags, loss_and_tokens, loss_by_source, tokens_by_source = sums.cpu().split(sizes)
+    num_stops, num_interrupts, num_failed_saves = flags.tolist()
+    loss_sum, token_sum = loss_and_tokens.tolist()
+    means = {
+        name: source_loss / source_tokens
+        for name, source_loss, source_tokens in zip(
+            sources, loss_by_source.tolist(), tokens_by_source.tolist(), strict=True
+        )
+        if source_tokens
+    }
     return StepTotals(
-        stop=stops > 0,
-        interrupted=interrupts > 0,
-        failed_save=failed_saves > 0,
+        stop=num_stops > 0,
+        interrupted=num_interrupts > 0,
+        failed_save=num_failed_saves > 0,
         loss=loss_sum / max(token_sum, 1.0),
-        loss_of_source=_means(sources, loss_by_source, tokens_by_source),
+        loss_of_source=means if num_sources > 1 else {},
     )
 
 
-def _sums(
-    losses: Losses | None, source_of_sample: NDArray[np.int64] | None, num_sources: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's samples, float64 on the host: loss and tokens [2], and each by source
-    [num_sources].
+@dataclass(frozen=True)
+class VocabPart:
+    """This rank's part of the vocabulary: `size` entries from `start` on.
+
+    group: the ranks that have all of it.
     """
-    loss_by_source = torch.zeros(num_sources, dtype=torch.float64)
-    tokens_by_source = torch.zeros(num_sources, dtype=torch.float64)
-    if losses is None:
-        return torch.zeros(2, dtype=torch.float64), loss_by_source, tokens_by_source
-    loss = losses.loss.double().cpu()
-    tokens = losses.tokens.double().cpu()
-    if source_of_sample is not None:
-        source = torch.from_numpy(source_of_sample)
-        loss_by_source.index_add_(0, source, loss)
-        tokens_by_source.index_add_(0, source, tokens)
-    return torch.stack((loss.sum(), tokens.sum())), loss_by_source, tokens_by_source
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
 
 
-def _means(sources: Sequence[str], loss: Tensor, tokens: Tensor) -> dict[str, float]:
-    """The mean loss of each source that had tokens; none where there is but one source."""
-    if len(sources) < 2:
-        return {}
-    means: dict[str, float] = {}
-    for name, loss_sum, token_sum in zip(sources, loss.tolist(), tokens.tolist(), strict=True):
-        if token_sum:
-            means[name] = loss_sum / token_sum
-    return means
+def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+    """The cross entropy of each row, float32 [rows], the same on all ranks of the group; 0 where
+    the target is `ignored`.
+
+    logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole
+    vocabulary.
+    """
+    loss: Tensor = _VocabParallelLoss.apply(logits, target, part, ignored)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    """log(sum exp(x)) - x[target] of each row x. Its gradient is softmax(x), less 1 at the target.
+
+    Of each row two numbers go over all ranks, beside its largest logit: the sum of its exponentials,
+    and the target's logit, which one rank has. torch's `loss_parallel` must be held open around
+    forward and backward both. Here backward belongs to pipeline schedules, and there is one array of
+    the logits' size instead of three.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+        """Two small collectives: the largest logits first, or the exponentials would overflow; then
+        both sums as one.
+        """
+        # A copy, which becomes the probabilities in place: there is one array of this size.
+        values = logits.to(torch.float32, copy=True)
+        largest = values.amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+        values -= largest[:, None]
+        used = target != ignored
+        column = target - part.start
+        # The logit of each target is added by the one rank that has it; the others add 0.
+        here = (column >= 0) & (column < values.shape[1]) & used
+        column = column.masked_fill(~here, 0)[:, None]
+        target_logit = values.gather(1, column)[:, 0]
+        target_logit = target_logit.masked_fill(~here, 0.0)
+        exponentials = values.exp_()
+        sums = torch.stack((exponentials.sum(1), target_logit))
+        dist.all_reduce(sums, group=part.group)
+        sum_of_exponentials, target_logit = sums.unbind()
+        probabilities = values.div_(sum_of_exponentials[:, None])
+        ctx.save_for_backward(probabilities, column, here, used)
+        ctx.dtype = logits.dtype
+        return torch.where(used, sum_of_exponentials.log() - target_logit, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad: [rows], the same on all ranks.
+
+        No collective: each rank has what its own logits need.
+        """
+        probabilities, column, here, used = ctx.saved_tensors
+        grad = grad.masked_fill(~used, 0.0)[:, None]
+        grad_logits = probabilities * grad
+        less_at_target = -grad * here[:, None]
+        grad_logits.scatter_add_(1, column, less_at_target)
+        return grad_logits.to(ctx.dtype), None, None, None

@@ -28,9 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from streammega.errors import ConfigError
 from streammega.order.sharding import zigzag_bounds
-from streammega.train.attention import ContextParallel, attend
+from streammega.train.attention import ContextParallel, Visibility, attend
 from streammega.train.config import ModelConfig
-from streammega.train.visibility import Visibility
 
 ROPE_BASE = 10_000.0
 INITIAL_STD = 0.02

@@ -20,7 +20,7 @@ class Pipeline:
     """Runs micro-batches through the stages of all pipeline ranks. Collective over them.
 
     Args:
-        chunks: the stages of this rank.
+        chunks: the stages of this rank, as schedules call them.
         stage_ids: their numbers, of `num_stages`.
         num_stages: on all pipeline ranks.
         config: of the run.
@@ -49,7 +49,7 @@ class Pipeline:
         """By the micro-batches of a step, which a ramp-up of the global batch changes, and the
         tokens of a sample.
         """
-        self._losses = _LossesOfNow()
+        self._losses: StepLosses | None = None
 
     def run(
         self, inputs_of_step: Sequence[StageInputs], length: int, losses: StepLosses, *, train: bool
@@ -60,7 +60,7 @@ class Pipeline:
         torch's schedule takes micro-batches end to end and cuts them again.
         """
         schedule = self._schedule(len(inputs_of_step), length)
-        self._losses.now = losses
+        self._losses = losses
         arguments: list[Tensor] = []
         if 0 in self._stage_ids:
             tokens = [inputs.tokens for inputs in inputs_of_step if inputs.tokens is not None]
@@ -78,86 +78,55 @@ class Pipeline:
         else:
             schedule.eval(*arguments, **options, **keywords)
 
-    def _schedule(self, micro_batches: int, length: int) -> Any:
+    def _schedule(self, num_micro_batches: int, length: int) -> Any:
         """torch's schedule for so many micro-batches, made once."""
-        schedule = self._schedules.get((micro_batches, length))
-        if schedule is None:
-            schedule = self._make_schedule(micro_batches, length)
-            self._schedules[micro_batches, length] = schedule
-        return schedule
-
-    def _make_schedule(self, micro_batches: int, length: int) -> Any:
-        if length not in self._stages:
-            kept = length // self._ranks.layout.cp
-            self._stages[length] = [
-                self._stage(model, stage, kept)
-                for model, stage in zip(self._chunks, self._stage_ids, strict=True)
-            ]
-        # Gradients are those of the sum over all micro-batches: torch would divide by their number.
-        options: dict[str, Any] = {"loss_fn": self._losses, "scale_grads": False}
-        if self._config.parallel.virtual_stages > 1:
+        key = num_micro_batches, length
+        if key not in self._schedules:
+            if length not in self._stages:
+                self._stages[length] = self._make_stages(length)
             stages: Any = self._stages[length]
-            return ScheduleInterleaved1F1B(stages, micro_batches, **options)
-        (stage,) = self._stages[length]
-        return Schedule1F1B(stage, micro_batches, **options)
+            # Gradients are those of the sum over all micro-batches: torch would divide by their number.
+            options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+            if self._config.parallel.virtual_stages > 1:
+                schedule: Any = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
+            else:
+                schedule = Schedule1F1B(stages[0], num_micro_batches, **options)
+            self._schedules[key] = schedule
+        return self._schedules[key]
 
-    def _stage(self, model: nn.Module, stage: int, kept: int) -> PipelineStage:
-        """A stage whose inputs and outputs have known shapes: nothing has to be tried out. kept:
-        tokens of each sample on this rank.
-        """
-        is_first = stage == 0
-        is_last = stage == self._num_stages - 1
-        return PipelineStage(
-            model,
-            stage,
-            self._num_stages,
-            self._device,
-            input_args=(self._tokens(kept) if is_first else self._activations(kept),),
-            output_args=(self._logits(kept) if is_last else self._activations(kept),),
-            group=self._ranks.group("pp"),
-        )
+    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Schedules outlive steps, each of which has losses of its own."""
+        assert self._losses is not None
+        return self._losses(logits, target)
 
-    def _tokens(self, kept: int) -> Tensor:
-        """Of the shape of a first stage's input."""
-        return torch.empty(self._rows, kept, dtype=torch.int64, device="meta")
-
-    def _activations(self, kept: int) -> Tensor:
-        """Of the shape of what goes from one stage to the next."""
-        if self._config.parallel.sequence_parallel:
-            kept //= self._ranks.layout.tp
-        return torch.empty(
-            self._rows,
-            kept,
-            self._config.model.dim,
-            dtype=self._dtype,
-            device="meta",
-            requires_grad=True,
-        )
-
-    def _logits(self, kept: int) -> Tensor:
-        """Of the shape of a last stage's output: of this rank's part of the vocabulary."""
-        vocab_size = self._config.model.vocab_size
-        part = vocab_part(vocab_size, self._ranks)
-        entries = vocab_size if part is None else part.size
-        return torch.empty(self._rows, kept, entries, dtype=self._dtype, device="meta")
-
-    @property
-    def _rows(self) -> int:
-        return self._config.train.micro_batch_size
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._config.train.dtype)
-        return dtype
-
-
-class _LossesOfNow:
-    """The loss function that schedules call: they outlive steps."""
-
-    now: StepLosses
-
-    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
-        return self.now(logits, target)
+    def _make_stages(self, length: int) -> list[PipelineStage]:
+        """Stages whose inputs and outputs have known shapes: nothing has to be tried out."""
+        config = self._config
+        layout = self._ranks.layout
+        dtype: torch.dtype = getattr(torch, config.train.dtype)
+        rows = config.train.micro_batch_size
+        kept = length // layout.cp
+        between = kept // layout.tp if config.parallel.sequence_parallel else kept
+        part = vocab_part(config.model.vocab_size, self._ranks)
+        entries = config.model.vocab_size if part is None else part.size
+        with torch.device("meta"):
+            tokens = torch.empty(rows, kept, dtype=torch.int64)
+            activations = torch.empty(
+                rows, between, config.model.dim, dtype=dtype, requires_grad=True
+            )
+            logits = torch.empty(rows, kept, entries, dtype=dtype)
+        return [
+            PipelineStage(
+                chunk,
+                stage,
+                self._num_stages,
+                self._device,
+                input_args=(tokens if stage == 0 else activations,),
+                output_args=(logits if stage == self._num_stages - 1 else activations,),
+                group=self._ranks.group("pp"),
+            )
+            for chunk, stage in zip(self._chunks, self._stage_ids, strict=True)
+        ]
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:

@@ -74,13 +74,6 @@ def shard(chunk: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def set_last_micro_batch(chunk: nn.Module, is_last: bool) -> None:
-    """Gradients are summed over ranks, and parameters freed, in the last backward of a step."""
-    assert isinstance(chunk, FSDPModule)
-    chunk.set_requires_gradient_sync(is_last)
-    chunk.set_reshard_after_backward(is_last)
-
-
 def reshard(chunk: nn.Module) -> None:
     """Free the gathered parameters after a forward that has no backward."""
     for module in chunk.modules():

@@ -1,5 +1,4 @@
-"""How a run is asked to stop: SIGTERM, or Ctrl-C. It ends after the step under way, with a
-checkpoint; or at once.
+"""How a run is asked to stop: by SIGTERM or Ctrl-C.
 
 | first | later | the run ends |
 |---|---|---|
@@ -36,101 +35,106 @@ class Terminated(Exception):
 
 
 class StopRequests:
-    """What the signals that came ask for, by the table above."""
+    """What the signals that reach this process ask for.
+
+    Python runs its handlers between two instructions of the main thread. After `listen` the handlers
+    in C also write the numbers of signals into a pipe, which another thread can read whatever the
+    main thread waits in. Each number is noted once, by whichever thread reads it.
+    """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        """What asked for the end, if anything did."""
-        self.at_once = False
-        """Whether the end of the step is not to be waited for."""
-        self._since = 0.0
-
-    def note(self, number: int, now: float) -> None:
-        """A signal came, at a time in seconds. Others than those of the table count for nothing."""
-        if number not in SIGNALS:
-            return
-        if self.first is None:
-            self.first = signal.Signals(number)
-            self._since = now
-        elif signal.SIGINT in (self.first, number) and now - self._since > ONE_REQUEST:
-            self.at_once = True
-
-
-@contextmanager
-def heard(requests: StopRequests, *, says: bool) -> Iterator[None]:
-    """Note signals instead of ending by them; KeyboardInterrupt where the end is wanted at once.
-    `says`: tell what a first does.
-
-    Signals that are ignored stay so: a shell's background jobs are no business of Ctrl-C. They
-    reach main threads only.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, _: Any) -> None:
-        """Note the signal; what the first Ctrl-C does is told at once."""
-        told = requests.first is not None
-        requests.note(number, time.monotonic())
-        if requests.at_once:
-            raise KeyboardInterrupt
-        if says and not told and number == signal.SIGINT:
-            os.write(
-                2, b"Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
-            )
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    # None: of C, cannot be put back
-    ours = [number for number in SIGNALS if before[number] not in (signal.SIG_IGN, None)]
-    for number in ours:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
-
-
-SIGNALS_AT_ONCE = 64
-"""Bytes of a read of signals, one each; what is left is read at the next turn."""
-
-
-class SignalPipe:
-    """Numbers of the signals that reach this process, whatever its main thread waits in.
-
-    Python's own handlers run between two instructions of the main thread; what is read here is
-    written by the handler in C.
-    """
-
-    def __init__(self) -> None:
-        self._pipe: tuple[int, int] | None = None
-        self._before = -1
+        """The signal that asks the run to end."""
+        self.first_time = 0.0
+        self.at_once_time: float | None = None
+        """Since when the end of the step is not to be waited for, by time.monotonic."""
+        self._is_graceful = False
+        self._is_announced = False
+        self._read_end: int | None = None
+        self._wakeup_fd = -1
 
     def listen(self) -> None:
-        """Begin, in the main thread; in another one no signal is ever seen."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        _, write_end = self._pipe
-        # A full pipe says enough: the thread that reads it knows that signals came.
-        self._before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        """Hear signals whatever the main thread waits in. Call it there; elsewhere it does nothing."""
+        if _is_main_thread():
+            self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            # A full pipe says enough: the thread that reads it knows that signals came.
+            self._wakeup_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
-    def wait(self, seconds: float) -> bytes:
-        """The signals that came, at once, or none after so many seconds."""
-        if self._pipe is None:
+    def wait(self, seconds: float) -> None:
+        """Return when a signal has come, or after so many seconds."""
+        if self._read_end is None:
             time.sleep(seconds)
-            return b""
-        read_end, _ = self._pipe
-        readable, _, _ = select.select([read_end], [], [], seconds)
-        if not readable:
-            return b""
-        try:
-            return os.read(read_end, SIGNALS_AT_ONCE)
-        except OSError:
-            # None after all: select may say so, and must not block what comes next.
-            return b""
+        else:
+            select.select([self._read_end], [], [], seconds)
+            self._read()
 
     def close(self) -> None:
-        """Stop listening. The pipe stays open: the thread may be reading."""
-        if self._pipe is not None and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._before)
+        """Stop listening. The pipe stays open: a thread may be reading."""
+        if self._read_end is not None and _is_main_thread():
+            signal.set_wakeup_fd(self._wakeup_fd)
+
+    @contextmanager
+    def graceful(self, *, announce: bool) -> Iterator[None]:
+        """Within it a first signal is a request, and KeyboardInterrupt is raised where the end is
+        wanted at once. Outside of it every Ctrl-C wants the end at once.
+
+        announce: print what a first Ctrl-C does. Signals that are ignored stay so: a shell's
+        background jobs are no business of Ctrl-C.
+        """
+        if not _is_main_thread():
+            yield
+            return
+
+        def handle(number: int, _: Any) -> None:
+            if self._read_end is None:
+                self._note(number)
+            else:
+                self._read()
+            if self.at_once_time is not None:
+                raise KeyboardInterrupt
+            if announce and self.first == signal.SIGINT and not self._is_announced:
+                self._is_announced = True
+                text = (
+                    "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
+                )
+                os.write(2, text.encode())
+
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        # None: a handler in C, which cannot be put back
+        ours = [number for number in SIGNALS if handlers[number] not in (signal.SIG_IGN, None)]
+        self._is_graceful = True
+        for number in ours:
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            self._is_graceful = False
+            for number in ours:
+                signal.signal(number, handlers[number])
+
+    def _read(self) -> None:
+        assert self._read_end is not None
+        try:
+            numbers = os.read(self._read_end, 64)
+        except BlockingIOError:  # another thread has read them
+            return
+        for number in numbers:
+            self._note(number)
+
+    def _note(self, number: int) -> None:
+        """A signal has come. Others than those of the table count for nothing."""
+        if number not in SIGNALS:
+            return
+        now = time.monotonic()
+        if self.first is None:
+            self.first = signal.Signals(number)
+            self.first_time = now
+        is_later = now - self.first_time > ONE_REQUEST
+        is_second = is_later and signal.SIGINT in (self.first, number)
+        is_interrupt = number == signal.SIGINT and not self._is_graceful
+        if self.at_once_time is None and (is_second or is_interrupt):
+            self.at_once_time = now
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

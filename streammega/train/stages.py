@@ -19,9 +19,9 @@ from streammega.parallel import Ranks
 from streammega.parallel.layout import ParallelLayout
 from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
+from streammega.train.losses import VocabPart
 from streammega.train.model import GPT, INITIAL_STD, TIED, hidden_size
 from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
-from streammega.train.vocab_loss import VocabPart
 
 
 def make_stages(

@@ -27,7 +27,7 @@ from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
-from streammega.train import signals, watch
+from streammega.train import signals, watchdog
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
 from tests.train import test_watch
@@ -238,7 +238,7 @@ def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
         assert name in wanted, f"{module}, imported by {files}"
     for module in BROUGHT_BY_OTHERS.values():
         assert module in always
-    assert "torch.utils.tensorboard" in (PACKAGE / "train/metrics.py").read_text()
+    assert "torch.utils.tensorboard" in (PACKAGE / "train/run_log.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None
     extras = PROJECT["optional-dependencies"]
     for text in (*PAGES.values(), *(path.read_text() for path in PACKAGE.rglob("*.py"))):
         assert set(re.findall(r"streammega\[(\w+)\]", text)) <= set(extras)
-    places = imported() | {"tensorboard": ["train/metrics.py"], "oss2": ["storage/backends/oss.py"]}
+    places = imported() | {"tensorboard": ["train/run_log.py"], "oss2": ["storage/backends/oss.py"]}
     for module, extra in FEATURES.items():
         sources = "".join((PACKAGE / file).read_text() for file in places[module])
         assert f"streammega[{extra}]" in sources, module
@@ -318,14 +318,14 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "Slabs of micro-batches (16 MiB of tokens", reader.SLAB_BYTES, 16 << 20),
     ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
-    ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),
+    ("architecture", "Signs of life go to the job's store once a second", watchdog.BEAT, 1),
     (
         "architecture",
         "exponential pauses and jitter",
         (retry.FIRST_PAUSE, retry.LONGEST_PAUSE),
         (0.1, 10),
     ),
-    ("training", "after 60 s, or `train.timeout`", watch.SILENCE * watch.BEAT, 60),
+    ("training", "after 60 s, or `train.timeout`", watchdog.SILENCE * watchdog.BEAT, 60),
     (
         "training",
         "A cause that was told ends all ranks within five seconds",

@@ -22,8 +22,8 @@ from streammega.errors import ConfigError
 from streammega.loading import StreamingDataset
 from streammega.samples.build import build_datasets
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
 from streammega.train.parallel_model import ParallelModel
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_jsonl, write_small_run
 from tests.support.gang import Gang
 from tests.support.rank_programs import read_batches

@@ -30,8 +30,8 @@ from streammega.convert import convert
 from streammega.errors import AccessDeniedError, ObjectChangedError
 from streammega.storage import open_store
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
-from streammega.train.metrics import read_metrics
+from streammega.train.run_log import read_metrics
+from streammega.train.trainer import Trainer
 from tests.convert.test_convert import tokenizer as tokenizer
 from tests.storage.test_storage import put
 from tests.support.builders import write_random_pair, write_small_run

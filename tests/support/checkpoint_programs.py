@@ -20,7 +20,7 @@ from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 
 WRITERS = (LocalWriter, ObstoreWriter)
 WRITES = 8

@@ -16,7 +16,7 @@ from pathlib import Path
 from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
 from streammega.train.__main__ import main
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 
 
 def act(kind: str) -> None:

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from streammega import ParallelLayout, Ranks
 from streammega.order.sharding import zigzag_bounds
 from streammega.train import attention
+from streammega.train.attention import Visibility
 from streammega.train.config import RunConfig, load_run
 from streammega.train.parallel_model import ParallelModel
-from streammega.train.visibility import Visibility
 
 CPU = torch.device("cpu")
 
@@ -177,7 +177,7 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    from streammega.train.vocab_loss import VocabPart, vocab_parallel_loss
+    from streammega.train.losses import VocabPart, vocab_parallel_loss
 
     generator = torch.Generator().manual_seed(3)
     rows = 200

@@ -16,7 +16,7 @@ import hypothesis  # noqa: F401 - imported for the forks, as what follows withou
 import numpy as np
 import pytest  # noqa: F401
 
-import streammega.train.loop  # noqa: F401
+import streammega.train.trainer  # noqa: F401
 import tests.support.gang
 import tests.support.kill_programs  # noqa: F401
 from streammega import StreamLoader

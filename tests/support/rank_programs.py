@@ -62,7 +62,7 @@ def train(
     rank 0. device: ranks may share one.
     """
     from streammega.train.config import load_run
-    from streammega.train.loop import Trainer
+    from streammega.train.trainer import Trainer
 
     trainer = Trainer(load_run(run_file, overrides), torch.device(device))
     trainer.resume()

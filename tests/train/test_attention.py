@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from streammega.train import attention
-from streammega.train.attention import _attend_to_all
-from streammega.train.visibility import Visibility
+from streammega.train.attention import Visibility, _attend_to_all
 from tests.support.builders import write_run_file
 from tests.support.gang import Gang
 from tests.support.model_programs import gathered_again, steps_of

@@ -27,6 +27,7 @@ from streammega.cli.main import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
+from streammega.storage.object_ops import read_object
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.files import METADATA
 from streammega.train.checkpoints.integrity import (
@@ -38,10 +39,9 @@ from streammega.train.checkpoints.integrity import (
 )
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
-from streammega.train.metrics import read_metrics
+from streammega.train.run_log import read_metrics
 from streammega.train.signals import Terminated
-from streammega.train.small_objects import read_small
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_run_file
 from tests.support.checkpoint_programs import (
     checkpoint_records,
@@ -508,7 +508,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     assert resumed(run_file).step == 3
     late = resumed(run_file, "train.iters=16", "train.save_interval=3")
     late.checkpoints.last = (3, time.monotonic() - 31)
-    late.requests.note(signal.SIGTERM, 0.0)
+    late.watchdog.stop_requests.first = signal.SIGTERM
     with pytest.raises(Terminated, match=r"after step 4, which is saved"):
         late.run()
     assert resumed(run_file).step == 4
@@ -550,7 +550,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         assert len([key for key in stored if key.endswith(".metadata")]) == 2, (
             "what is dropped is dropped with its files"
         )
-        data = read_small(store, "deep/run/metrics.jsonl")
+        data = read_object(store, "deep/run/metrics.jsonl")[0]
         assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
         assert not Path("s3:").exists()
         if "s3:" in out[0]:

@@ -12,7 +12,7 @@ import torch
 from streammega.gradients.buffers import local_part
 from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 from tests.support.checkpoint_programs import train_slowly
 from tests.support.gang import Gang
 from tests.train.test_checkpoints import write_run

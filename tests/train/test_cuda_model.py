@@ -15,8 +15,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from streammega.train import attention
-from streammega.train.attention import _attend_to_all
-from streammega.train.visibility import Visibility
+from streammega.train.attention import Visibility, _attend_to_all
 from tests.support.model_programs import steps_of
 from tests.train.test_attention import reference
 from tests.train.test_model import write_run

@@ -5,111 +5,149 @@ enough.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from streammega.errors import ConfigError
 from streammega.train.__main__ import main as train_main
-from streammega.train.config import ParallelConfig, TrainConfig
-from streammega.train.devices import (
-    DeviceChoice,
-    Seat,
-    agree,
-    check_backend,
-    choose,
-    place_of,
-    seat_of,
-    take,
-)
+from streammega.train.config import RunConfig, load_run
+from streammega.train.devices import ProcessInfo, pick_device, pick_devices, process_info
 from tests.support.builders import write_small_run
 
 NCCL = "cpu:gloo,cuda:nccl"
-BLIND = [Seat(0, "a"), Seat(1, "a")]
-ONE_GPU = [Seat(0, "a", 0, "x"), Seat(1, "a", 0, "x")]
-TWO_GPUS = [Seat(0, "a", 0, "x"), Seat(1, "a", 1, "y")]
-TWO_HOSTS = [Seat(0, "a", 0, "x"), Seat(1, "b", 0, "x")]
-MIXED = [Seat(0, "a", 0, "x"), Seat(1, "b")]
-UNCLEAR = [
-    Seat(0, "a", problem="LOCAL_RANK is not set"),
-    Seat(1, "a", problem="LOCAL_RANK is not set"),
-]
+ALONE = ProcessInfo(0, 1, None, 1)
+FIRST, SECOND = ProcessInfo(0, 2, 0, 2), ProcessInfo(1, 2, 1, 2)
+WITHOUT_LOCAL_RANK = ProcessInfo(1, 2, None, 1)
+OWN_HOST = ProcessInfo(1, 2, 0, 1)
+SHOWN_ITS_OWN = ProcessInfo(3, 4, 3, 1)
+"""A launcher that is not torchrun shows it one GPU."""
 
 
-def settings(**chosen: Any) -> TrainConfig:
-    return TrainConfig(iters=1, micro_batch_size=1, global_batch_size=1, out_dir="out", **chosen)
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    return write_small_run(tmp_path, "unused")
+
+
+def run_with(run_file: str, *settings: str) -> RunConfig:
+    return load_run(run_file, ["train.device=auto", *settings])
+
+
+def see_gpus(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, host: str = "a", *, has_nccl: bool = True
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr("socket.gethostname", lambda: host)
 
 
 @pytest.mark.guarantee("ranks-take-device")
 @pytest.mark.parametrize(
-    ("seats", "chosen", "device", "backend"),
+    ("process", "num_gpus", "settings", "device", "backend"),
     [
-        (BLIND, {}, "cpu", "gloo"),
-        (TWO_GPUS, {}, "cuda", NCCL),
-        (TWO_HOSTS, {}, "cuda", NCCL),
-        (TWO_GPUS, {"backend": "nccl"}, "cuda", NCCL),
-        (TWO_GPUS, {"backend": "gloo"}, "cuda", "gloo"),
-        (TWO_GPUS, {"device": "cpu"}, "cpu", "gloo"),
-        (MIXED, {"device": "cpu"}, "cpu", "gloo"),
-        (ONE_GPU, {}, "cpu", "gloo"),
-        (ONE_GPU, {"device": "cuda", "backend": "gloo"}, "cuda", "gloo"),
-        (UNCLEAR, {"device": "cpu"}, "cpu", "gloo"),
+        (ALONE, 0, [], "cpu", "gloo"),
+        (ALONE, 2, [], "cuda:0", NCCL),
+        (SECOND, 0, [], "cpu", "gloo"),
+        (SECOND, 2, [], "cuda:1", NCCL),
+        (OWN_HOST, 1, [], "cuda:0", NCCL),
+        (SHOWN_ITS_OWN, 1, [], "cuda:0", NCCL),
+        (SHOWN_ITS_OWN, 4, [], "cuda:3", NCCL),
+        (SECOND, 2, ["train.backend=nccl"], "cuda:1", NCCL),
+        (SECOND, 2, ["train.backend=gloo"], "cuda:1", "gloo"),
+        (SECOND, 2, ["train.device=cpu"], "cpu", "gloo"),
+        (SECOND, 2, ["parallel.tp=2"], "cuda:1", NCCL),
+        (SECOND, 1, [], "cpu", "gloo"),
+        (SECOND, 1, ["train.device=cuda", "train.backend=gloo"], "cuda:0", "gloo"),
+        (SECOND, 0, ["parallel.pp=2"], "cpu", "gloo"),
+        (WITHOUT_LOCAL_RANK, 2, ["train.device=cpu"], "cpu", "gloo"),
+        (WITHOUT_LOCAL_RANK, 1, [], "cuda:0", NCCL),
     ],
 )
 def test_a_job_takes_one_device_and_one_transport(
-    seats: Sequence[Seat], chosen: dict[str, Any], device: str, backend: str
+    process: ProcessInfo,
+    num_gpus: int,
+    settings: list[str],
+    device: str,
+    backend: str,
+    run_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = choose(seats, settings(**chosen), nccl=True)
-    assert (choice.device, choice.backend) == (device, backend)
-    assert (choice.said is not None) == (seats is ONE_GPU)
+    see_gpus(monkeypatch, num_gpus)
+    assert pick_device(process, run_with(run_file, *settings)) == (torch.device(device), backend)
 
 
-def test_without_nccl_cuda_takes_gloo() -> None:
-    assert choose(TWO_GPUS, settings(), nccl=False).backend == "gloo"
+def test_without_nccl_cuda_takes_gloo(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 2, has_nccl=False)
+    assert pick_device(FIRST, run_with(run_file)) == (torch.device("cuda", 0), "gloo")
+
+
+def test_more_ranks_than_gpus_train_on_the_cpu_with_one_warning(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    see_gpus(monkeypatch, 1)
+    for process in (FIRST, SECOND):
+        pick_device(process, run_with(run_file))
+    [record] = caplog.records
+    assert "2 ranks on a have 1 GPU: training on the CPU; start as many" in record.message
 
 
 @pytest.mark.guarantee("ranks-take-device")
 @pytest.mark.parametrize(
-    ("seats", "chosen", "message"),
+    ("process", "num_gpus", "settings", "message"),
     [
         (
-            ONE_GPU,
-            {"device": "cuda"},
-            r"2 ranks on a have 1 GPU, and NCCL takes one rank for each: start as many ranks as there are",
+            SECOND,
+            1,
+            ["train.device=cuda"],
+            r"2 ranks on a have 1 GPU, and NCCL takes one rank for each: start as many ranks as there",
         ),
-        (ONE_GPU, {"backend": "nccl"}, r"2 ranks on a have 1 GPU"),
-        (BLIND, {"device": "cuda"}, r"torch.cuda.is_available\(\) is False on a"),
-        (MIXED, {}, r"1 rank \(1; host b\) see no GPU, others do"),
+        (SECOND, 1, ["train.backend=nccl"], r"2 ranks on a have 1 GPU"),
+        (SECOND, 0, ["train.device=cuda"], r"torch.cuda.is_available\(\) is False on a"),
         (
-            UNCLEAR,
-            {},
-            r"rank 0 on a: LOCAL_RANK is not set; export LOCAL_RANK for every process, or use torchrun",
+            WITHOUT_LOCAL_RANK,
+            2,
+            [],
+            r"rank 1 on a: LOCAL_RANK is not set, .* export LOCAL_RANK for every process, or use torchrun",
+        ),
+        (
+            SECOND,
+            2,
+            ["train.backend=gloo", "parallel.tp=2"],
+            r"parallel\.tp 2 and parallel\.pp 1 must be 1",
+        ),
+        (
+            SECOND,
+            2,
+            ["train.backend=gloo", "parallel.optimizer=sharded"],
+            r"parallel\.optimizer not sharded",
         ),
     ],
 )
 def test_what_cannot_work_is_one_line(
-    seats: Sequence[Seat], chosen: dict[str, Any], message: str
+    process: ProcessInfo,
+    num_gpus: int,
+    settings: list[str],
+    message: str,
+    run_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    see_gpus(monkeypatch, num_gpus)
     with pytest.raises(ConfigError, match=message) as error:
-        choose(seats, settings(**chosen), nccl=True)
+        pick_device(process, run_with(run_file, *settings))
     assert "\n" not in str(error.value)
 
 
-def test_settings_that_contradict_each_other_are_named() -> None:
-    with pytest.raises(ConfigError, match="goes with GPUs"):
-        settings(device="cpu", backend="nccl")
-    with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda"):
-        settings(device="gpu")
-    with pytest.raises(ConfigError, match=r"parallel\.tp 2 and parallel\.pp 1 must be 1"):
-        check_backend(DeviceChoice("cuda", "gloo"), ParallelConfig(tp=2))
-    with pytest.raises(ConfigError, match=r"parallel\.optimizer not sharded"):
-        check_backend(DeviceChoice("cuda", "gloo"), ParallelConfig(optimizer="sharded"))
-    check_backend(DeviceChoice("cuda", NCCL), ParallelConfig(tp=2))
-    check_backend(DeviceChoice("cpu", "gloo"), ParallelConfig(pp=2))
+def test_settings_that_contradict_each_other_are_named(run_file: str) -> None:
+    for settings, message in (
+        (["train.device=cpu", "train.backend=nccl"], "goes with GPUs"),
+        (["train.device=gpu"], "must be one of auto, cpu, cuda"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_with(run_file, *settings)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +175,8 @@ def test_settings_that_contradict_each_other_are_named() -> None:
 def test_the_local_rank_is_the_launchers(
     environment: dict[str, str], place: tuple[int, int, int | None]
 ) -> None:
-    found = place_of(environment)
-    assert (found.rank, found.world, found.local_rank) == place
+    found = process_info(environment)
+    assert (found.rank, found.world_size, found.local_rank) == place
 
 
 @pytest.mark.guarantee("ranks-take-device")
@@ -150,27 +188,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(name: str, launche
         ConfigError,
         match=rf"{launcher} started 4 processes, but WORLD_SIZE is not set: each would train the run",
     ):
-        place_of({name: "4"})
-
-
-def agreed(seats: Sequence[Seat], train: TrainConfig) -> list[DeviceChoice | str]:
-    """What every rank is told; they ask one after the other, rank 0 last."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    told: dict[int, DeviceChoice | str] = {}
-
-    def ask(seat: Seat) -> None:
-        try:
-            told[seat.rank] = agree(store, seat, len(seats), train)
-        except ConfigError as error:
-            told[seat.rank] = str(error)
-
-    threads = [threading.Thread(target=ask, args=(seat,)) for seat in reversed(seats)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [told[seat.rank] for seat in seats]
+        process_info({name: "4"})
 
 
 @pytest.mark.guarantee("settings-run-cannot")
@@ -208,36 +226,38 @@ def test_ranks_that_cannot_meet_say_what_is_missing(
 
 
 @pytest.mark.guarantee("ranks-take-device")
-def test_all_ranks_are_told_the_same() -> None:
-    assert len(set(agreed(TWO_HOSTS, settings()))) == 1
-    first, second = agreed(MIXED, settings())
+def test_all_ranks_are_told_the_same(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ask one after the other: the store answers when all have asked."""
+    config = run_with(run_file)
+    assert told(monkeypatch, config, [1, 1]) == ["cuda:0", "cuda:0"]
+    first, second = told(monkeypatch, config, [1, 0])
     assert first == second
-    assert "see no GPU" in str(first)
+    assert "the device is cpu on rank 1, cuda on rank 0: mend the hosts that see no GPU" in first
+    first, second = told(monkeypatch, run_with(run_file, "train.device=cuda"), [0, 1])
+    assert first == second
+    assert "torch.cuda.is_available() is False on host 0" in first
 
 
-def test_a_machine_without_gpus_trains_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    seat = seat_of(place_of({}))
-    assert seat.gpu is None
-    assert take(choose([seat], settings(), nccl=True), seat).type == "cpu"
+def told(monkeypatch: pytest.MonkeyPatch, config: RunConfig, gpus_of_ranks: list[int]) -> list[str]:
+    """The device of every rank, or why it has none, of ranks on hosts of their own."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    answers: dict[int, str] = {}
 
+    def ask(rank: int) -> None:
+        process = ProcessInfo(rank, len(gpus_of_ranks), 0, 1)
+        try:
+            device, _ = pick_devices(store, process, config)
+            answers[rank] = str(device)
+        except ConfigError as error:
+            answers[rank] = str(error)
 
-def test_ranks_find_the_gpu_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may show each rank all GPUs, or its own alone: then every rank's is number 0, and
-    the ids differ.
-    """
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(
-        "torch.cuda.get_device_properties",
-        lambda index: type("Gpu", (), {"uuid": f"gpu-{index}"})(),
-    )
-    for count, local, index in ((4, "3", 3), (1, "3", 0), (2, "3", 1), (1, None, 0)):
-        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        environment = {"RANK": "3", "WORLD_SIZE": "4"} | (
-            {} if local is None else {"LOCAL_RANK": local}
-        )
-        assert seat_of(place_of(environment)).index == index
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert "LOCAL_RANK is not set" in str(
-        seat_of(place_of({"RANK": "3", "WORLD_SIZE": "4"})).problem
-    )
+    threads = []
+    for rank, num_gpus in enumerate(gpus_of_ranks):
+        see_gpus(monkeypatch, num_gpus, f"host {rank}")
+        threads.append(threading.Thread(target=ask, args=(rank,)))
+        threads[-1].start()
+        store.wait([str(rank)])
+    for thread in threads:
+        thread.join()
+    return [answers[rank] for rank in range(len(gpus_of_ranks))]

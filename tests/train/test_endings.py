@@ -18,9 +18,9 @@ import pytest
 import streammega
 from streammega.errors import GradientError
 from streammega.train.__main__ import main as train_main
-from streammega.train.loop import Trainer
-from streammega.train.metrics import read_metrics
+from streammega.train.run_log import read_metrics
 from streammega.train.signals import ONE_REQUEST
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.processes import Family, launch

@@ -13,7 +13,7 @@ import torch
 from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
 
 

@@ -15,7 +15,7 @@ import torch
 from streammega.errors import ConfigError
 from streammega.train.config import load_run
 from streammega.train.devices import set_numerics
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
 
 CPU = torch.device("cpu")

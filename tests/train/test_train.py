@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from streammega import IndexedDatasetWriter, ParallelLayout
+from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
 from streammega.gradients.buffers import local_part
 from streammega.gradients.loss_scale import LossScale
@@ -30,10 +31,10 @@ from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import check_pipeline
-from streammega.train.loop import Trainer
-from streammega.train.metrics import MetricsLog, read_metrics
+from streammega.train.optimizer import LearningRate
+from streammega.train.run_log import RunLog, read_metrics
 from streammega.train.splits import has_valid, open_plain
-from streammega.train.step import set_learning_rate
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_small_run
 from tests.support.checkpoint_programs import checkpoint_records, position_of
 from tests.support.gang import Gang
@@ -41,10 +42,20 @@ from tests.support.processes import launch
 from tests.support.servers import S3
 from tests.support.typed import first_prefix
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def run_file(tmp_path: Path, pair: str) -> str:
     return write_small_run(tmp_path, pair)
+
+
+def start(run_file: str, *overrides: str) -> Trainer:
+    return Trainer(load_run(run_file, overrides), CPU)
+
+
+def records_of(config: RunConfig) -> list[dict[str, Any]]:
+    return read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
 
 
 def loader_hashes(config: RunConfig) -> list[str]:
@@ -114,7 +125,7 @@ def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
 @pytest.fixture
 def trained(run_file: str) -> RunConfig:
     config = load_run(run_file)
-    Trainer(config, torch.device("cpu")).run()
+    Trainer(config, CPU).run()
     return config
 
 
@@ -124,18 +135,18 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     run_file: str, tmp_path: Path, order: str
 ) -> None:
     trained = load_run(run_file, [f"data.order={order}"])
-    Trainer(trained, torch.device("cpu")).run()
+    Trainer(trained, CPU).run()
     half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
-    first = Trainer(half, torch.device("cpu"))
+    first = Trainer(half, CPU)
     for _ in range(7):
         first.train_step()
         first.step += 1
     first.save()
-    second = Trainer(half, torch.device("cpu"))
+    second = Trainer(half, CPU)
     second.resume()
     assert second.step == 7
     second.run()
-    whole = Trainer(trained, torch.device("cpu"))
+    whole = Trainer(trained, CPU)
     whole.resume()
     assert whole.step == 16
     for a, b in zip(
@@ -171,7 +182,7 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
 def test_a_checkpoint_of_another_run_is_refused(
     trained: RunConfig, run_file: str, override: str, named: str
 ) -> None:
-    other = Trainer(load_run(run_file, [override]), torch.device("cpu"))
+    other = start(run_file, override)
     with pytest.raises(StateError, match=named):
         other.resume()
 
@@ -181,7 +192,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(
 ) -> None:
     write_random_pair(pair, seed=77)
     with pytest.raises(StateError, match=r"dataset \(.*\): the checkpoint has"):
-        Trainer(load_run(run_file), torch.device("cpu")).resume()
+        start(run_file).resume()
 
 
 @pytest.mark.guarantee("states-many-datasets")
@@ -194,7 +205,7 @@ def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_where_they_dif
         blend = json.dumps([[name, 1.0] for name in names])
         overrides = [f"data.blend={blend}", "data.order=stream", "data.split=1,0,0"]
         config = load_run(run_file, [*overrides, "train.eval_interval=0"])
-        return Trainer(config, torch.device("cpu"))
+        return Trainer(config, CPU)
 
     first = started(4000)
     first.train_step()
@@ -220,13 +231,13 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     killed = folder / "step-00000099-0123abcd"
     killed.mkdir()
     (killed / "__0_0.distcp").write_bytes(b"half")
-    resumed = Trainer(trained, torch.device("cpu"))
+    resumed = Trainer(trained, CPU)
     resumed.resume()
     assert resumed.step == 16
     resumed.save()
     assert not killed.exists(), "the next save clears what a kill left"
     (folder / "step-00000016.json").write_text("{")
-    before = Trainer(trained, torch.device("cpu"))
+    before = Trainer(trained, CPU)
     before.resume()
     assert before.step == 14, "the one before it is taken"
 
@@ -237,7 +248,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     [
         ("train.itres=5", r"unknown setting train\.itres; did you mean train\.iters"),
         ("data.storage.timeuot=5", r"did you mean data\.storage\.timeout"),
-        ("train.iters=many", "iters"),
+        ("train.iters=many", "train.iters is 'many'; it must be a whole number"),
         ("train.iters=0", "must be at least 1"),
         ("train.iters", "write it as section.name=value"),
         ("model.heads=3", "multiple of 2 x heads"),
@@ -315,14 +326,9 @@ def test_an_error_in_a_real_rank_is_one_message(run_file: str, tmp_path: Path) -
 
 @pytest.mark.guarantee("global-batch-ramps", "learning-rate-decays")
 def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
-    train = replace(load_run(run_file).train, iters=100, warmup_iters=10, lr=1.0, min_lr=0.1)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-
-    def at(step: int) -> float:
-        set_learning_rate(optimizer, train, step)
-        return float(optimizer.param_groups[0]["lr"])
-
-    rates = [at(step) for step in range(101)]
+    overrides = ["train.iters=100", "train.warmup_iters=10", "train.lr=1.0", "train.min_lr=0.1"]
+    learning_rate = LearningRate(load_run(run_file, overrides), int)
+    rates = [learning_rate.at(step, sample=8 * step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
     assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
@@ -341,10 +347,8 @@ def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> Non
 def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(
     run_file: str, overrides: list[str], lowest: float
 ) -> None:
-    train = load_run(run_file, overrides).train
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    set_learning_rate(optimizer, train, train.iters)
-    assert optimizer.param_groups[0]["lr"] == lowest
+    config = load_run(run_file, overrides)
+    assert LearningRate(config, int).at(config.train.iters, sample=0) == lowest
 
 
 @pytest.mark.guarantee("learning-rate-decays")
@@ -370,8 +374,8 @@ def test_the_decay_goes_by_what_is_asked(run_file: str, measure: str, amounts: l
             "train.eval_interval=3",
         ],
     )
-    Trainer(config, torch.device("cpu")).run()
-    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    Trainer(config, CPU).run()
+    records = records_of(config)
     # of the same samples, of the first length, on both sides of the change
     assert [record["step"] for record in records if "valid_loss" in record] == [3, 6]
     left = [1 - sum(amounts[:step]) / sum(amounts) for step in range(4)]
@@ -399,7 +403,7 @@ def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) 
                 f"train.out_dir={tmp_path}/{measure}",
             ],
         )
-        Trainer(config, torch.device("cpu")).run()
+        Trainer(config, CPU).run()
         records = read_metrics(tmp_path / measure / "metrics.jsonl")
         assert records[-1]["samples"] == [88, 96]
         rates.append([record["lr"] for record in records])
@@ -414,11 +418,11 @@ def test_phases_that_other_batch_sizes_move_are_told_of(
     settings = ["data.order=stream", "data.lanes=16", "train.eval_iters=0"]
     by_step = "data.phases=[{first_step=5, sequence_length=32}]"
     first = load_run(run_file, [*settings, by_step, "train.iters=2"])
-    Trainer(first, torch.device("cpu")).run()
+    Trainer(first, CPU).run()
 
     def told(*overrides: str) -> str:
         caplog.clear()
-        trainer = Trainer(load_run(run_file, [*settings, *overrides]), torch.device("cpu"))
+        trainer = start(run_file, *settings, *overrides)
         trainer.resume()
         trainer.close()
         return caplog.text
@@ -462,14 +466,14 @@ def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(
                 open_source(config.data, "valid", 1)
     if valid:
         run = load_run(run_file, [f'data.split="{split}"', "train.iters=2", "train.eval_iters=1"])
-        assert "valid_loss" in Trainer(run, torch.device("cpu")).evaluate_all()
+        assert "valid_loss" in Trainer(run, CPU).evaluate_all()
 
 
 def test_an_evaluation_of_nothing_is_refused_before_the_first_step(run_file: str) -> None:
     with pytest.raises(
         ConfigError, match=r"train\.eval_iters is 2, and there is nothing to evaluate"
     ):
-        Trainer(load_run(run_file, ['data.split="100,0,0"']), torch.device("cpu"))
+        start(run_file, 'data.split="100,0,0"')
 
 
 @pytest.mark.guarantee("validation-sets-read")
@@ -484,7 +488,7 @@ def test_several_validation_sets_are_read_from_their_start_every_time(
             f'validation.both="0.5 {tmp_path}/other 0.5 {tmp_path}/data/pair"',
         ],
     )
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = Trainer(config, CPU)
     first = trainer.evaluate_all()
     second = trainer.evaluate_all()
     assert first == second
@@ -502,7 +506,7 @@ def test_several_validation_sets_are_read_from_their_start_every_time(
         text,
     )
     Path(run_file).write_text(several)
-    sets = Trainer(load_run(run_file), torch.device("cpu")).evaluate_all()
+    sets = start(run_file).evaluate_all()
     assert set(sets) == {"valid_loss_of"}
     assert set(sets["valid_loss_of"]) == {"pair", "other"}
     with pytest.raises(ConfigError, match="validation set 'a/b'"):
@@ -514,8 +518,8 @@ def test_the_global_batch_ramps_up(run_file: str) -> None:
     config = load_run(
         run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"]
     )
-    Trainer(config, torch.device("cpu")).run()
-    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    Trainer(config, CPU).run()
+    records = records_of(config)
     sizes = [record["samples"][1] - record["samples"][0] for record in records]
     assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
     assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
@@ -535,19 +539,19 @@ blend = ["0.5", "{first_prefix(load_run(run_file).data)}", "0.5", "{tmp_path}/ma
 global_batch_size = 16
 """
     path.write_text(before)
-    Trainer(load_run(run_file, ["train.iters=8"]), torch.device("cpu")).run()
+    start(run_file, "train.iters=8").run()
     path.write_text(before + phase)
     config = load_run(run_file)
-    again = Trainer(config, torch.device("cpu"))
+    again = Trainer(config, CPU)
     assert again.sources == ["pair", "math"]
     again.resume()
     again.run()
-    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    records = records_of(config)
     sizes = [record["samples"][1] - record["samples"][0] for record in records]
     assert sizes == [8] * 8 + [16] * 8
     assert config.num_samples()[0] == records[-1]["samples"][1]
     whole = load_run(run_file, [f"train.out_dir={tmp_path}/whole"])
-    Trainer(whole, torch.device("cpu")).run()
+    Trainer(whole, CPU).run()
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert [r["batch_hash"] for r in records] == [r["batch_hash"] for r in expected]
     with pytest.raises(ConfigError, match="first_samples"):
@@ -561,7 +565,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
 ) -> None:
     folder = Path(trained.train.out_dir)
     before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
-    again = Trainer(load_run(run_file, ["train.rewind=13"]), torch.device("cpu"))
+    again = start(run_file, "train.rewind=13")
     again.resume()
     assert again.step == 12
     record, _ = again.train_step()
@@ -573,7 +577,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     again.step = 13
     again.save()
     again.close()
-    restarted = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    restarted = start(run_file, "train.rewind=12")
     restarted.resume()
     assert restarted.step == 12, "another rewind"
     assert (folder / "checkpoints" / "step-00000013.rewound.json").exists()
@@ -581,20 +585,14 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     restarted.step = 13
     restarted.save()
     restarted.close()
-    once_more = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    once_more = start(run_file, "train.rewind=12")
     once_more.resume()
     assert once_more.step == 13, "a restart of the same rewind goes on"
     once_more.close()
-    skipping = Trainer(
-        load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]),
-        torch.device("cpu"),
-    )
+    skipping = start(run_file, "data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]")
     with pytest.raises(StateError, match="num_samples"):
         skipping.resume()  # in the Megatron order the number of samples is part of the order
-    skipping = Trainer(
-        load_run(run_file, ["data.skip_samples=[[96, 112]]", "train.rewind=12"]),
-        torch.device("cpu"),
-    )
+    skipping = start(run_file, "data.skip_samples=[[96, 112]]", "train.rewind=12")
     skipping.step = 12
     skipping.batches.load_state_dict(
         position_of(folder / "checkpoints" / "step-00000012.json")["data"]
@@ -604,15 +602,15 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     assert record["batch_hash"] == before[15]["batch_hash"]
     skipping.close()
     with pytest.raises(ConfigError, match="no checkpoint at or before that step"):
-        Trainer(load_run(run_file, ["train.rewind=3"]), torch.device("cpu")).resume()
+        start(run_file, "train.rewind=3").resume()
 
 
 @pytest.mark.guarantee("sharded-computes-narrow")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, dtype: str) -> None:
     wide_run = load_run(run_file, ["train.lr=0.01", f"train.out_dir={Path(run_file).parent}/wide"])
-    Trainer(wide_run, torch.device("cpu")).run()
-    wanted = read_metrics(Path(wide_run.train.out_dir) / "metrics.jsonl")
+    Trainer(wide_run, CPU).run()
+    wanted = records_of(wide_run)
     options = [
         f"train.dtype={dtype}",
         "parallel.optimizer=sharded",
@@ -621,21 +619,19 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         "train.keep_checkpoints=2",
     ]
     config = load_run(run_file, options)
-    Trainer(config, torch.device("cpu")).run()
-    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    Trainer(config, CPU).run()
+    records = records_of(config)
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in wanted], rel=0.01)
     assert [r["grad_norm"] for r in records] == pytest.approx(
         [r["grad_norm"] for r in wanted], rel=0.1
     )
     assert ("loss_scale" in records[-1]) == (dtype == "float16")
-    back = Trainer(load_run(run_file, [*options, "train.rewind=8"]), torch.device("cpu"))
+    back = start(run_file, *options, "train.rewind=8")
     back.resume()
     back.run()
     whole = [record["loss"] for record in records[8:]]
-    assert [
-        r["loss"] for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[16:]
-    ] == whole
-    wide = Trainer(load_run(run_file), torch.device("cpu"))
+    assert [r["loss"] for r in records_of(config)[16:]] == whole
+    wide = start(run_file)
     wide.resume()
     for ours, theirs in zip(
         back.model.chunks[0].parameters(), wide.model.chunks[0].parameters(), strict=True
@@ -649,12 +645,9 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
 def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(
     trained: RunConfig, run_file: str
 ) -> None:
-    wide = Trainer(trained, torch.device("cpu"))
+    wide = Trainer(trained, CPU)
     wide.resume()
-    narrow = Trainer(
-        load_run(run_file, ["train.dtype=bfloat16", "parallel.optimizer=sharded"]),
-        torch.device("cpu"),
-    )
+    narrow = start(run_file, "train.dtype=bfloat16", "parallel.optimizer=sharded")
     narrow.resume()
     stored = dict(wide.model.chunks[0].named_parameters())
     for name, parameter in narrow.model.chunks[0].named_parameters():
@@ -668,7 +661,7 @@ def test_a_run_is_drawn_and_logged_for_tensorboard(
     from streammega.cli.main import main
 
     config = load_run(run_file, ["train.tensorboard=true", "train.save_interval=0"])
-    Trainer(config, torch.device("cpu")).run()
+    Trainer(config, CPU).run()
     folder = Path(config.train.out_dir)
     assert list((folder / "tensorboard").glob("events*"))
     assert main(["plot", str(folder)]) == 0
@@ -680,14 +673,14 @@ def test_a_run_is_drawn_and_logged_for_tensorboard(
 
 @pytest.mark.guarantee("gradient-finite-large")
 def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str) -> None:
-    trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
+    trainer = start(run_file, "train.largest_gradient=1e-9")
     with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
         trainer.train_step()
 
 
 def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
     """The error that ends a run, in one of its first steps."""
-    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    trainer = start(run_file, *overrides)
     try:
         for _ in range(4):
             trainer.train_step()
@@ -709,15 +702,10 @@ def test_a_sharded_gradient_that_explodes_ends_all_ranks_with_its_parameter(
 
 
 @pytest.mark.guarantee("bad-gradient-ends")
-@pytest.mark.parametrize("setting", ["parallel.data_parallel=torch", "parallel.optimizer=sharded"])
-def test_a_run_by_torchs_wrappers_ends_at_a_gradient_that_is_not_finite(
-    gang: Gang, run_file: str, setting: str
-) -> None:
-    ruin = [setting, "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
-    for message in gang.run(2, run_until_bad, run_file, ruin):
+def test_a_sharded_run_ends_at_a_gradient_that_is_not_finite(gang: Gang, run_file: str) -> None:
+    ruin = ["parallel.optimizer=sharded", "train.lr=1e30", "train.warmup_iters=0"]
+    for message in gang.run(2, run_until_bad, run_file, [*ruin, "train.save_interval=0"]):
         assert re.search(r"the gradient of \S+ is not finite, summed over the ranks", message)
-    with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
-        load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 
 
 FP16 = [
@@ -738,9 +726,9 @@ def test_an_fp16_run_ends_at_a_loss_that_is_not_finite_and_keeps_its_checkpoints
     run_file: str,
 ) -> None:
     """The scale of the loss is no cause of it, and no smaller one helps."""
-    Trainer(load_run(run_file, [*FP16, "train.iters=6"]), torch.device("cpu")).run()
+    start(run_file, *FP16, "train.iters=6").run()
     ruin = load_run(run_file, [*FP16, "train.lr=1e30", "train.decay=constant"])
-    trainer = Trainer(ruin, torch.device("cpu"))
+    trainer = Trainer(ruin, CPU)
     trainer.resume()
     with pytest.raises(GradientError, match=r"the loss of step \d+ is (nan|inf)"):
         trainer.run()
@@ -764,7 +752,7 @@ def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
 
     monkeypatch.setattr(LossScale, "unscale", overflows)
     config = load_run(run_file, [*FP16, "train.iters=8", "train.keep_checkpoints=9"])
-    Trainer(config, torch.device("cpu")).run()
+    Trainer(config, CPU).run()
     assert saved_steps(config) == [2, 7, 8]
 
 
@@ -772,7 +760,7 @@ def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
 def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(load_run(run_file), torch.device("cpu"))
+    trainer = start(run_file)
     trainer.train_step()
     trainer.save(background=True)
     trainer.checkpoints.wait()
@@ -795,7 +783,8 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     [
         ("parallel.tp=2", "1 ranks are not a multiple of tp 2"),
         ("parallel.virtual_stages=2", r"needs parallel\.pp of two"),
-        ("parallel.optimizer=zero", "goes with parallel.data_parallel = torch"),
+        ("parallel.optimizer=zero", "must be one of replicated, sharded"),
+        ("parallel.data_parallel=torch", "unknown setting parallel.data_parallel"),
         ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
         ("train.decay=sine", "train.decay"),
         ("parallel.order=tp-tp", "name each of"),
@@ -804,7 +793,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
 )
 def test_layouts_that_cannot_work_are_named(run_file: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Trainer(load_run(run_file, [override]), torch.device("cpu"))
+        start(run_file, override)
 
 
 @pytest.mark.guarantee("pipelines-without-enough")
@@ -839,9 +828,9 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
             config,
             data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)),
         )
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = Trainer(config, CPU)
     trainer.run()
-    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    records = records_of(config)
     assert [record["step"] for record in records] == list(range(1, steps + 1))
     assert trainer.checkpoints.store.steps()[-1] == steps
 
@@ -900,7 +889,10 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.rampup=3", "settings of several values are lists"),
         ("validation.books=3", "validation.books is 3; it must be a blend"),
         ("validation.books=[]", "validation.books: the blend is empty"),
-        ("data=3", "data"),
+        ("data=3", "data is a setting; it must be a section: write [data]"),
+        ("data.storage=7", "data.storage is a setting; it must be a section"),
+        ("data.sequence_length=long", "sequence_length is 'long'; it must be a whole number"),
+        ("parallel.tp=two", "parallel.tp is 'two'; it must be a whole number"),
     ],
 )
 def test_settings_that_no_run_can_have_are_refused_by_name(
@@ -925,7 +917,7 @@ def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> N
     ):
         load_run(run_file, ["data.vocab_size=2000"])
     with pytest.raises(FormatError, match="outside of the vocabulary of 500"):
-        Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
+        start(run_file, "data.vocab_size=500").run()
 
 
 @pytest.mark.guarantee("run-keeps-checkpoints")
@@ -935,7 +927,7 @@ def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
     config = load_run(run_file, ["train.iters=2", "train.save_interval=0", "train.eval_interval=0"])
     for number, warning in enumerate(("no checkpoint is kept", "begins anew")):
         caplog.clear()
-        trainer = Trainer(config, torch.device("cpu"))
+        trainer = Trainer(config, CPU)
         trainer.resume()
         assert trainer.step == 0
         trainer.run()
@@ -962,13 +954,10 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
     run_file: str, size: int
 ) -> None:
     settings = ["data.order=stream", "train.eval_interval=0"]
-    first = Trainer(load_run(run_file, [*settings, "train.iters=6"]), torch.device("cpu"))
+    first = start(run_file, *settings, "train.iters=6")
     first.run()
     consumed = first.batches.consumed_samples
-    again = Trainer(
-        load_run(run_file, [*settings, f"train.global_batch_size={size}", "train.iters=20"]),
-        torch.device("cpu"),
-    )
+    again = start(run_file, *settings, f"train.global_batch_size={size}", "train.iters=20")
     again.resume()
     again.run()
     assert again.step == 20
@@ -977,7 +966,7 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
 
 @pytest.mark.guarantee("metrics-jsonl-line")
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 1, 10)
+    log = RunLog(str(tmp_path), StorageConfig(), iters=10)
     log.write(
         {
             "step": 1,
@@ -1044,7 +1033,7 @@ def test_the_log_begins_with_the_ranks_in_words(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        Trainer(load_run(run_file), torch.device("cpu")).close()
+        start(run_file).close()
     assert (
         "ranks: 1 (tp 1, cp 1, dp 1, pp 1); each token is read once, over all ranks"
         in caplog.messages

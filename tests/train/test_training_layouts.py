@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_layout_run
 from tests.support.checkpoint_programs import checkpoint_records, files_of
 from tests.support.gang import Gang
@@ -194,8 +194,6 @@ def test_one_loss_with_documents_apart(
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        ((2, 1, 1, 1), ["parallel.data_parallel=torch"]),
-        ((2, 1, 2, 1), ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
         ((4, 1, 1, 1), ["parallel.optimizer=sharded"]),
         ((1, 1, 1, 4), ["train.micro_batch_size=1"]),
         pytest.param((2, 2, 1, 2), ["parallel.optimizer=sharded"], marks=pytest.mark.soak),
@@ -204,8 +202,6 @@ def test_one_loss_with_documents_apart(
         ((2, 2, 1, 1), ['parallel.order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
     ],
     ids=[
-        "ddp",
-        "zero",
         "sharded",
         "four-stages",
         "sharded-tp-pp",
@@ -244,7 +240,7 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
                 "train.micro_batch_size=8",
             ],
         ),
-        (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
+        (2, ["parallel.cp=2"]),
         (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
         (2, ["parallel.tp=2", "train.micro_batch_size=8"]),
         (1, ["parallel.optimizer=sharded", "parallel.bucket_size=333"]),

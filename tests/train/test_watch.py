@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from streammega.train.watch import BEAT, TAKEN, Watch
+from streammega.train.watchdog import BEAT, TAKEN, StatusStore, Watchdog
 from tests.support.processes import Family
 
 LONG = timedelta(seconds=600)
@@ -41,7 +42,7 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=3, timeout=LONG
     )
-    watch = Watch(dist.PrefixStore("watch", store), rank, 3, timeout)
+    watch = Watchdog(dist.PrefixStore("watch", store), rank, 3, timeout)
     # as the trainer's: it can only run when the main thread does
     signal.signal(signal.SIGTERM, lambda *_: None)
     watch.phase("reducing", 5)
@@ -57,7 +58,7 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
         time.sleep(600)
 
 
-def fail(watch: Watch, kind: str) -> None:
+def fail(watch: Watchdog, kind: str) -> None:
     if kind in ("cause", "in C"):
         time.sleep(1.0)
         print(f"told at {time.time()}", flush=True)
@@ -212,28 +213,38 @@ def test_the_watch_outlives_errors_of_its_store_and_does_not_wait_for_its_client
 def busy(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
     if rank == 0:
-        watch = Watch(dist.PrefixStore("watch", store), 0, 2, 600.0)
-        assert watch._board is not None
-        # the connection is lost once
-        watch._board._store = Broken()  # type: ignore[assignment]
+        first: Any = LosesItsFirstConnection(dist.PrefixStore("watch", store))
+        Watchdog(first, 0, 2, 600.0)
         print("waits", flush=True)
         store.get("a key that nobody sets")
-    reader = Watch(dist.PrefixStore("watch", store), 1, 2, 600.0)
-    assert reader._board is not None
+    reader = StatusStore(dist.PrefixStore("watch", store))
     deadline = time.monotonic() + 20
     seen: list[int] = []
     while len(seen) < 3 and time.monotonic() < deadline:
         time.sleep(0.5)
-        beats = reader._board.read([0]).get(0, {}).get("beats")
-        if beats is not None and beats not in seen:
-            seen.append(beats)
-            print(f"beat {beats}", flush=True)
+        for status in reader.statuses([0]).values():
+            if status.beats not in seen:
+                seen.append(status.beats)
+                print(f"beat {status.beats}", flush=True)
     print("ended", flush=True)
     sys.stdout.flush()
 
 
-class Broken:
-    """A client whose connection is gone."""
+class LosesItsFirstConnection:
+    """A store of which the first client finds its connection gone, and later ones do not."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._is_lost = False
+
+    def clone(self) -> object:
+        if self._is_lost:
+            return self._store.clone()  # type: ignore[attr-defined]
+        self._is_lost = True
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError("Connection reset by peer")

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from streammega.errors import ConfigError, StateError, StorageError
-from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
 from streammega.train.checkpoints.integrity import (
     CHECKSUMS,
@@ -44,6 +43,7 @@ from streammega.train.checkpoints.store import (
     wait_until_visible,
 )
 from streammega.train.parallel_model import ParallelModel
+from streammega.train.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class Checkpointer:
         store: where they are.
         device: on which the run computes.
         keep: how many of the last ones are kept, and of those that a rewind sets aside.
-        timeout: seconds that ranks wait for each other, and for a save or load of which nothing
-            moves.
+        timeout: seconds that ranks wait for each other.
         before_publish: called on the first rank before a checkpoint appears.
 
     Raises ConfigError if the ranks do not share the store, or another job uses it.
@@ -75,7 +74,7 @@ class Checkpointer:
     ) -> None:
         self.store = store
         self._lock: JobLock | None = None
-        self._all_ranks = AllRanks(_new_group(timeout), timeout)
+        self._rank_sync = RankSync(_new_group(timeout))
         self._staging = HostStaging(device)
         self._keep = keep
         self._before_publish = before_publish
@@ -86,8 +85,8 @@ class Checkpointer:
         # One rank without torchrun rightly saves in a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         # First: a second job must write nothing there.
-        self._all_ranks.from_first(self._take_lock)
-        check_shared_filesystem(store, self._all_ranks)
+        self._rank_sync.run_on_first(self._take_lock)
+        check_shared_filesystem(store, self._rank_sync)
 
     @property
     def failed(self) -> bool:
@@ -157,7 +156,7 @@ class Checkpointer:
             age = time.monotonic() - began
             return step if age <= seconds else None
 
-        return self._all_ranks.from_first(look)
+        return self._rank_sync.run_on_first(look)
 
     def close(self) -> None:
         """Wait, and let another job in."""
@@ -188,12 +187,12 @@ class Checkpointer:
         """
         damaged: list[int] = []
         last_error: DamagedError | None = None
-        oldest_first = self._all_ranks.from_first(lambda: self._choose(rewind))
+        oldest_first = self._rank_sync.run_on_first(lambda: self._choose(rewind))
         for step in reversed(oldest_first):
             try:
                 position = self._load(step, model, optimizer, accept)
             except DamagedError as error:
-                if self._all_ranks.rank == 0:
+                if self._rank_sync.rank == 0:
                     log.warning(
                         "the checkpoint of step %d cannot be used, the one before it is taken: %s",
                         step,
@@ -203,7 +202,7 @@ class Checkpointer:
                 last_error = error
                 continue
             # Only now: where none can be read, all of them stay for who repairs one.
-            self._all_ranks.from_first(lambda: self._set_aside(damaged, "damaged"))
+            self._rank_sync.run_on_first(lambda: self._set_aside(damaged, "damaged"))
             return position
         if damaged:
             steps = ", ".join(str(step) for step in damaged)
@@ -229,10 +228,10 @@ class Checkpointer:
         position: Mapping[str, Any],
     ) -> None:
         """All ranks write their files, then the first one publishes. Raises StorageError."""
-        group = self._all_ranks.group
+        group = self._rank_sync.group
         try:
-            name = self._all_ranks.from_first(lambda: self._begin(step))
-            writer = CheckpointWriter(self.store.files(name), self._all_ranks)
+            name = self._rank_sync.run_on_first(lambda: self._begin(step))
+            writer = CheckpointWriter(self.store.files(name), self._rank_sync)
             self._staging.wait()
             metadata = state_dict_saver.save(
                 state,
@@ -242,7 +241,9 @@ class Checkpointer:
                 no_dist=group is None,
             )
             whole_position = writer.checksums.add_to(position)
-            self._all_ranks.from_first(lambda: self._publish(step, name, metadata, whole_position))
+            self._rank_sync.run_on_first(
+                lambda: self._publish(step, name, metadata, whole_position)
+            )
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
             reason = one_line(first_cause(error))
             raise StorageError(
@@ -313,17 +314,17 @@ class Checkpointer:
         self, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
     ) -> dict[str, Any]:
         """Raises DamagedError, StateError for one of another model, StorageError."""
-        group = self._all_ranks.group
-        found, metadata = self._all_ranks.from_first(lambda: self._examine(step))
+        group = self._rank_sync.group
+        found, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
         # First: what differs is a better answer than tensors that do not fit.
-        self._all_ranks.call(lambda: accept(found.position))
+        self._rank_sync.run(lambda: accept(found.position))
         files = self.store.files(found.name)
         checksums = Checksums(found.position[CHECKSUMS])
         try:
-            state = self._all_ranks.call(lambda: state_to_load(model, optimizer, metadata))
+            state = self._rank_sync.run(lambda: state_to_load(model, optimizer, metadata))
             state_dict_loader.load(
                 state,
-                storage_reader=CheckpointReader(files, metadata, checksums, self._all_ranks),
+                storage_reader=CheckpointReader(files, metadata, checksums, self._rank_sync),
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=group,
                 no_dist=group is None,

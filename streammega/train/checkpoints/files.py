@@ -30,15 +30,15 @@ from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
 from streammega.storage import Store
+from streammega.storage.object_ops import read_object
 from streammega.storage.store import Buffer, Span, atomic_writer
-from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.integrity import (
     Checksums,
     DamagedError,
     checksum_of,
     parse_metadata,
 )
-from streammega.train.small_objects import read_small
+from streammega.train.rank_sync import RankSync
 
 METADATA = ".metadata"
 REQUEST_BYTES = 8 << 20
@@ -71,7 +71,8 @@ class CheckpointFiles(NamedTuple):
     def read(self, name: str) -> bytes:
         """A small file. Raises DamagedError where it is missing."""
         try:
-            return read_small(self.store, self.key(name))
+            data, _ = read_object(self.store, self.key(name))
+            return data
         except (ObjectNotFoundError, ShortReadError) as error:
             raise self._missing(name, error) from None
 
@@ -125,15 +126,15 @@ class CheckpointWriter(StorageWriter):
     On the first rank `checksums` are those of all ranks when a save has ended.
     """
 
-    def __init__(self, files: CheckpointFiles, all_ranks: AllRanks) -> None:
+    def __init__(self, files: CheckpointFiles, rank_sync: RankSync) -> None:
         self.checksums = Checksums()
         self._files = files
-        self._all_ranks = all_ranks
+        self._rank_sync = rank_sync
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._all_ranks.work(lambda: self._write(plan, planner), watched=True))
+        written.set_result(self._rank_sync.run_long(lambda: self._write(plan, planner)))
         return written
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -152,7 +153,7 @@ class CheckpointWriter(StorageWriter):
                 data = serialized.getbuffer()
                 for piece_start in range(0, len(data), REQUEST_BYTES):
                     writer.write(data[piece_start : piece_start + REQUEST_BYTES])
-                    self._all_ranks.progress()
+                    self._rank_sync.check()
                 place = _StorageInfo(name, start, len(data))
                 results.append(_Written(item.index, len(data), place, checksum_of(data)))
                 start += len(data)
@@ -209,12 +210,12 @@ class CheckpointReader(StorageReader):
         files: CheckpointFiles,
         metadata: Metadata,
         checksums: Checksums,
-        all_ranks: AllRanks,
+        rank_sync: RankSync,
     ) -> None:
         self._files = files
         self._metadata = metadata
         self._checksums = checksums
-        self._all_ranks = all_ranks
+        self._rank_sync = rank_sync
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Which one rank has read for all."""
@@ -222,7 +223,7 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's tensors; returns when those of all ranks are filled."""
-        self._all_ranks.work(lambda: self._read(plan.items, planner), watched=True)
+        self._rank_sync.run_long(lambda: self._read(plan.items, planner))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -244,7 +245,7 @@ class CheckpointReader(StorageReader):
                 tensor = self._load(part, data)
                 for item in items_of[part.item]:
                     self._copy(part, tensor, item, planner)
-            self._all_ranks.progress()
+            self._rank_sync.check()
 
     def _fetch(self, batch: Sequence[_Stored]) -> Iterator[tuple[_Stored, memoryview]]:
         """The bytes of parts of one file. Those that lie near together share a request, and long

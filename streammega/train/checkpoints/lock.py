@@ -22,8 +22,8 @@ import filelock
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
+from streammega.storage.object_ops import read_object
 from streammega.storage.store import create_object, replace_object
-from streammega.train.small_objects import read_version
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class ObjectLock:
     def _read(self) -> dict[str, Any] | None:
         """What the object says; None where there is no object, or no record in it."""
         try:
-            data, self._etag = read_version(self._store, self._key)
+            data, self._etag = read_object(self._store, self._key)
             record = json.loads(data)
         except ObjectNotFoundError:
             self._etag = ""

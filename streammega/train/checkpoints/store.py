@@ -29,10 +29,10 @@ from streammega.storage import Store, join_url, open_store
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
-from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.files import CheckpointFiles
 from streammega.train.checkpoints.integrity import DamagedError, checksum_matches
 from streammega.train.checkpoints.lock import FileLock, JobLock, ObjectLock
+from streammega.train.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 
@@ -260,14 +260,14 @@ class CheckpointStore:
             parallel_map(self._store.delete, keys, MAX_DELETES)
 
 
-def check_shared_filesystem(store: CheckpointStore, all_ranks: AllRanks) -> None:
+def check_shared_filesystem(store: CheckpointStore, rank_sync: RankSync) -> None:
     """Raise ConfigError unless all ranks see what the first one writes: else each would keep a part
     of every checkpoint.
     """
-    if all_ranks.group is None:
+    if rank_sync.group is None:
         return
     # A new name every time: one that an earlier start left would be seen by all.
-    sign, first_host = all_ranks.from_first(
+    sign, first_host = rank_sync.run_on_first(
         lambda: (f"{SHARED_SIGN}{secrets.token_hex(6)}", socket.gethostname())
     )
 
@@ -280,9 +280,9 @@ def check_shared_filesystem(store: CheckpointStore, all_ranks: AllRanks) -> None
                 f"on a shared file system, or a URL such as s3://bucket/run"
             )
 
-    all_ranks.from_first(lambda: store.touch(sign))
-    all_ranks.work(lambda: wait_until_visible(look, ConfigError))
-    all_ranks.from_first(lambda: store.delete(sign))
+    rank_sync.run_on_first(lambda: store.touch(sign))
+    rank_sync.run_long(lambda: wait_until_visible(look, ConfigError))
+    rank_sync.run_on_first(lambda: store.delete(sign))
 
 
 def wait_until_visible(look: Callable[[], None], invisible: type[Exception]) -> None:

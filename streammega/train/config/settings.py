@@ -1,4 +1,4 @@
-"""Steps, batches, optimizer and intervals of a run."""
+"""The sections of a run: [model], [parallel] and [train]."""
 
 from __future__ import annotations
 
@@ -8,6 +8,67 @@ from typing import Annotated, Literal
 
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
+from streammega.parallel.layout import ORDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The example GPT."""
+
+    vocab_size: int
+    """Ids run below this; the data is checked against it."""
+    dim: int = 192
+    """Width."""
+    layers: int = 4
+    """Blocks."""
+    heads: int = 6
+    """Attention heads; they divide dim."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model.")
+        smallest = min(self.vocab_size, self.dim, self.layers, self.heads)
+        # Twice: rotary embeddings turn pairs of the elements of a head.
+        if smallest < 1 or self.dim % (2 * self.heads) != 0:
+            raise ConfigError(
+                f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), "
+                f"and all sizes positive"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks divide the work; data parallelism is what the sizes leave of the world."""
+
+    tp: int = 1
+    """Tensor parallel: every layer is split over so many ranks."""
+    cp: int = 1
+    """Context parallel: every sequence is."""
+    pp: int = 1
+    """Pipeline parallel: the layers are."""
+    virtual_stages: int = 1
+    """Stretches of layers of each pipeline rank; more than one: the interleaved schedule."""
+    order: str = ORDER
+    """Which kind of parallelism numbers the ranks fastest."""
+    optimizer: Literal["replicated", "sharded"] = "replicated"
+    """State on every rank, with gradients by BucketedDataParallel; sharded: parameters, gradients and
+    state divided by torch's fully_shard.
+    """
+    bucket_size: int | None = None
+    """Elements of a gradient bucket; default max(40M, 1M x ranks). Not of optimizer = "sharded",
+    which has one for each layer.
+    """
+    sequence_parallel: bool = True
+    """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp
+    divides; losses are equal.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self, "parallel.")
+        if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
+            raise ConfigError(
+                f"parallel.virtual_stages is {self.virtual_stages}; "
+                f"more than one needs parallel.pp of two or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +113,8 @@ class TrainConfig:
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: Annotated[float | None, Gt(0)] = None
     """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
-    over its tokens, with parallel.optimizer = sharded of the sum of all ranks. Not with
-    parallel.data_parallel = torch. One that is not finite always ends it.
+    over its tokens, with parallel.optimizer = sharded of the sum of all ranks. One that is not
+    finite always ends it.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the computation. Parameters are always fp32; narrower computation needs

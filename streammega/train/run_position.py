@@ -10,7 +10,7 @@ from typing import Any
 from streammega.errors import StateError
 from streammega.gradients.loss_scale import LossScale
 from streammega.train.config import RunConfig
-from streammega.train.metrics import finite
+from streammega.train.run_log import finite
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from streammega.errors import ConfigError
-from streammega.train.agreement import differences
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.config_check import differences
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_layout_run, write_random_pair
 from tests.support.gang import Gang
 

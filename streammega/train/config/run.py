@@ -1,0 +1,258 @@
+"""All settings of a run and what they must be together; and its file: TOML, with overrides of the
+command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, get_type_hints
+
+import dacite
+
+from streammega.config import DataConfig, PhaseConfig, StorageConfig, parse_blend
+from streammega.config.validate import read_toml, unknown_setting
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls, redacted_repr
+from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
+from streammega.train.config.settings import ModelConfig, ParallelConfig, TrainConfig
+
+MEGATRON_NAMES = {
+    "data_path": "blend",
+    "seq_length": "sequence_length",
+    "path_to_cache": "index_cache_dir",
+    "path_to_idx_cache": "index_cache_dir",
+    "object_storage_cache_path": "index_cache_dir",
+    "mid_level_dataset_surplus": "surplus",
+    "random_seed": "seed",
+    "bin_chunk_nbytes": "storage.chunk_bytes",
+}
+"""Settings of [data] under the names that Megatron has for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All of a run: [data] with [data.storage], [model], [train], and where wanted [parallel] and
+    [validation].
+    """
+
+    data: DataConfig
+    model: ModelConfig
+    train: TrainConfig = field()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read
+    from their start every time.
+    """
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
+    def __post_init__(self) -> None:
+        self._set_follow_record()
+        self._set_phase_starts()
+        self._check_vocabulary()
+        recompute = self.train.recompute
+        if isinstance(recompute, int) and recompute > self.model.layers:
+            raise ConfigError(
+                f"train.recompute is {recompute}, more than model.layers {self.model.layers}; "
+                f"set it to full for all of them"
+            )
+        if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
+            raise ConfigError(
+                f"train.dtype = {self.train.dtype} computes with copies of fp32 parameters, which "
+                f"only the sharded model makes: set parallel.optimizer = sharded"
+            )
+        for name, blend in self.validation.items():
+            _check_blend(name, blend)
+            letters = name.replace("_", "").replace("-", "")
+            if not letters.isalnum():
+                raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
+
+    def _set_follow_record(self) -> None:
+        """What a run takes in is written beside its checkpoints, unless it says where."""
+        follow = self.data.follow
+        if follow is None or follow.record is not None:
+            return
+        out_dir = self.train.out_dir.rstrip("/")
+        data = replace(self.data, follow=replace(follow, record=f"{out_dir}/follow"))
+        # the way to set a field of what is frozen
+        object.__setattr__(self, "data", data)
+
+    def _set_phase_starts(self) -> None:
+        """Every phase is told by its first sample, as all that reads it wants it."""
+        data = resolve_phase_starts(self.data, self.train.global_batch_size, self.train.rampup)
+        object.__setattr__(self, "data", data)
+
+    def _check_vocabulary(self) -> None:
+        of_data = self.data.vocab_size
+        of_model = self.model.vocab_size
+        if of_data is not None and of_data > of_model:
+            raise ConfigError(
+                f"data.vocab_size is {of_data}, more than model.vocab_size {of_model}: the model "
+                f"has no embedding for the ids between; leave data.vocab_size out, "
+                f"or raise model.vocab_size"
+            )
+
+    @property
+    def schedule(self) -> TrainingSchedule:
+        """The samples, steps and tokens of training, over all phases."""
+        train = self.train
+        return training_schedule(self.data, "train", train.global_batch_size, train.rampup)
+
+    @property
+    def every_stage(self) -> bool:
+        """Whether every pipeline stage is given batches: positions or bounds of documents are then
+        other ones in each sample, and the attention of every layer needs them.
+        """
+        return self.data.reset_position_ids or self.data.reset_attention_mask
+
+    def num_samples(self) -> tuple[int, int, int]:
+        """Samples the run asks of train, valid and test, as Megatron counts them."""
+        train = self.train
+        evaluations = 0
+        if train.eval_interval:
+            evaluations = train.iters // train.eval_interval + 1
+        train_samples = self.schedule.samples_after(train.iters)
+        valid_samples = evaluations * train.eval_iters * train.global_batch_size
+        return train_samples, valid_samples, 0
+
+
+def _check_blend(name: str, blend: Any) -> None:
+    """Raise ConfigError for what is no blend."""
+    if not isinstance(blend, (str, Sequence)):
+        raise ConfigError(
+            f"validation.{name} is {blend!r}; it must be a blend, such as ['s3://bucket/books']"
+        )
+    try:
+        parse_blend(blend)
+    except ConfigError as error:
+        raise ConfigError(f"validation.{name}: {error}") from None
+
+
+def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A RunConfig from a TOML file and `section.name=value` overrides (values as in TOML, or bare
+    text).
+
+    Raises ConfigError for a missing file, broken TOML, an unknown name (with the nearest known
+    one), a wrong type.
+    """
+    table = read_toml(path, "give the path of the run's TOML file")
+    for override in overrides:
+        _apply(table, override)
+    if isinstance(table.get("data"), dict):
+        table["data"] = _with_our_names(table["data"])
+    _check_names(table, RunConfig, "")
+    _check_phases(table.get("data"), path)
+    _fill_defaults(table)
+    # Each class checks the types of its fields by itself.
+    settings = dacite.Config(
+        strict=True, check_types=False, cast=[tuple], type_hooks={float: _to_float}
+    )
+    try:
+        return dacite.from_dict(RunConfig, table, settings)
+    except dacite.DaciteError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except TypeError as error:
+        # Of dacite, which makes tuples of lists: one number was given for several.
+        raise ConfigError(
+            f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]"
+        ) from None
+
+
+def _check_phases(data: Any, path: str) -> None:
+    """Raise ConfigError for names that no phase has, and for single values where lists are wanted,
+    which dacite would take to pieces.
+    """
+    phases = data.get("phases", []) if isinstance(data, dict) else []
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        raise ConfigError(
+            f"{path}: data.phases is no list of phases; write [[data.phases]] before each, in two "
+            f"brackets"
+        )
+    for number, phase in enumerate(phases, 1):
+        _check_names(phase, PhaseConfig, "data.phases.")
+        restart = phase.get("restart", [])
+        if not isinstance(restart, list):
+            raise ConfigError(
+                f"{path}: phase {number}: restart is {restart!r}; it must be a list of prefixes"
+            )
+
+
+def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
+    """[data] with our names for Megatron's; of two names of one setting the later counts, as an
+    override does.
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in data.items():
+        ours = MEGATRON_NAMES.get(name, name)
+        section, _, setting = ours.rpartition(".")
+        if section:
+            renamed[section] = renamed.get(section, {}) | {setting: value}
+        elif isinstance(value, dict):
+            renamed[ours] = renamed.get(ours, {}) | value
+        else:
+            renamed[ours] = value
+    return renamed
+
+
+def _to_float(value: Any) -> Any:
+    """`lr = 1` is meant as 1.0; `lr = true` is not, though it is an int to Python."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    name, equals, text = override.lstrip("-").partition("=")
+    if not equals:
+        # Only its first word: what follows may be a secret.
+        word = re.split(r"[^\w.-]", override, maxsplit=1)[0]
+        raise ConfigError(
+            f"override {word!r}: write it as section.name=value, for instance train.iters=100"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = name.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {name!r}: {section} is a setting, not a section")
+    table[last] = value
+
+
+def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
+    """Raise ConfigError for names that no setting has, with the nearest that one has.
+
+    kind: the dataclass of a section, whose name `path` is, with a point behind it.
+    """
+    hints = get_type_hints(kind)
+    for name, value in table.items():
+        if name not in hints:
+            raise ConfigError(unknown_setting(name, kind, path))
+        if is_dataclass(hints[name]):
+            _check_section(value, hints[name], f"{path}{name}")
+        if name == "storage_by_prefix" and isinstance(value, Mapping):
+            for prefix, storage in value.items():
+                section = f"{path}{name}.{json.dumps(redact_urls(prefix))}"
+                _check_section(storage, StorageConfig, section)
+    if kind is RunConfig:
+        for section in ("data", "model", "train"):
+            if section not in table:
+                raise ConfigError(f"the run has no [{section}] section")
+
+
+def _check_section(table: Any, kind: type, section: str) -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{section} is a setting; it must be a section: write [{section}]")
+    _check_names(table, kind, f"{section}.")
+
+
+def _fill_defaults(table: dict[str, Any]) -> None:
+    if "vocab_size" in table["model"]:
+        table["data"].setdefault("vocab_size", table["model"]["vocab_size"])

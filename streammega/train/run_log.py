@@ -1,0 +1,201 @@
+"""What a run reports, on its first rank: metrics.jsonl with one object a step, TensorBoard where
+wanted, and a line in the log now and then. Imports no torch: `streammega plot` reads records by it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.storage import Store, open_store
+from streammega.storage.object_ops import read_object
+from streammega.storage.open import is_remote
+from streammega.storage.store import atomic_writer
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+UPLOAD_SECONDS = 30.0
+"""Between two uploads: objects cannot be appended to, so each is written whole."""
+CHUNK_BYTES = 8 << 20
+"""Memory that an upload needs."""
+
+
+class RunLog:
+    """The records of a run in its `out_dir`. Steps that are repeated after a resume are appended
+    again.
+
+    Where `out_dir` is a URL, files are written on this machine. A thread uploads those that have
+    changed, as does `upload`.
+    """
+
+    def __init__(
+        self,
+        out_dir: str,
+        storage: StorageConfig,
+        *,
+        iters: int,
+        log_interval: int = 1,
+        tensorboard: bool = False,
+    ) -> None:
+        # Keys have no slash at the end. "/" alone is a folder.
+        store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)
+        self._store: Store | None = store if is_remote(out_dir) else None
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        """By file name the size and the time of change of what was uploaded last."""
+        self._upload_lock = threading.Lock()
+        """Of two uploads of one file at once, the older could come last."""
+        self._closed = threading.Event()
+        self._iters = iters
+        self._interval = log_interval
+        self._folder = Path(self._key)
+        if self._store is not None:
+            self._folder = Path(tempfile.mkdtemp(prefix="streammega-run-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._folder / METRICS
+        if self._store is not None:
+            try:
+                data, _ = read_object(self._store, self._key_of(METRICS))
+                self._path.write_bytes(data)
+            except ObjectNotFoundError:
+                pass
+            threading.Thread(target=self._run, name="streammega-run-log", daemon=True).start()
+        self._end_torn_line()
+        self._tensorboard = _open_tensorboard(self._folder) if tensorboard else None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line, flushed: a killed run keeps every step that it finished."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(finite(record)) + "\n")
+        step = record["step"]
+        numbers = scalars(record)
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        is_due = step % self._interval == 0 or step == self._iters
+        was_evaluated = any(name.startswith("valid_loss") for name in record)
+        if is_due or was_evaluated:
+            figures = " ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+            log.info("step %d/%d %s", step, self._iters, figures)
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that have a line."""
+        if not self._path.exists():
+            return set()
+        return {record.get("step", 0) for record in read_metrics(self._path)}
+
+    def upload(self) -> None:
+        """Upload what has changed, if `out_dir` is a URL. Raises StorageError."""
+        if self._store is None:
+            return
+        with self._upload_lock:
+            for path in sorted(self._folder.rglob("*")):
+                if not path.is_file():
+                    continue
+                name = path.relative_to(self._folder).as_posix()
+                # Before it is read: what is written meanwhile is uploaded the next time.
+                stat = path.stat()
+                state = (stat.st_size, stat.st_mtime_ns)
+                if self._uploaded.get(name) == state:
+                    continue
+                with (
+                    atomic_writer(self._store, self._key_of(name)) as writer,
+                    open(path, "rb") as file,
+                ):
+                    while data := file.read(CHUNK_BYTES):
+                        writer.write(data)
+                self._uploaded[name] = state
+
+    def flush(self) -> None:
+        """Write out what TensorBoard keeps back."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def close(self) -> None:
+        """Flush, upload the rest, and remove the files of this machine."""
+        self.flush()
+        self._closed.set()
+        if self._store is not None and self._folder.is_dir():
+            self.upload()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name}".lstrip("/")  # of a whole bucket the key is empty
+
+    def _run(self) -> None:
+        while not self._closed.wait(UPLOAD_SECONDS):
+            try:
+                self.upload()
+            except (StorageError, OSError) as error:
+                log.warning("metrics cannot be uploaded: %s", error)
+
+    def _end_torn_line(self) -> None:
+        """A kill in the middle of a write must not spoil the next line."""
+        written = self._path.read_bytes() if self._path.exists() else b""
+        if written and not written.endswith(b"\n"):
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics.jsonl, in order."""
+    return parse_metrics(path.read_text(encoding="utf-8"))
+
+
+def parse_metrics(text: str) -> list[dict[str, Any]]:
+    """All whole records of the text of a metrics.jsonl, in order."""
+    records = []
+    for line in text.splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # torn by a kill; its step was written again
+    return records
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The figures of a record, those of several sets or sources as name/set."""
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, float):
+            numbers[name] = value
+        elif isinstance(value, dict):
+            for set_name, number in value.items():
+                if isinstance(number, float):
+                    numbers[f"{name}/{set_name}"] = number
+    return numbers
+
+
+def finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of
+    a run that diverged.
+    """
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "train.tensorboard needs: pip install 'streammega[tensorboard]'"
+        ) from None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _short(value: float) -> str:
+    """Four digits; of tokens a second and the like all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

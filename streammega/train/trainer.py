@@ -1,0 +1,467 @@
+"""A run on one rank, on any layout of ranks: `Trainer.run` goes from step to step, and `train_step`
+takes one of them.
+
+The order of a step, and why:
+
+    forward, backward   each micro-batch is taken while the one before is computed
+    reduce and step     gradients are summed over ranks. Whether their norm is finite is looked at
+                        after the optimizer's step, where the host waits for the device anyway
+    totals              one collective: losses, and whether any rank was asked to stop. It is the
+                        same on all ranks, so that all of them stop, or save, after the same step
+    stop                with a checkpoint, and no evaluation: what stops a run does not wait
+    save                before the evaluation, so that what fails in one costs no steps
+    evaluate
+    write the record    last, since it has what the evaluation found. A checkpoint keeps the record
+                        until then, for a run that is killed meanwhile
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from streammega.errors import GradientError, StorageError
+from streammega.gradients.loss_scale import LossScale
+from streammega.parallel import RankBatches
+from streammega.parallel.batches import read_factor
+from streammega.parallel.layout import DIMENSIONS
+from streammega.samples.fields import Batch
+from streammega.samples.segments import source_names
+from streammega.samples.source import dataset_of_samples
+from streammega.train.batch_hash import hash_over_ranks
+from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
+from streammega.train.checkpoints.store import CheckpointStore
+from streammega.train.config import RunConfig
+from streammega.train.config_check import check_ranks_agree, config_facts
+from streammega.train.devices import make_ranks, set_numerics
+from streammega.train.evaluation import check_valid_splits, evaluate_all
+from streammega.train.losses import Losses, StepTotals, add_over_ranks
+from streammega.train.optimizer import LearningRate
+from streammega.train.parallel_model import ParallelModel
+from streammega.train.run_log import RunLog
+from streammega.train.run_position import (
+    check_model,
+    position_of,
+    warn_of_moved_phases,
+    with_rewind,
+)
+from streammega.train.signals import Terminated
+from streammega.train.splits import open_split
+from streammega.train.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+RECENT_SECONDS = 30.0
+"""A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long
+before it kills it.
+"""
+
+
+class DataEnded(Exception):
+    """There is no further global batch."""
+
+
+class Trainer:
+    """One run on one rank: model, optimizer, loader and position. `run` trains to the end.
+
+    Every rank of the world makes one. Raises ConfigError for a layout that the world or the model
+    does not fit.
+    """
+
+    def __init__(
+        self, config: RunConfig, device: torch.device, watchdog: Watchdog | None = None
+    ) -> None:
+        self.config = config
+        self.device = device
+        train = config.train
+        # First: cuBLAS looks at its variable once, at the first product of matrices.
+        set_numerics(train)
+        self.ranks = make_ranks(config, device)
+        layout = self.ranks.layout
+        self.watchdog = watchdog or Watchdog(None, self.ranks.rank, layout.world_size)
+        self.loader = open_split(config, "train", self.ranks)
+        self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
+        check_ranks_agree(config_facts(config, self.loader), self.ranks, device)
+        self.sources = source_names(config.data)
+        self.model = ParallelModel(config, self.ranks, device)
+        self.optimizer = self.model.make_optimizer()
+        self.learning_rate = LearningRate(config, self.loader.dataset.tokens_before)
+        self.scale = LossScale() if train.dtype == "float16" else None
+        check_valid_splits(config, self.ranks)
+        self.checkpoints = Checkpointer(
+            CheckpointStore.open(train.out_dir, config.data.storage),
+            device,
+            train.keep_checkpoints,
+            train.timeout,
+            before_publish=self._upload_log,
+        )
+        self.step = 0
+        self.saved_step = 0
+        """Of the last checkpoint that this run saved or resumed from."""
+        self.rewinds: list[int] = []
+        """The values of train.rewind by which this run, and those it goes on from, have rewound."""
+        self.ended: str | None = None
+        """Why the run stopped before its last step, where the data ended."""
+        self.run_log: RunLog | None = None
+        """On the first rank."""
+        self._stop_signal = signal.SIGTERM
+        """What the run was asked to stop by: one for all ranks, whichever were signalled."""
+        if self.ranks.rank != 0:
+            return
+        # After the checkpoints: they hold the place, and no other job writes its metrics there.
+        self.run_log = RunLog(
+            train.out_dir,
+            config.data.storage,
+            iters=train.iters,
+            log_interval=train.log_interval,
+            tensorboard=train.tensorboard,
+        )
+        factor = read_factor(
+            layout, self.loader.dataset.config, every_stage=self.config.every_stage
+        )
+        log.info(
+            "ranks: %d (%s); each token is read %s, over all ranks",
+            layout.world_size,
+            ", ".join(f"{name} {getattr(layout, name)}" for name in DIMENSIONS),
+            "once" if factor == 1 else f"{factor} times",
+        )
+
+    def resume(self) -> None:
+        """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights,
+        optimizer, and the cursor.
+        """
+        rewind = self.config.train.rewind
+
+        def accept(position: dict[str, Any]) -> None:
+            check_model(self.config, position)
+            self.batches.load_state_dict(position["data"])
+
+        position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
+        if position is None:
+            logged_steps = self.run_log.steps if self.run_log else set()
+            if logged_steps:
+                log.warning(
+                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run begins anew",
+                    self.config.train.out_dir,
+                    max(logged_steps),
+                )
+            return
+        self.step = self.saved_step = position["step"]
+        self.rewinds = with_rewind(rewinds_of(position), rewind)
+        if self.scale is not None and "loss_scale" in position:
+            self.scale.load_state_dict(position["loss_scale"])
+        if self.run_log is None:
+            return
+        log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        warn_of_moved_phases(self.config, position, self.batches.consumed_samples)
+        if "record" in position and self.step not in self.run_log.steps:
+            # The run was killed while it evaluated.
+            self.run_log.write(position["record"])
+
+    def run(self) -> None:
+        """Train until `iters`, saving and evaluating at their intervals and at the end.
+
+        Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants
+        the end at once.
+        """
+        train = self.config.train
+        is_first_rank = self.ranks.rank == 0
+        if self.step >= train.iters and is_first_rank:
+            log.info(
+                "step %d: train.iters = %d is reached, and nothing left to train; "
+                "raise it to go on",
+                self.step,
+                train.iters,
+            )
+        elif not train.save_interval and is_first_rank:
+            log.warning(
+                "train.save_interval is 0: no checkpoint is kept, of the last step neither, but after "
+                "SIGTERM or Ctrl-C; if it is killed or fails, the run begins anew"
+            )
+        with self.watchdog.stop_requests.graceful(announce=is_first_rank):
+            while self.step < train.iters:
+                try:
+                    record, stop = self.train_step()
+                except DataEnded as ended:
+                    self.ended = str(ended)
+                    log.warning("%s", ended)
+                    if train.save_interval:
+                        self.save()
+                    break
+                self.step += 1
+                if stop and self.step < train.iters:
+                    self._stop_here(record)
+                evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
+                if self._is_save_due(record):
+                    self.save(
+                        background=train.async_save and self.step < train.iters,
+                        record=record if evaluates else None,
+                    )
+                try:
+                    if evaluates:
+                        record |= self.evaluate_all()
+                finally:
+                    if self.run_log:
+                        self.run_log.write(record)
+        self.close()
+
+    def train_step(self) -> tuple[dict[str, Any], bool]:
+        """One optimizer step: its record, and whether some rank was asked to stop.
+
+        Raises DataEnded where there is no data for it, GradientError for a loss or gradients that
+        are not finite, StorageError where a save has failed on some rank.
+        """
+        start_time = time.perf_counter()
+        train = self.config.train
+        dataset = self.loader.dataset
+        # The next global batch begins behind the cursor, and behind what is skipped there.
+        consumed = self.batches.consumed_samples
+        first_sample = next(itertools.chain.from_iterable(dataset.parts(consumed)), None)
+        if first_sample is None:
+            raise DataEnded(
+                f"the data ends at sample {consumed}, after step {self.step} of {train.iters}: "
+                f"data.skip_samples passed over the rest; raise data.num_samples"
+            )
+        num_samples = dataset.schedule.size_at(first_sample)
+        num_micro_batches = dataset.schedule.micro_batches_at(
+            first_sample, train.micro_batch_size, self.ranks.layout.dp
+        )
+        # of all its samples: a phase begins where a step does
+        length = dataset.sequence_length_at(first_sample)
+        num_tokens = num_samples * length
+        lr = self.learning_rate.at(self.step, first_sample)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        batches = StepBatches(
+            self.batches, num_micro_batches, self.watchdog, self.step + 1, keep=train.hash_batches
+        )
+        # Losses are summed over tokens. In fp16 a sum of so many would overflow, so they are divided
+        # by all tokens of the global batch before backward.
+        factor = self.scale.value / num_tokens if self.scale else 1.0
+        losses = self.model.forward_backward(batches, num_micro_batches, length, factor)
+        self.watchdog.phase("reducing")
+        grad_norm = self._reduce_and_step(losses, num_tokens)
+        starts = np.array(batches.consumed, np.int64) - dataset.step_samples
+        sample_ids = dataset.sample_ids(starts).reshape(-1)
+        totals = self._totals(losses, sample_ids)
+        self._stop_signal = signal.SIGINT if totals.interrupted else signal.SIGTERM
+
+        stop_sample = self.batches.consumed_samples
+        samples = range(stop_sample - num_samples, stop_sample)
+        record: dict[str, Any] = {
+            "step": self.step + 1,
+            "samples": [samples.start, samples.stop],
+            "tokens": dataset.tokens_before(samples.stop),
+            "ranks": self.ranks.layout.world_size,
+            "loss": totals.loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "data_wait_s": batches.waited,
+            "tokens_per_s": num_tokens / (time.perf_counter() - start_time),
+        }
+        if self.scale is not None:
+            record["loss_scale"] = self.scale.value
+        if totals.loss_of_source:
+            record["source_loss"] = totals.loss_of_source
+        if train.hash_batches:
+            record["batch_hash"] = hash_over_ranks(
+                batches.kept,
+                sample_ids.tolist(),
+                samples,
+                self.model.bounds_of(length),
+                self.ranks,
+                self.device,
+            )
+        return record, totals.stop
+
+    def _reduce_and_step(self, losses: Losses, divided_by: int) -> float:
+        """Normalise gradients by the unmasked tokens of the global batch, clip and step.
+
+        Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
+        """
+        model = self.model
+        model.finish_gradients(losses.tokens.sum())
+        is_good = self.scale is None or self.scale.unscale(
+            model.gradients(), self.device, float(divided_by)
+        )
+        norm: torch.Tensor | float = math.inf
+        if is_good:
+            norm = model.clip_grad_norm_(self.config.train.clip_grad or math.inf)
+        # A save may still be copying the values that change now.
+        self.checkpoints.before_change()
+        if is_good:
+            self.optimizer.step()
+        model.zero_grad()
+        if not is_good:
+            return math.inf
+        if self.device.type == "cuda":
+            # All of the step is under way, and the host would wait for it here.
+            self.batches.prepare()
+        # Here the host waits for the device, and nothing is saved yet.
+        norm = float(norm)
+        if not math.isfinite(norm):
+            raise GradientError(
+                f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients "
+                f"were: their sum is too large; resume from the last checkpoint with a lower "
+                f"learning rate, or skip this step's samples"
+            )
+        return norm
+
+    def _totals(
+        self, losses: Losses, sample_ids: np.ndarray[Any, np.dtype[np.int64]]
+    ) -> StepTotals:
+        """What all ranks know of the step."""
+        sources = None
+        if self.model.counts_losses and len(self.sources) > 1:
+            samples = self.loader.dataset.samples
+            sources = dataset_of_samples(samples, samples.locate(sample_ids))
+        totals = add_over_ranks(
+            self.watchdog.stop_requests.first,
+            self.checkpoints.failed,
+            losses if self.model.counts_losses else None,
+            sources,
+            self.sources,
+            self.ranks,
+            self.device,
+        )
+        # Known to all ranks now: none goes on into a collective that another one has left.
+        if totals.failed_save:
+            self.checkpoints.wait()
+            raise StorageError("a checkpoint could not be written: another rank says why")
+        if not math.isfinite(totals.loss):
+            raise GradientError(
+                f"the loss of step {self.step + 1} is {totals.loss}: the run has diverged; resume "
+                f"from the last checkpoint with a lower learning rate, or skip this step's samples"
+            )
+        return totals
+
+    def _is_due(self, interval: int) -> bool:
+        """Whether a step is one of an interval, or the last. 0: never."""
+        if interval == 0:
+            return False
+        return self.step % interval == 0 or self.step == self.config.train.iters
+
+    def _is_save_due(self, record: dict[str, Any]) -> bool:
+        """Whether the interval of saves has passed, or the run ends.
+
+        A step that fp16 did not take is not saved but as the last: it would take the place of an
+        older checkpoint, with weights that are saved already. The next step is saved instead.
+        """
+        interval = self.config.train.save_interval
+        if interval == 0 or self.step == self.config.train.iters:
+            return interval > 0
+        was_taken = math.isfinite(record["grad_norm"])
+        return was_taken and self.step // interval > self.saved_step // interval
+
+    def save(self, *, background: bool = False, record: dict[str, Any] | None = None) -> None:
+        """One checkpoint at the current step; the data position is what was handed out.
+
+        record: of this step, where it is not in the metrics yet.
+        """
+        self.watchdog.phase("saving", self.step)
+        self.saved_step = self.step
+        position = position_of(
+            self.config,
+            self.step,
+            self.batches.state_dict(),
+            rewinds=self.rewinds,
+            record=record,
+            scale=self.scale,
+        )
+        self.checkpoints.save(
+            self.step, self.model, self.optimizer, position, background=background
+        )
+
+    def _stop_here(self, record: dict[str, Any]) -> None:
+        """End the run as a signal asked: when the save under way is whole, and with another one
+        unless that is recent enough.
+        """
+        if self.run_log:
+            self.run_log.write(record)
+        self.watchdog.phase("saving", self.step)
+        self.checkpoints.wait()
+        saved_step = self.checkpoints.recent(RECENT_SECONDS)
+        if saved_step is None:
+            self.save()
+        self.close()
+        how = f"stopped by {self._stop_signal.name}"
+        if self._stop_signal == signal.SIGINT:
+            how = "interrupted"
+        if saved_step is None or saved_step == self.step:
+            what = ", which is saved"
+        else:
+            what = f"; step {saved_step}, of less than {RECENT_SECONDS:.0f} s before, is saved"
+        raise Terminated(
+            f"{how} after step {self.step}{what} in {self.config.train.out_dir}; "
+            f"the same command goes on from there",
+            self._stop_signal,
+        )
+
+    def evaluate_all(self) -> dict[str, Any]:
+        """The losses of the valid split and of validation sets: see `evaluation`."""
+        return evaluate_all(self.config, self.model, lambda: self.watchdog.phase("evaluating"))
+
+    def flush(self) -> None:
+        """Write out what metrics are kept back, alone: also for a run that ends by an error."""
+        if self.run_log:
+            self.run_log.flush()
+
+    def close(self) -> None:
+        """Finish what is being written, and end reading ahead."""
+        self.watchdog.phase("ending")
+        self.checkpoints.wait()
+        self.batches.close()
+        self.loader.close()
+        if self.run_log:
+            self.run_log.close()
+        self.checkpoints.close()
+
+    def _upload_log(self) -> None:
+        if self.run_log:
+            self.run_log.upload()
+
+
+class StepBatches(Iterator[Batch]):
+    """So many micro-batches of one step; StopIteration after them. The watchdog is told what this
+    rank does.
+    """
+
+    def __init__(
+        self, batches: RankBatches, count: int, watchdog: Watchdog, step: int, *, keep: bool
+    ) -> None:
+        self._batches = batches
+        self._remaining = count
+        self._watchdog = watchdog
+        self._step = step
+        self._keeps = keep
+        self.kept: list[Batch] = []
+        """With `keep` all that were taken; otherwise each is gone with its computation."""
+        self.consumed: list[int] = []
+        """The cursor after each."""
+        self.waited = 0.0
+        """Seconds in which this rank had nothing to do."""
+
+    def __next__(self) -> Batch:
+        if not self._remaining:
+            raise StopIteration
+        self._remaining -= 1
+        self._watchdog.phase("waiting for data", self._step)
+        start_time = time.perf_counter()
+        batch = next(self._batches, None)
+        self.waited += time.perf_counter() - start_time
+        if batch is None:
+            raise RuntimeError("the data ended within a step, of which it has only whole ones")
+        self.consumed.append(self._batches.consumed_samples)
+        if self._keeps:
+            self.kept.append(batch)
+        self._watchdog.phase("computing")
+        return batch
