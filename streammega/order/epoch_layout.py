@@ -69,14 +69,6 @@ class EpochLayout(NamedTuple):
             np.concatenate((self.datasets, datasets)), np.concatenate((self.parts, other.parts))
         )
 
-    @property
-    def num_runs(self) -> Integers:
-        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
-        int64 [datasets].
-        """
-        runs: Integers = self.datasets["lanes"] // self.datasets["group"]
-        return runs
-
     def epochs_of_draws(self, draws: Integers, column: int) -> Integers:
         """The epoch of each lane's draw of that number from a dataset, since it began anew and
         without the remainder of former epochs; int64 [lanes].

@@ -12,10 +12,10 @@ import numpy as np
 from streammega.kernels.stream import RUN, lane_draw_counts, samples_of_draws, samples_using
 from streammega.order.epoch_layout import Integers, Records
 from streammega.order.extents import Extents
-from streammega.order.stream_order import PhasedOrder, StreamOrder
+from streammega.order.stream_order import StreamOrder
 
 EPOCHS_AT_ONCE = 4096
-"""Epochs whose readings are asked for by one call of the kernel: bounds the memory."""
+"""Epochs whose uses are asked for by one call of the kernel: bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -33,49 +33,29 @@ class TokenUses:
         return len(self.sample)
 
 
-def uses_in_phase(
+def samples_using_tokens(
     order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> TokenUses:
-    """All readings of tokens [start, stop) of a file before sample `end`, in the order of samples.
-    Of a phase: those of its own samples, without what former epochs had left. `dataset`: its place among those of the order.
+    """The samples of a phase before `end` that read tokens [start, stop) of a file, and which of
+    them, in the order of samples. `dataset`: its number over all phases.
 
     The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
-    [start, stop). Tokens between the samples of an epoch are read in none of it. Cost: some ten
-    microseconds an epoch, and as much for each sample that the tokens touch.
-    """
-    parts = [np.empty(0, RUN)]
-    first_epoch, last_epoch = epochs_between(order, dataset, end)
-    for first in range(first_epoch, last_epoch, EPOCHS_AT_ONCE):
-        last = min(last_epoch, first + EPOCHS_AT_ONCE)
-        parts.append(_uses_in_epochs(order, dataset, (file, start, stop), (first, last), end))
-    runs = np.concatenate(parts)
-    # One that reads two parts of a file comes once for each of them.
-    uses = TokenUses(runs["item"] + order.first_sample, runs["start"], runs["stop"])
-    return concatenate_uses([uses])
-
-
-def samples_using_tokens(
-    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
-) -> TokenUses:
-    """The same over all phases of a run. `dataset`: its number over all of them."""
-    uses = []
-    for phase, phase_end in zip(order.phases, order.ends, strict=True):
-        phase_end = end if phase_end is None else min(end, phase_end)
-        uses.append(all_uses_in_phase(phase, dataset, file, start, stop, phase_end))
-    return concatenate_uses(uses)
-
-
-def all_uses_in_phase(
-    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
-) -> TokenUses:
-    """The same of one phase, with what earlier ones had left of epochs in progress. `dataset`: its
-    number over all phases. Of a sample that joins runs of tokens each run is a use.
+    [start, stop). Of a sample that joins runs of tokens each run is a use. Tokens between the
+    samples of an epoch are read in none of it. Cost: some ten microseconds an epoch, and as much
+    for each sample that the tokens touch.
     """
     columns = np.flatnonzero(order.dataset_numbers == dataset)
     if not len(columns) or order.first_sample >= end:
         return concatenate_uses([])
     column = int(columns[0])
-    uses = [uses_in_phase(order, column, file, start, stop, end)]
+    parts = [np.empty(0, RUN)]
+    first_epoch, last_epoch = epochs_between(order, column, end)
+    for first in range(first_epoch, last_epoch, EPOCHS_AT_ONCE):
+        last = min(last_epoch, first + EPOCHS_AT_ONCE)
+        parts.append(_uses_in_epochs(order, column, (file, start, stop), (first, last), end))
+    runs = np.concatenate(parts)
+    # One that reads two parts of a file comes once for each of them.
+    uses = [TokenUses(runs["item"] + order.first_sample, runs["start"], runs["stop"])]
     # the token behind a sample's last is read with it
     joined = _samples_of_remainder(order, column, (file, start - order.extra, stop), end)
     if len(joined):
@@ -113,7 +93,7 @@ def _samples_of_remainder(
 
 def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:
     """(sample, start, stop) of what samples have of tokens (dataset, file, start, stop), int64 [3,
-    readings]; extents: where they lie.
+    uses]; extents: where they lie.
     """
     dataset, file, start, stop = tokens
     sample = np.repeat(samples, np.diff(extents.row_splits))
@@ -133,13 +113,6 @@ def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int
     lane_draw_counts(max(0, end - order.first_sample), dataset, order.tree, last)
     in_progress = order.layout.epochs_of_draws(np.maximum(first, 0), dataset).min()
     return int(in_progress), order.epochs_of(last, dataset)
-
-
-def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
-    """How many epochs of a dataset have begun before sample `end`, since it began anew; of one that
-    is not drawn, 0.
-    """
-    return epochs_between(order, dataset, end)[1]
 
 
 def _uses_in_epochs(

@@ -139,11 +139,6 @@ class StreamOrder:
         return np.array(numbers, np.int64)
 
     @property
-    def sizes(self) -> Integers:
-        """Samples of each dataset in one epoch, int64 [datasets]."""
-        return self._first_layout.datasets["size"]
-
-    @property
     def block_samples(self) -> Integers:
         """Samples of a block of each dataset, int64 [datasets]."""
         return self._first_layout.datasets["block"]
@@ -215,15 +210,11 @@ class StreamOrder:
 
         In closed form: no sample is located.
         """
-        return self._draws_before + self.own_counts(num_samples)
-
-    def own_counts(self, num_samples: int) -> Integers:
-        """The same without the phases before."""
         rows, more = divmod(num_samples, self.lanes)
         counts = self._draws.of_rows(rows)
         if more:  # of the last row only the first lanes have a sample
             counts[:more] = self._draws.of_rows(rows + 1)[:more]
-        return counts
+        return self._draws_before + counts
 
     def epochs_of(self, draws: Integers, column: int) -> int:
         """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
@@ -243,25 +234,25 @@ class StreamOrder:
         one that goes on, or is new, or begins a new epoch.
         """
         remainders: list[EpochRemainder | None] = []
-        for column, former in enumerate(self._former):
+        for column, former in enumerate(self._last_phases):
             if former is None or int(self.dataset_numbers[column]) in self.restart:
                 remainders.append(None)
             elif self._is_continued(column):
                 order, place, _ = former
                 remainders.append(order.remainders[place])
             else:
-                remainders.append(self._left_by(*former))
+                remainders.append(self._remainder_after(*former))
         return remainders
 
-    def left_before(self, column: int) -> tuple[EpochRemainder | None, bool]:
+    def carried_over(self, column: int) -> tuple[EpochRemainder | None, bool]:
         """What earlier phases left of a dataset that begins anew in this one, and whether it is
         read here: a restart passes it over. (None, True) of one that goes on, or is new.
         """
-        former = self._former[column]
+        former = self._last_phases[column]
         if former is None or self._is_continued(column):
             return None, True
         if int(self.dataset_numbers[column]) in self.restart:
-            return self._left_by(*former), False
+            return self._remainder_after(*former), False
         return self.remainders[column], True
 
     @cached_property
@@ -270,13 +261,13 @@ class StreamOrder:
         epochs before are not used again. int64 [datasets].
         """
         first = np.zeros(len(self.dataset_numbers), np.int64)
-        for column, former in enumerate(self._former):
+        for column, former in enumerate(self._last_phases):
             if former is None:
                 continue
             order, place, end = former
             first[column] = order.first_epochs[place]
             if not self._is_continued(column):
-                draws = order._counts_up_to(end)[:, place]
+                draws = order._draws_until(end)[:, place]
                 remainder = order.remainders[place]
                 if remainder is not None:
                     draws = np.maximum(draws - remainder.lane_counts, 0)
@@ -289,35 +280,35 @@ class StreamOrder:
         datasets].
         """
         draws = np.zeros((self.lanes, len(self.dataset_numbers)), np.int64)
-        for column, former in enumerate(self._former):
+        for column, former in enumerate(self._last_phases):
             if former is not None and self._is_continued(column):
                 order, place, end = former
-                draws[:, column] = order._counts_up_to(end)[:, place]
+                draws[:, column] = order._draws_until(end)[:, place]
         return draws
 
     def _is_continued(self, column: int) -> bool:
         """Whether a dataset is drawn as in the last phase before that has it: in the same samples
         and lanes.
         """
-        former = self._former[column]
+        former = self._last_phases[column]
         if former is None or int(self.dataset_numbers[column]) in self.restart:
             return False
         order, _, _ = former
         same_length = order.sequence_length == self.sequence_length
         return same_length and order.lanes == self.lanes
 
-    def _left_by(self, order: StreamOrder, place: int, end: int) -> EpochRemainder | None:
+    def _remainder_after(self, order: StreamOrder, place: int, end: int) -> EpochRemainder | None:
         """What a dataset has left at the end of an earlier phase, in samples and lanes of this."""
         return remainder_of(
             order.layout.of_dataset(place),
             order.remainders[place],
-            order._counts_up_to(end)[:, place],
+            order._draws_until(end)[:, place],
             length=self.sequence_length,
             lanes=self.lanes,
         )
 
     @cached_property
-    def _former(self) -> Sequence[tuple[StreamOrder, int, int] | None]:
+    def _last_phases(self) -> Sequence[tuple[StreamOrder, int, int] | None]:
         """Of each dataset (order, column in it, its end) of the last phase before that has it."""
         former: dict[int, tuple[StreamOrder, int, int]] = {}
         ends = [order.first_sample for order in self.earlier[1:]] + [self.first_sample]
@@ -326,18 +317,18 @@ class StreamOrder:
                 former[number] = (order, place, end)
         return [former.get(number) for number in self.dataset_numbers.tolist()]
 
-    def _counts_up_to(self, end: int) -> Integers:
+    def _draws_until(self, end: int) -> Integers:
         """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those
         that follow asks: counting is of all datasets at once.
         """
-        kept = self._kept_counts
+        kept = self._cached_draws
         if end not in kept:
             kept.clear()
             kept[end] = self.counts(end - self.first_sample)
         return kept[end]
 
     @cached_property
-    def _kept_counts(self) -> dict[int, Integers]:
+    def _cached_draws(self) -> dict[int, Integers]:
         return {}
 
 
@@ -365,40 +356,8 @@ class LaterPhase:
     lanes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhasedOrder:
-    """The orders of all phases of a run, one after the other, the first at sample 0."""
-
-    phases: Sequence[StreamOrder]
-
-    def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie. `dataset` numbers them over all phases, by first appearance."""
-        phase_of_sample = np.searchsorted(self._firsts, sample_ids, side="right") - 1
-        phases = np.unique(phase_of_sample)
-        if len(phases) == 1:  # as nearly always: a phase is many thousands of steps
-            return self.phases[int(phases[0])].locate(sample_ids)
-        parts = []
-        for phase in phases.tolist():
-            of_phase = np.flatnonzero(phase_of_sample == phase)
-            parts.append((of_phase, self.phases[phase].locate(sample_ids[of_phase])))
-        return merge_extents(parts)
-
-    def phase_at(self, sample: int) -> int:
-        """The number of the phase that holds a sample."""
-        return int(np.searchsorted(self._firsts, sample, side="right")) - 1
-
-    @property
-    def ends(self) -> list[int | None]:
-        """The sample before which each phase ends; None of the last, which has no end."""
-        return [*self._firsts[1:].tolist(), None]
-
-    @cached_property
-    def _firsts(self) -> Integers:
-        return np.array([order.first_sample for order in self.phases], np.int64)
-
-
-def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder:
-    """The order of a first phase and those that follow it.
+def orders_of_phases(first: StreamOrder, later: Sequence[LaterPhase]) -> list[StreamOrder]:
+    """The orders of a first phase and of those that follow it.
 
     Raises ConfigError for a dataset that holds no sample.
     """
@@ -421,7 +380,7 @@ def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder
         except ConfigError as error:
             raise ConfigError(f"phase {len(phases)}: {error}") from None
         phases.append(order)
-    return PhasedOrder(phases=phases)
+    return phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,17 +388,13 @@ class StreamUsage:
     """What samples of one phase take from each of its datasets; int64 [datasets] each.
 
     samples: how many. from_remainder: of these, those of what former epochs had left, cut anew.
-    first_epoch, last_epoch: all others are of epochs [first, last), by their numbers, which are not
-    used again when a dataset begins anew; equal where there are none. carried_tokens: tokens that
-    former epochs had left, where this phase cuts them anew; unused_tokens: of these, those that make
-    no sample and wait for the next change. dropped_tokens: tokens that former epochs had left and a
-    restart passes over.
+    carried_tokens: tokens that former epochs had left, where this phase cuts them anew;
+    unused_tokens: of these, those that make no sample and wait for the next change. dropped_tokens:
+    tokens that former epochs had left and a restart passes over.
     """
 
     samples: Integers
     from_remainder: Integers
-    first_epoch: Integers
-    last_epoch: Integers
     carried_tokens: Integers
     unused_tokens: Integers
     dropped_tokens: Integers
@@ -454,8 +409,6 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> StreamUsag
     usage = StreamUsage(
         samples=np.zeros(columns, np.int64),
         from_remainder=np.zeros(columns, np.int64),
-        first_epoch=order.first_epochs.copy(),
-        last_epoch=order.first_epochs.copy(),
         carried_tokens=np.zeros(columns, np.int64),
         unused_tokens=np.zeros(columns, np.int64),
         dropped_tokens=np.zeros(columns, np.int64),
@@ -470,32 +423,14 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> StreamUsag
         usage.samples[:] += (after - before).sum(axis=0)
         cut_anew = np.minimum(after, remainder_draws) - np.minimum(before, remainder_draws)
         usage.from_remainder[:] += cut_anew.sum(axis=0)
-    if spans:
-        before = order.counts(spans[0][0] - order.first_sample)
-        after = order.counts(spans[-1][1] - order.first_sample)
-        _add_epochs(order, before - remainder_draws, after - remainder_draws, usage)
     for column in range(columns):
-        left, is_read = order.left_before(column)
+        left, is_read = order.carried_over(column)
         if left is not None and is_read:
             usage.carried_tokens[column] = left.tokens
             usage.unused_tokens[column] = left.tokens - left.samples * left.length
         elif left is not None:
             usage.dropped_tokens[column] = left.tokens
     return usage
-
-
-def _add_epochs(order: StreamOrder, before: Integers, after: Integers, usage: StreamUsage) -> None:
-    """Add the epochs that lanes draw from between two counts of their draws, [lanes, datasets];
-    negative counts are of remainders.
-    """
-    before = np.maximum(before, 0)
-    after = np.maximum(after, 0)
-    draws = after > before
-    for column in np.flatnonzero(draws.any(axis=0)).tolist():
-        here = draws[:, column]
-        epochs = order.layout.epochs_of_draws(before[:, column], column)
-        usage.first_epoch[column] += epochs[here].min()
-        usage.last_epoch[column] += order.epochs_of(np.where(here, after[:, column], 0), column)
 
 
 def default_lanes(global_batch_size: int) -> int:

@@ -18,13 +18,13 @@ from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.epoch_layout import StreamDataset, dataset_samples
 from streammega.order.split import SPLITS
-from streammega.order.stream_inverse import TokenUses, all_uses_in_phase, concatenate_uses
+from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
     STREAM_VERSION,
     LaterPhase,
     StreamOrder,
     default_lanes,
-    phased_order,
+    orders_of_phases,
     usage_of,
 )
 from streammega.samples.document_names import DocumentName
@@ -166,7 +166,7 @@ class StreamSegment(SegmentSource):
         for run in shards[name.shard].tokens_of(name.document):
             stop = run.file_start + run.stop - run.start
             shift = run.start - run.file_start
-            uses = all_uses_in_phase(
+            uses = samples_using_tokens(
                 self.order, name.dataset, name.shard, run.file_start, stop, end
             )
             found.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
@@ -210,18 +210,20 @@ class OpenStream:
         Raises ConfigError for a dataset that holds no sample.
         """
         first, *later = self.segments
-        order = phased_order(self._first_order(first, lanes), [self._later(item) for item in later])
+        orders = orders_of_phases(
+            self._first_order(first, lanes), [self._later(item) for item in later]
+        )
         files = [dataset.files for dataset in self.datasets]
         return [
             StreamSegment(
-                _with_length(self.config, phase.sequence_length),
+                _with_length(self.config, order.sequence_length),
                 self.split,
                 files,
-                phase,
+                order,
                 self.skipped,
                 self.dataset_ids,
             )
-            for phase in order.phases
+            for order in orders
         ]
 
     def _first_order(self, segment: SegmentDatasets, lanes: int) -> StreamOrder:

@@ -286,7 +286,7 @@ def test_the_stream_order_fetches_every_byte_once(
     assert reader.planner.pieces is not None
     order = loader.dataset.samples.segments[0].order
     assert order is not None
-    epoch = int(order.sizes[0]) // 8
+    epoch = int(order.layout.datasets["size"][0]) // 8
     loader = StreamLoader(
         replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8
     )

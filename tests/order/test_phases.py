@@ -5,8 +5,9 @@ no token is read twice in an epoch, none is lost, and what comes later changes n
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,21 +21,43 @@ from streammega.errors import ConfigError
 from streammega.kernels.stream import choose
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.epoch_remainder import remainder_of
-from streammega.order.extents import Extents
+from streammega.order.extents import Extents, merge_extents
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.stream_inverse import TokenUses, samples_using_tokens
-from streammega.order.stream_order import (
-    LaterPhase,
-    PhasedOrder,
-    StreamOrder,
-    phased_order,
-    usage_of,
-)
+from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
+from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases, usage_of
 
 LENGTH = 5
 LONGEST = 12
 """Tokens of a sample in any phase."""
 Row = tuple[int, int, int, int]
+
+
+class PhasedOrder:
+    """The orders of all phases of a run, one after the other."""
+
+    def __init__(self, phases: Sequence[StreamOrder]) -> None:
+        self.phases = phases
+        self.firsts = [order.first_sample for order in phases]
+        self.ends: list[int | None] = [*self.firsts[1:], None]
+
+    def phase_at(self, sample: int) -> int:
+        return bisect_right(self.firsts, sample) - 1
+
+    def locate(self, sample_ids: np.ndarray) -> Extents:
+        parts = []
+        phases = np.searchsorted(self.firsts, sample_ids, side="right") - 1
+        for number in np.unique(phases).tolist():
+            here = np.flatnonzero(phases == number)
+            parts.append((here, self.phases[number].locate(sample_ids[here])))
+        return merge_extents(parts)
+
+    def uses(self, dataset: int, file: int, start: int, stop: int, end: int) -> TokenUses:
+        return concatenate_uses(
+            [
+                samples_using_tokens(phase, dataset, file, start, stop, min(end, phase_end or end))
+                for phase, phase_end in zip(self.phases, self.ends, strict=True)
+            ]
+        )
 
 
 def rows(extents: Extents) -> list[Row]:
@@ -103,7 +126,7 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
                 lanes=shape[1],
             )
         )
-    return phased_order(first, later)
+    return PhasedOrder(orders_of_phases(first, later))
 
 
 class Lanes:
@@ -146,7 +169,7 @@ class Lanes:
         """(run, epoch, samples of the run) of a draw."""
         alone = self.alone[era]
         group = int(alone.lanes_per_run[0])
-        size = int(alone.sizes[0])
+        size = int(alone.layout.datasets["size"][0])
         run = lane // group
         members = range(run * group, (run + 1) * group)
         length = sum(size // alone.lanes + (member < size % alone.lanes) for member in members)
@@ -204,7 +227,7 @@ def check_ids_and_past(
     ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
     assert read(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
     begun = data.draw(st.integers(1, len(order.phases)))
-    past = PhasedOrder(phases=order.phases[:begun])
+    past = PhasedOrder(order.phases[:begun])
     end = total if begun == len(order.phases) else order.phases[begun].first_sample
     assert read(past.locate(np.arange(end))) == whole[:end]
 
@@ -250,7 +273,7 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
 @settings(deadline=None)
 def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, samples: int) -> None:
     for number, phase in enumerate(order.phases):
-        counts = phase.own_counts(samples)
+        counts = phase.counts(samples) - phase.counts(0)
         ids = phase.first_sample + np.arange(samples)
         located = phase.locate(ids).dataset
         drawn = np.zeros_like(counts)
@@ -279,7 +302,7 @@ def test_which_samples_read_given_tokens_is_told_over_all_phases(
     start = data.draw(st.integers(0, 300))
     stop = start + data.draw(st.integers(1, 40))
     tokens = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)), start, stop)
-    assert readings_of(samples_using_tokens(order, *tokens, end)) == scanned(order, *tokens, end)
+    assert readings_of(order.uses(*tokens, end)) == scanned(order, *tokens, end)
 
 
 def readings_of(readings: TokenUses) -> list[tuple[int, int, int]]:
@@ -327,7 +350,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
         )
         for number, (length, lanes) in enumerate(shapes, 1)
     ]
-    order = phased_order(first, later)
+    order = PhasedOrder(orders_of_phases(first, later))
     ends = [end or 1_601_000_000 for end in order.ends]
     rng = np.random.default_rng(0)
     joined = 0
@@ -338,7 +361,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
             located = order.locate(np.array([sample]))
             joined += len(located.start) > 1
             for dataset, file, start, stop in rows(located):
-                found = samples_using_tokens(order, dataset, file, start, stop, int(sample) + 1)
+                found = order.uses(dataset, file, start, stop, int(sample) + 1)
                 mine = found.sample == sample
                 assert (start, stop) in zip(found.start[mine], found.stop[mine], strict=True)
     assert joined >= 5
@@ -375,7 +398,7 @@ def test_golden_phases() -> None:
         LaterPhase(first_sample=100, numbers=[2, 1], datasets=[web, code], weights=[0.5, 0.5]),
         LaterPhase(first_sample=204, numbers=[0], datasets=[web], weights=[1.0]),
     ]
-    found = phased_order(first, later).locate(np.arange(0, 300, 20))
+    found = PhasedOrder(orders_of_phases(first, later)).locate(np.arange(0, 300, 20))
     assert found.dataset.tolist() == GOLDEN_DATASETS
     assert found.start.tolist() == GOLDEN_STARTS
 
@@ -407,7 +430,9 @@ def tokens_of_epoch(order: StreamOrder, column: int, epoch: int) -> Counter[tupl
     )
     alone.__dict__["first_epochs"] = np.array([epoch])
     number = int(order.dataset_numbers[column])
-    return tokens_of(alone.locate(np.arange(int(alone.sizes[0]))), order.extra_token, number)
+    return tokens_of(
+        alone.locate(np.arange(int(alone.layout.datasets["size"][0]))), order.extra_token, number
+    )
 
 
 @pytest.mark.guarantee("data-come-go", "phase-samples-may")
@@ -520,8 +545,6 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
     cut_anew: bool, data: st.DataObject
 ) -> None:
     order = data.draw(chains(cut_anew=cut_anew))
-    lanes = Lanes(order)
-    draws = [] if cut_anew else [lanes.draw(sample) for sample in range(length_of(order))]
     ends = [end or length_of(order) for end in order.ends]
     for phase, end in zip(order.phases, ends, strict=True):
         size = end - phase.first_sample
@@ -534,22 +557,9 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
             assert dealt.samples[column] == (number == dataset).sum()
             assert dealt.from_remainder[column] <= dealt.samples[column]
-            rest, _ = phase.left_before(column)
+            rest, _ = phase.carried_over(column)
             left = 0 if rest is None else rest.tokens
             assert dealt.carried_tokens[column] + dealt.dropped_tokens[column] == left
             assert dealt.unused_tokens[column] < phase.sequence_length
-        if cut_anew:
-            continue
-        # without a change of length every sample is of one epoch
-        assert not dealt.from_remainder.any()
-        for column, dataset in enumerate(phase.dataset_numbers.tolist()):
-            epochs = {
-                lanes.place(*draws[sample])[1]
-                for sample in [*range(first, second), *range(third, last)]
-                if draws[sample][0][0] == dataset
-            }
-            span = (int(dealt.first_epoch[column]), int(dealt.last_epoch[column]))
-            if second == third:
-                assert span == ((min(epochs), max(epochs) + 1) if epochs else (span[0], span[0]))
-            elif epochs:
-                assert span[0] <= min(epochs) <= max(epochs) < span[1]
+        if not cut_anew:
+            assert not dealt.from_remainder.any()

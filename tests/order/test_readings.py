@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streammega.kernels.stream import choose, keyed, row_of_draw
 from streammega.order.blend_tree import tree_fractions
 from streammega.order.epoch_layout import FilePart, StreamDataset
-from streammega.order.stream_inverse import num_epochs, uses_in_phase
+from streammega.order.stream_inverse import epochs_between, samples_using_tokens
 from streammega.order.stream_order import StreamOrder
 from tests.order.test_stream_order import orders
 
@@ -33,7 +33,7 @@ def scanned(
 def found(
     order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> list[tuple[int, int, int]]:
-    readings = uses_in_phase(order, dataset, file, start, stop, end)
+    readings = samples_using_tokens(order, dataset, file, start, stop, end)
     columns = (readings.sample, readings.start, readings.stop)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -85,11 +85,11 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
     rows = zip(samples, extents.dataset, extents.file, extents.start, extents.stop, strict=True)
     for sample, dataset, file, start, stop in rows:
         middle = (int(start) + int(stop)) // 2
-        readings = uses_in_phase(
+        readings = samples_using_tokens(
             order, int(dataset), int(file), middle, middle + 1, int(sample) + 1
         )
         assert readings.sample[-1] == sample
-        epochs = num_epochs(order, int(dataset), int(sample) + 1)
+        _, epochs = epochs_between(order, int(dataset), int(sample) + 1)
         # once an epoch, and in some none: what lies between its samples
         assert epochs - 2 <= len(readings) <= epochs
 
@@ -114,8 +114,8 @@ def test_ten_billion_samples_over_a_thousand_datasets_are_no_more_to_look_at() -
     end = 10**10
     start = 10**8
     stop = start + 20_000
-    readings = uses_in_phase(order, 417, 2, start, stop, end)
-    epochs = num_epochs(order, 417, end)
+    readings = samples_using_tokens(order, 417, 2, start, stop, end)
+    _, epochs = epochs_between(order, 417, end)
     assert epochs > 5
     # six samples an epoch touch as many tokens, and all but the last epochs are whole
     assert len(readings) >= 5 * (epochs - 2)

@@ -78,7 +78,7 @@ def rows(extents: Extents) -> list[tuple[int, int, int, int]]:
 @pytest.mark.guarantee("fetches-token-once")
 @given(order=orders())
 def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOrder) -> None:
-    size = int(order.sizes[0])
+    size = int(order.layout.datasets["size"][0])
     found = order.locate(np.arange(size))
     for part in order.datasets[0].parts:
         starts = np.sort(found.start[found.file == part.file])
@@ -101,9 +101,9 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
 
     In sample numbers: (file, start without the phase) of each.
     """
-    size = int(order.sizes[0])
+    size = int(order.layout.datasets["size"][0])
     lanes = order.lanes
-    runs = int(order.layout.num_runs[0])
+    runs = order.lanes // int(order.lanes_per_run[0])
     group = lanes // runs
     assert runs * group == lanes
     seen: list[tuple[int, int]] = []
@@ -195,7 +195,7 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     assert not (b.dataset[:600] == 2).any()
     assert abs((b.dataset[600:] == 2).mean() - 0.6) < 0.02
     for d in range(3):  # a dataset goes on where it was: no sample twice before its epoch ends
-        mine = [row for row in rows(b) if row[0] == d][: int(later.sizes[d]) // 2]
+        mine = [row for row in rows(b) if row[0] == d][: int(later.layout.datasets["size"][d]) // 2]
         assert len(set(mine)) == len(mine)
     np.testing.assert_array_equal(
         later.counts(3000).sum(axis=0), np.bincount(b.dataset, minlength=3)
@@ -244,8 +244,8 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
         lanes=16,
         block_bytes=1 << 14,
     )
-    size = int(order.sizes[0])
-    assert int(order.layout.num_runs[0]) == 16
+    size = int(order.layout.datasets["size"][0])
+    assert order.lanes // int(order.lanes_per_run[0]) == 16
     fetched = 0
     for lane in range(16):
         found = order.locate(np.arange(lane, size, 16))
@@ -270,10 +270,18 @@ def test_ranks_own_disjoint_lanes_and_samples() -> None:
     assert order.lanes == 1056
     for ranks in (48, 96):
         places = [
-            set(order.locate(np.arange(rank, int(order.sizes[0]), ranks)).start.tolist())
+            set(
+                order.locate(
+                    np.arange(rank, int(order.layout.datasets["size"][0]), ranks)
+                ).start.tolist()
+            )
             for rank in range(ranks)
         ]
-        assert sum(map(len, places)) == len(set().union(*places)) == int(order.sizes[0])
+        assert (
+            sum(map(len, places))
+            == len(set().union(*places))
+            == int(order.layout.datasets["size"][0])
+        )
 
 
 # --- over stored data -----------------------------------------------------------------------------------------------------
@@ -341,7 +349,7 @@ def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) 
     first_token = sum(every[: round(0.8 * len(every))])
     order = source.segments[0].order
     assert order is not None
-    ids = np.arange(int(order.sizes[0]))
+    ids = np.arange(int(order.layout.datasets["size"][0]))
     extents = source.locate(ids)
     before = np.cumsum([0, *map(len, raw)])
     assert (before[extents.file] + extents.start >= first_token).all(), (
@@ -435,7 +443,7 @@ def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
         lanes=1,
         block_bytes=20,
     )
-    size = int(order.sizes[0])
+    size = int(order.layout.datasets["size"][0])
     assert size == 5
     found = order.locate(np.arange(40 * size))
     phases = {int(found.start[epoch * size : (epoch + 1) * size].min()) for epoch in range(40)}

@@ -723,7 +723,7 @@ def test_shards_in_which_ids_are_not_looked_for_are_told_of(
     for names, told in ((["b#1", "a:3"], False), (["id-1", "b#1"], True), ({"a": ["id-1"]}, False)):
         caplog.clear()
         skipped_of(replace(config, skip_documents=names))
-        assert (f"no document of {tmp_path}/b is skipped" in caplog.text) == told
+        assert (f"no document of {tmp_path}/b, since 1 shards" in caplog.text) == told
 
 
 TOML = """

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from streammega.order.epoch_layout import FilePart, StreamDataset
-from streammega.order.stream_order import LaterPhase, PhasedOrder, StreamOrder, phased_order
+from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases
 
 SHARD = 200_000_000
 """Tokens of a file."""
@@ -35,8 +35,8 @@ def dataset_of(tokens: int) -> StreamDataset:
     return StreamDataset(parts=parts, itemsize=2)
 
 
-def chain(lengths: Sequence[int]) -> PhasedOrder:
-    """Samples of 4096 first, then of each of some lengths."""
+def last_of_chain(lengths: Sequence[int]) -> StreamOrder:
+    """The order of the last phase: samples of 4096 first, then of each of some lengths."""
     datasets = [dataset_of(tokens) for tokens in TOKENS]
     first = StreamOrder(
         datasets=datasets,
@@ -56,11 +56,11 @@ def chain(lengths: Sequence[int]) -> PhasedOrder:
         )
         for number, length in enumerate(lengths, 1)
     ]
-    return phased_order(first, later)
+    return orders_of_phases(first, later)[-1]
 
 
 def report(lengths: Sequence[int]) -> str:
-    order = chain(lengths)
+    order = last_of_chain(lengths)
     ids = SAMPLES * len(lengths) + np.arange(LOCATED)
     began = time.process_time()
     runs = np.diff(order.locate(ids).row_splits)
@@ -68,7 +68,7 @@ def report(lengths: Sequence[int]) -> str:
     began = time.process_time()
     order.locate(ids + LOCATED)
     each = (time.process_time() - began) / LOCATED
-    remainders = [each for each in order.phases[-1].remainders if each is not None]
+    remainders = [each for each in order.remainders if each is not None]
     waiting = max(each.tokens - each.samples * each.length for each in remainders)
     return (
         f"{len(lengths):2} changes, the last to {lengths[-1]:6}: {opened:.2f} s to open, "
