@@ -29,7 +29,7 @@ from streammega.samples.derived_fields import (
     sequence_fields,
     torch_dtype,
 )
-from streammega.samples.excluded import SkippedColumns
+from streammega.samples.excluded import ExclusionMask
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
@@ -275,7 +275,7 @@ class Gatherer:
         assert self._config.eod_id is not None
         return self._config.eod_id
 
-    def _skipped_columns(self, slab: PlannedSlab) -> SkippedColumns | None:
+    def _skipped_columns(self, slab: PlannedSlab) -> ExclusionMask | None:
         """Where the samples of a slab hold tokens that are not seen; None: nowhere."""
         if self._skipped is None:
             return None

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,24 +28,24 @@ from streammega.storage.object_ops import read_whole
 
 Integers = NDArray[np.int64]
 ROOM = 64
-"""Stretches for which there is room before they are counted: a slab rarely has any."""
+"""Ranges for which there is room before they are counted: a slab rarely has any."""
 NEVER = 1 << 62
-"""The first sample in which a stretch is skipped, of one that is in none."""
+"""The first sample in which a range is excluded, of one that is in none."""
 DIGITS = 12
 """Of a digest of a list, in hex."""
 
 
-class SkippedColumns:
-    """Columns [low, high) of rows of a batch that hold tokens of skipped documents.
+class ExclusionMask:
+    """Columns [low, high) of rows of a batch that hold tokens of excluded documents.
 
-    found int64 [3, stretches]: row, low, high.
+    found int64 [3, ranges]: row, low, high.
     """
 
     def __init__(self, found: Integers) -> None:
         self.found = found
 
-    def joined(self) -> Integers:
-        """The same without those that touch: stretches begin in different samples, which no longer
+    def merged(self) -> Integers:
+        """The same without those that touch: ranges begin in different samples, which no longer
         matters.
         """
         row, low, high = self.found
@@ -74,29 +74,44 @@ class SkippedColumns:
         fill_columns(self.found, 0, 1, False, learned)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ListIdentity:
-    """A list as identities have it. of_dataset: {dataset: (documents, digest of where they lie)}."""
+class ExcludedRanges(NamedTuple):
+    """Tokens [start, stop) of files laid FILE_STRIDE apart, which a list excludes from some sample on.
 
-    first_sample: int
-    of_dataset: dict[int, tuple[int, str]]
-
-
-class SkippedTokens:
-    """Tokens of files that are not seen in samples from some on.
-
-    starts, stops, since int64 [stretches]: see `find_skipped`.
+    documents: {dataset: (how many documents, a digest of where they lie)}.
     """
 
-    def __init__(
-        self, starts: Integers, stops: Integers, since: Integers, lists: Sequence[_ListIdentity]
-    ) -> None:
-        self.starts = starts
-        self.stops = stops
-        self.since = since
-        self._lists = lists
+    first_sample: int
+    starts: Integers
+    stops: Integers
+    documents: dict[int, tuple[int, str]]
 
-    def columns(self, runs: Runs, sample_ids: Integers) -> SkippedColumns | None:
+
+class ExcludedTokens:
+    """Tokens of files that are not seen in samples from some on.
+
+    starts, stops, since int64 [ranges]: see `find_skipped`. Ranges rise, and do not touch unless
+    they begin in different samples.
+    """
+
+    def __init__(self, lists: Sequence[ExcludedRanges]) -> None:
+        self._lists = lists
+        ends = [column for ranges in lists for column in (ranges.starts, ranges.stops)]
+        bounds = np.unique(np.concatenate([np.empty(0, np.int64), *ends]))
+        since = np.full(max(len(bounds) - 1, 0), NEVER)
+        # the latest first, so that earlier ones are written over it
+        for ranges in sorted(lists, key=lambda ranges: -ranges.first_sample):
+            opened = np.bincount(np.searchsorted(bounds, ranges.starts), minlength=len(bounds))
+            opened -= np.bincount(np.searchsorted(bounds, ranges.stops), minlength=len(bounds))
+            since[np.cumsum(opened)[:-1] > 0] = ranges.first_sample
+        # what begins in one sample, and touches, is one range
+        changes = np.flatnonzero(np.diff(since, prepend=NEVER, append=NEVER))
+        low, high = changes[:-1], changes[1:]
+        is_excluded = since[low] != NEVER
+        self.starts: Integers = bounds[low[is_excluded]]
+        self.stops: Integers = bounds[high[is_excluded]]
+        self.since: Integers = since[low[is_excluded]]
+
+    def columns(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
         """Where the tokens of runs are skipped; None: nowhere. sample_ids: of each row of the batch,
         the number of its sample.
         """
@@ -108,10 +123,10 @@ class SkippedTokens:
                 runs.file, runs.start, runs.size, runs.column, runs.sample, sample, found,
             )  # fmt: skip
             if count <= found.shape[1]:
-                return SkippedColumns(np.ascontiguousarray(found[:, :count])) if count else None
+                return ExclusionMask(np.ascontiguousarray(found[:, :count])) if count else None
             found = np.empty((3, count), np.int64)
 
-    def since_of(self, file: int, start: int) -> int | None:
+    def excluded_from(self, file: int, start: int) -> int | None:
         """The sample from which on a token of a file is skipped; None: it is in none."""
         token = file * FILE_STRIDE + start
         number = int(np.searchsorted(self.stops, token, side="right"))
@@ -119,7 +134,7 @@ class SkippedTokens:
             return None
         return int(self.since[number])
 
-    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
+    def ranges(self) -> Iterator[tuple[int, int, int, int]]:
         """(file, first token, token behind the last, first sample that does not see them) of each,
         in their order.
         """
@@ -129,43 +144,34 @@ class SkippedTokens:
             shift = file * FILE_STRIDE
             yield file, start - shift, stop - shift, since
 
-    def identity(self, consumed: int | None, datasets: Collection[int] | None) -> list[list[Any]]:
-        """[first sample, documents and a digest of where they lie] of each list that began before
-        `consumed` (None: all), of these datasets alone (None: all).
+    def identity(self, consumed: int | None, datasets: Collection[int] | None) -> dict[str, Any]:
+        """What an identity has of lists that began before `consumed` (None: of all), of these
+        datasets (None: of all): of each list its first sample, and its documents by their number
+        and a digest of where they lie. Nothing where there are none.
         """
         entries: list[list[Any]] = []
-        for skipped in self._lists:
-            first = skipped.first_sample
-            if first and consumed is not None and first >= consumed:
+        for ranges in self._lists:
+            if consumed is not None and ranges.first_sample >= max(consumed, 1):
                 continue
-            chosen = {
-                dataset: said
-                for dataset, said in skipped.of_dataset.items()
+            chosen = [
+                (dataset, *documents)
+                for dataset, documents in sorted(ranges.documents.items())
                 if datasets is None or dataset in datasets
-            }
+            ]
             if chosen:
-                documents = sum(count for count, _ in chosen.values())
-                text = json.dumps([[dataset, said[1]] for dataset, said in sorted(chosen.items())])
+                count = sum(documents for _, documents, _ in chosen)
+                text = json.dumps([[dataset, digest] for dataset, _, digest in chosen])
                 digest = hashlib.blake2b(text.encode(), digest_size=DIGITS // 2).hexdigest()
-                entries.append([first, f"{documents} documents, {digest}"])
-        return entries
+                entries.append([ranges.first_sample, f"{count} documents, {digest}"])
+        return {"skip_documents": entries} if entries else {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SkippedStretches:
-    """Tokens [start, stop) of files laid FILE_STRIDE apart, which a list skips."""
-
-    first_sample: int
-    starts: Integers
-    stops: Integers
-
-
-def skipped_tokens(
+def excluded_tokens(
     config: DataConfig,
     split: str,
     prefixes: Sequence[str],
     files: Sequence[Sequence[TokenFile]],
-) -> SkippedTokens | None:
+) -> ExcludedTokens | None:
     """What a split does not see of its datasets; None: it sees all of it.
 
     prefixes, files: of each dataset. A dataset of one file for several shards has them end to end.
@@ -176,20 +182,18 @@ def skipped_tokens(
     if not skips:
         return None
     assert config.eod_id is not None
-    check_room(files)
+    check_limits(files)
     names = DocumentNames(prefixes, config)
     documents_of_first: dict[int, set[DocumentName]] = {}
     for skipped in skips:
         documents = documents_of_first.setdefault(skipped.first_sample, set())
         documents.update(_documents_of_list(skipped, names, config.storage))
-    lists = []
-    stretches = []
-    for first in sorted(documents_of_first):
-        identity, found = _lay_out(first, documents_of_first[first], names.all_shards, files)
-        lists.append(identity)
-        stretches.append(found)
-    check_ids([found.starts for found in stretches], files, config.eod_id)
-    return SkippedTokens(*disjoint_stretches(stretches), lists)
+    lists = [
+        _ranges_of(first, documents, names.all_shards, files)
+        for first, documents in sorted(documents_of_first.items())
+    ]
+    check_ids([ranges.starts for ranges in lists], files, config.eod_id)
+    return ExcludedTokens(lists)
 
 
 def with_names_read(config: DataConfig, split: str) -> DataConfig:
@@ -241,13 +245,13 @@ def _documents_of_list(
     return chain.from_iterable(found.values())
 
 
-def _lay_out(
+def _ranges_of(
     first_sample: int,
     documents: Collection[DocumentName],
     shards: Sequence[Sequence[ShardDocuments]],
     files: Sequence[Sequence[TokenFile]],
-) -> tuple[_ListIdentity, SkippedStretches]:
-    """Where the documents of a list lie, and what an identity says of them."""
+) -> ExcludedRanges:
+    """Where the documents of a list lie."""
     files_of_dataset = [len(of_dataset) for of_dataset in files]
     first_files = np.cumsum([0, *files_of_dataset]).tolist()
     starts = [np.empty(0, np.int64)]
@@ -269,63 +273,28 @@ def _lay_out(
         shift = first_files[dataset] * FILE_STRIDE + in_dataset
         starts.append(begin + shift)
         stops.append(end + shift)
-    of_dataset = {dataset: (counts[dataset], hashers[dataset].hexdigest()) for dataset in counts}
-    found = SkippedStretches(
-        first_sample=first_sample, starts=np.concatenate(starts), stops=np.concatenate(stops)
-    )
-    return _ListIdentity(first_sample=first_sample, of_dataset=of_dataset), found
+    found = {dataset: (count, hashers[dataset].hexdigest()) for dataset, count in counts.items()}
+    return ExcludedRanges(first_sample, np.concatenate(starts), np.concatenate(stops), found)
 
 
-def disjoint_stretches(lists: Sequence[SkippedStretches]) -> tuple[Integers, Integers, Integers]:
-    """(starts, stops, since) of the tokens of all lists, each from the first list on that has it;
-    stretches rise, and do not touch unless they begin in different samples.
-    """
-    ends = [column for skipped in lists for column in (skipped.starts, skipped.stops)]
-    bounds = np.unique(np.concatenate(ends))
-    since = np.full(max(len(bounds) - 1, 0), NEVER)
-    # the latest first, so that earlier ones are written over it
-    for skipped in sorted(lists, key=lambda skipped: -skipped.first_sample):
-        opened = np.bincount(np.searchsorted(bounds, skipped.starts), minlength=len(bounds))
-        opened -= np.bincount(np.searchsorted(bounds, skipped.stops), minlength=len(bounds))
-        since[np.cumsum(opened)[:-1] > 0] = skipped.first_sample
-    # what begins in one sample, and touches, is one stretch
-    changes = np.flatnonzero(np.diff(since, prepend=NEVER, append=NEVER))
-    low = changes[:-1]
-    high = changes[1:]
-    is_skipped = since[low] != NEVER
-    return bounds[low[is_skipped]], bounds[high[is_skipped]], since[low[is_skipped]]
-
-
-def skips_identity(
-    skipped: SkippedTokens | None,
-    consumed: int | None,
-    datasets: Collection[int] | None = None,
-) -> dict[str, Any]:
-    """What an identity has of lists that began before `consumed` (None: of all), of these datasets
-    (None: of all); nothing where there are none.
-    """
-    entries = [] if skipped is None else skipped.identity(consumed, datasets)
-    return {"skip_documents": entries} if entries else {}
-
-
-MOST_FILES = (1 << 63) // FILE_STRIDE
+MAX_FILES = (1 << 63) // FILE_STRIDE
 """Files whose tokens, laid FILE_STRIDE apart, have numbers that are int64."""
 
 
-def check_room(files: Sequence[Sequence[TokenFile]]) -> None:
+def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
     """Raise ConfigError for more files, or longer ones, than there are numbers of tokens for.
 
     files: of each dataset.
     """
     count = sum(map(len, files))
-    if count > MOST_FILES:
+    if count > MAX_FILES:
         raise ConfigError(
             f"skip_documents: the blend has {count:,} files, and documents are skipped in at most "
-            f"{MOST_FILES:,}; merge shards into larger ones (streammega convert PREFIX OUT --shard-size 4G), "
+            f"{MAX_FILES:,}; merge shards into larger ones (streammega convert PREFIX OUT --shard-size 4G), "
             "or leave skip_documents out"
         )
     for file in chain.from_iterable(files):
-        # a stretch up to the last number would touch the next file's first one
+        # a range up to the last number would touch the next file's first one
         if file.num_tokens >= FILE_STRIDE:
             raise ConfigError(
                 f"skip_documents: {file.url}: has {file.num_tokens:,} tokens, and documents are skipped "

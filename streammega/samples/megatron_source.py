@@ -25,7 +25,7 @@ from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_split
 from streammega.samples.document_names import DocumentName
-from streammega.samples.excluded import SkippedTokens, skipped_tokens
+from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.packed import check_one_kind
 from streammega.samples.segments import dataset_names, datasets_of_segments
@@ -47,7 +47,7 @@ class MegatronSegment(SegmentSource):
         first_sample: int,
         numbers: Sequence[int],
         files: Sequence[Sequence[TokenFile]],
-        skipped: SkippedTokens | None,
+        skipped: ExcludedTokens | None,
     ) -> None:
         self.samples = samples
         self.skipped = skipped
@@ -111,7 +111,7 @@ def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> 
         check_tokenizers([(indexed.prefix, indexed.tokenizers) for indexed in opened], config)
     files = [dataset.files[0] for dataset in datasets]
     prefixes = [prefix for prefix, _ in dataset_names(segments)]
-    skipped = skipped_tokens(config, split, prefixes, files)
+    skipped = excluded_tokens(config, split, prefixes, files)
     return SampleSource(
         config,
         [

@@ -111,12 +111,12 @@ def _datasets_of(provenance: Provenance) -> list[tuple[str, str]]:
 
 
 def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
-    """The columns of samples that are not seen, int64 [3, stretches]: see `SkippedColumns`."""
+    """The columns of samples that are not seen, int64 [3, stretches]: see `ExclusionMask`."""
     nothing = np.empty((3, 0), np.int64)
     if source.skipped is None:
         return nothing
     found = source.skipped.columns(runs_of(source.files, extents), ids)
-    return nothing if found is None else found.joined()
+    return nothing if found is None else found.merged()
 
 
 def _in_one_alone(one: Integers, other: Integers) -> Integers:

@@ -213,8 +213,10 @@ class Provenance:
         file = self._first_files[name.dataset]
         token = runs[0].file_start
         if self.source.has_file_per_shard:
-            return skipped.since_of(file + name.shard, token)
-        return skipped.since_of(file, token + int(self._token_bounds(name.dataset)[name.shard]))
+            return skipped.excluded_from(file + name.shard, token)
+        return skipped.excluded_from(
+            file, token + int(self._token_bounds(name.dataset)[name.shard])
+        )
 
     def skipped_documents(self) -> dict[DocumentName, int]:
         """The documents that are skipped, and from which sample on each is."""
@@ -222,7 +224,7 @@ class Provenance:
         skipped = self.source.skipped
         if skipped is None:
             return found
-        for file, start, stop, since in skipped.stretches():
+        for file, start, stop, since in skipped.ranges():
             dataset = bisect_right(self._first_files, file) - 1
             in_dataset = file - self._first_files[dataset]
             for name in self._documents_at(dataset, in_dataset, start, stop):

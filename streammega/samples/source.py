@@ -25,10 +25,9 @@ from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import new_memory, sequence_fields
 from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import (
-    SkippedColumns,
-    SkippedTokens,
-    skipped_tokens,
-    skips_identity,
+    ExcludedTokens,
+    ExclusionMask,
+    excluded_tokens,
 )
 from streammega.samples.fetch import Ids, fetch_ids, rows_of
 from streammega.samples.fields import Batch, fields_of_ids
@@ -135,11 +134,11 @@ class SegmentSource(ABC):
         return np.arange(len(self.files))
 
     @cached_property
-    def skipped(self) -> SkippedTokens | None:
+    def skipped(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
         of these datasets has.
         """
-        return skipped_tokens(self.config, self.split, self.prefixes, self.files)
+        return excluded_tokens(self.config, self.split, self.prefixes, self.files)
 
     def read(self, sample_ids: Integers) -> tuple[Ids, Integers]:
         """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each
@@ -175,13 +174,13 @@ class SegmentSource(ABC):
             skipped.clear_loss(batch["loss_mask"].numpy())
         return batch
 
-    def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> SkippedColumns | None:
+    def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
         """Where samples hold tokens that are not seen; None: nowhere."""
         if self.skipped is None:
             return None
         return self.skipped.columns(runs_of(self.files, extents), sample_ids)
 
-    def _read(self, extents: Extents, skipped: SkippedColumns | None) -> tuple[Ids, Integers]:
+    def _read(self, extents: Extents, skipped: ExclusionMask | None) -> tuple[Ids, Integers]:
         config = self.config
         width = config.sequence_length + int(config.add_extra_token)
         file_of_row = file_of_rows(self.files, extents)
@@ -231,7 +230,7 @@ class SampleSource:
         return self.segments[0].files
 
     @property
-    def skipped(self) -> SkippedTokens | None:
+    def skipped(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are."""
         return self.segments[0].skipped
 
@@ -306,7 +305,9 @@ class SampleSource:
         # what is skipped of datasets that no sample is drawn from has changed nothing yet
         drawn = {*first.dataset_numbers.tolist()}
         drawn.update(*(segment.dataset_numbers.tolist() for segment in begun.values()))
-        identity = first.identity(consumed) | skips_identity(self.skipped, consumed, drawn)
+        identity = first.identity(consumed)
+        if self.skipped is not None:
+            identity |= self.skipped.identity(consumed, drawn)
         # without later ones it is the identity of a run that has none
         phases = {str(number): segment.later_identity() for number, segment in begun.items()}
         return identity | {PHASES: phases} if phases else identity

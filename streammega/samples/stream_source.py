@@ -28,7 +28,7 @@ from streammega.order.stream_order import (
     usage_of,
 )
 from streammega.samples.document_names import DocumentName
-from streammega.samples.excluded import SkippedTokens, skipped_tokens
+from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
 from streammega.samples.segments import (
     SegmentDatasets,
@@ -63,7 +63,7 @@ class StreamSegment(SegmentSource):
         split: str,
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
-        skipped: SkippedTokens | None = None,
+        skipped: ExcludedTokens | None = None,
         dataset_ids: Integers | None = None,
     ) -> None:
         self.config = config
@@ -201,7 +201,7 @@ class OpenStream:
     split: str
     segments: Sequence[SegmentDatasets]
     datasets: Sequence[OpenDataset]
-    skipped: SkippedTokens | None
+    skipped: ExcludedTokens | None
     dataset_ids: Integers | None = None
 
     def in_lanes(self, lanes: int) -> list[StreamSegment]:
@@ -300,7 +300,7 @@ def open_stream(
         split=split,
         segments=segments,
         datasets=opened,
-        skipped=skipped_tokens(config, split, prefixes, files),
+        skipped=excluded_tokens(config, split, prefixes, files),
         dataset_ids=dataset_ids,
     )
 

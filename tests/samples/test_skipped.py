@@ -38,11 +38,10 @@ from streammega.kernels.batch import FILE_STRIDE
 from streammega.parallel.derive import rank_fields
 from streammega.samples import excluded
 from streammega.samples.excluded import (
-    MOST_FILES,
-    SkippedStretches,
-    SkippedTokens,
-    check_room,
-    disjoint_stretches,
+    MAX_FILES,
+    ExcludedRanges,
+    ExcludedTokens,
+    check_limits,
 )
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
@@ -220,7 +219,7 @@ def read(
 
 
 @st.composite
-def lists_of_stretches(draw: st.DrawFn) -> list[SkippedStretches]:
+def lists_of_stretches(draw: st.DrawFn) -> list[ExcludedRanges]:
     """Stretches of two files of 60 tokens, in lists that overlap."""
     lists = []
     for first in draw(st.lists(st.integers(0, 9), unique=True, max_size=4)):
@@ -230,11 +229,11 @@ def lists_of_stretches(draw: st.DrawFn) -> list[SkippedStretches]:
         stops = [file * FILE_STRIDE + max(a, b) for file, a, b in chosen]
         starts_array = np.array(starts, np.int64)
         stops_array = np.array(stops, np.int64)
-        lists.append(SkippedStretches(first_sample=first, starts=starts_array, stops=stops_array))
+        lists.append(ExcludedRanges(first, starts_array, stops_array, {}))
     return lists
 
 
-def scan(lists: list[SkippedStretches], token: int) -> int:
+def scan(lists: list[ExcludedRanges], token: int) -> int:
     """The first list that has a token; 100: none."""
     having = [
         skipped.first_sample
@@ -247,14 +246,14 @@ def scan(lists: list[SkippedStretches], token: int) -> int:
 @pytest.mark.guarantee("skipped-documents-columns")
 @given(lists=lists_of_stretches(), data=st.data())
 def test_columns_that_are_skipped_are_those_of_a_scan(
-    lists: list[SkippedStretches], data: st.DataObject
+    lists: list[ExcludedRanges], data: st.DataObject
 ) -> None:
-    starts, stops, since = disjoint_stretches(lists) if lists else (np.empty(0, np.int64),) * 3
+    table = ExcludedTokens(lists)
+    starts, stops, since = table.starts, table.stops, table.since
     assert (starts < stops).all()
     assert (stops[:-1] <= starts[1:]).all()
     touching = stops[:-1] == starts[1:]
     assert (since[:-1] != since[1:])[touching].all(), "as few as there can be"
-    table = SkippedTokens(starts, stops, since, [])
     rows = data.draw(st.integers(1, 3))
     sample_ids = np.array(data.draw(st.lists(st.integers(0, 12), min_size=rows, max_size=rows)))
     file, start, size, sample, column = [], [], [], [], []
@@ -270,7 +269,7 @@ def test_columns_that_are_skipped_are_those_of_a_scan(
             for at in range(size[-1]):
                 token = file[-1] * FILE_STRIDE + start[-1] + at
                 wanted[row, filled + at] = scan(lists, token) <= sample_ids[row]
-                first = table.since_of(file[-1], start[-1] + at)
+                first = table.excluded_from(file[-1], start[-1] + at)
                 assert (100 if first is None else first) == scan(lists, token)
             filled += size[-1]
     columns = [np.array(values, np.int64) for values in (file, start, size, sample, column)]
@@ -293,12 +292,12 @@ def tokens_of_files(count: int, num_tokens: int) -> list[TokenFile]:
 @pytest.mark.guarantee("more-files-longer")
 def test_files_that_numbers_of_tokens_cannot_tell_apart_are_refused() -> None:
     """Tokens of all files have one number each, below 2**63."""
-    check_room([tokens_of_files(MOST_FILES - 1, 1), tokens_of_files(1, FILE_STRIDE - 1)])
-    assert np.iinfo(np.int64).max == MOST_FILES * FILE_STRIDE - 1
+    check_limits([tokens_of_files(MAX_FILES - 1, 1), tokens_of_files(1, FILE_STRIDE - 1)])
+    assert np.iinfo(np.int64).max == MAX_FILES * FILE_STRIDE - 1
     with pytest.raises(ConfigError, match=r"has 524,289 files.*at most 524,288; merge .*convert"):
-        check_room([tokens_of_files(MOST_FILES, 1), tokens_of_files(1, 1)])
+        check_limits([tokens_of_files(MAX_FILES, 1), tokens_of_files(1, 1)])
     with pytest.raises(ConfigError, match=r"web.bin: has 17,592,186,044,416 tokens.*convert"):
-        check_room([tokens_of_files(1, 1), tokens_of_files(1, FILE_STRIDE)])
+        check_limits([tokens_of_files(1, 1), tokens_of_files(1, FILE_STRIDE)])
 
 
 @pytest.mark.guarantee("more-files-longer")
@@ -306,7 +305,7 @@ def test_skipping_documents_asks_whether_there_is_room(
     corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _ = corpus
-    monkeypatch.setattr(excluded, "MOST_FILES", 2)
+    monkeypatch.setattr(excluded, "MAX_FILES", 2)
     config = config_of(root, skip_documents=[f"{root}/code#0"])
     with pytest.raises(ConfigError, match="has 3 files"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
@@ -315,10 +314,10 @@ def test_skipping_documents_asks_whether_there_is_room(
 
 
 def test_a_run_without_tokens_has_none_that_are_skipped() -> None:
-    start, stop, since = (np.array([value]) for value in (0, 10, 0))
     within = {"file": 0, "start": 5, "size": 0, "sample": 0, "column": 3}
     run = Runs(**{name: np.array([value]) for name, value in within.items()})
-    assert SkippedTokens(start, stop, since, []).columns(run, np.array([1])) is None
+    excluded_tokens = ExcludedTokens([ExcludedRanges(0, np.array([0]), np.array([10]), {})])
+    assert excluded_tokens.columns(run, np.array([1])) is None
 
 
 # --- what readers hand out ------------------------------------------------------------------------
@@ -597,7 +596,7 @@ def skipped_of(config: DataConfig) -> set[tuple[str, int]]:
             file = number + sum(len(provenance.shards(before)) for before in range(dataset))
             for document in range(shard.num_documents):
                 (run,) = shard.tokens_of(document)
-                if skipped.since_of(file, run.file_start) is not None:
+                if skipped.excluded_from(file, run.file_start) is not None:
                     found.add((Path(shard.name).name, document))
     return found
 
@@ -693,7 +692,7 @@ def test_a_document_is_skipped_in_every_dataset_that_holds_its_shard(
     source = Provenance(config, global_batch_size=GLOBAL).source
     assert source.skipped is not None
     per_file: dict[int, list[tuple[int, int]]] = {}
-    for file, start, stop, _ in source.skipped.stretches():
+    for file, start, stop, _ in source.skipped.ranges():
         per_file.setdefault(file, []).append((start, stop))
     assert sorted(per_file) == [0, 1, 2, 3]
     assert all(stretches == per_file[0] for stretches in per_file.values())
