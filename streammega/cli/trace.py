@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from streammega.samples.provenance import Provenance, TracedRun
     from streammega.train.config import RunConfig
 
-MOST_FOUND = 100
+MAX_FOUND = 100
 """Documents with a text that are told of: a text that is in more of them says little of any."""
-LEAST_INNER = 3
+MIN_INNER = 3
 """Ids that are left of a text without its first and last for these to be left out: at its ends a
 text that goes on is cut into other tokens.
 """
@@ -224,8 +224,8 @@ def _documents_with(run: TracedRunFile, text: str, model: Tokenizer) -> list[Doc
         # The ids are the inner ones of the text: whether it is all there, its letters tell.
         if text in model.decode(ids.tolist()):
             found[name] = None
-        if len(found) == MOST_FOUND:
-            typer.echo(f"{MOST_FOUND} documents have this text; no more are looked for", err=True)
+        if len(found) == MAX_FOUND:
+            typer.echo(f"{MAX_FOUND} documents have this text; no more are looked for", err=True)
             break
     if not found:
         raise ConfigError(
@@ -241,7 +241,7 @@ def _patterns(text: str, model: Tokenizer) -> list[list[int]]:
     for written in (text, f" {text}"):
         (encoded,) = model.encode([written])
         ids: list[int] = [int(token) for token in encoded]
-        if len(ids) >= LEAST_INNER + 2:
+        if len(ids) >= MIN_INNER + 2:
             ids = ids[1:-1]
         if ids and ids not in patterns:
             patterns.append(ids)

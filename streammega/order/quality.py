@@ -20,7 +20,7 @@ with nearly every sample.
 """
 BATCH = 256
 """Consecutive samples in which distinct regions are counted."""
-MOST_BATCHES = 400
+MAX_BATCHES = 400
 """So many of them are counted at most, from the first on: each is sorted by itself."""
 DOMAINS = 16
 """Stretches of the data that are taken to be of one domain each."""
@@ -94,7 +94,7 @@ def _distinct_places(places: Places, total: int) -> float:
     batches = _windows(_parts(places, total, REGIONS), BATCH)
     if not len(batches):
         return float("nan")
-    distinct = [len(np.unique(batch)) for batch in batches[:MOST_BATCHES]]
+    distinct = [len(np.unique(batch)) for batch in batches[:MAX_BATCHES]]
     return float(np.mean(distinct))
 
 

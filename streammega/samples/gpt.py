@@ -39,7 +39,7 @@ from streammega.samples.document_names import DocumentName
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import modes_of_dataset
-from streammega.samples.packed import a_row_for_each, check_bins, without_padding
+from streammega.samples.packed import check_bins, one_row_per_document, trim_padding
 from streammega.samples.source import SegmentSource, SegmentUsage, Span
 from streammega.samples.token_file import TokenFile
 
@@ -243,8 +243,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             return extents
         ((file,),) = self.files
         numbers = np.zeros(len(extents.start), np.int64)
-        filled = without_padding(extents, [file], numbers)
-        return a_row_for_each(filled, file) if masks_sequences else filled
+        filled = trim_padding(extents, [file], numbers)
+        return one_row_per_document(filled, file) if masks_sequences else filled
 
     def usage(self, spans: Sequence[Span]) -> SegmentUsage:
         """All samples are of this dataset."""

@@ -54,9 +54,7 @@ def are_packed(files: Sequence[TokenFile]) -> bool:
     return any(file.documents is not None and file.documents.bin_tokens for file in files)
 
 
-def without_padding(
-    extents: Extents, files: Sequence[TokenFile], number_of_file: Integers
-) -> Extents:
+def trim_padding(extents: Extents, files: Sequence[TokenFile], number_of_file: Integers) -> Extents:
     """Samples that are bins of files, a row each, as far as there are documents in them.
 
     number_of_file: of each row. Raises FormatError, StorageError for an `.idx`.
@@ -75,7 +73,7 @@ def without_padding(
     return replace(extents, stop=stop)
 
 
-def a_row_for_each(extents: Extents, file: TokenFile) -> Extents:
+def one_row_per_document(extents: Extents, file: TokenFile) -> Extents:
     """Samples that are bins of a file, a row each and without padding, with a row for each document
     instead.
     """

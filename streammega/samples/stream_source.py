@@ -29,7 +29,7 @@ from streammega.order.stream_order import (
 )
 from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
-from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
+from streammega.samples.packed import are_packed, check_bins, check_one_kind, trim_padding
 from streammega.samples.segments import (
     SegmentDatasets,
     blend_of,
@@ -91,7 +91,7 @@ class StreamSegment(SegmentSource):
         extents = self.order.locate(sample_ids)
         if not self._is_packed:
             return extents
-        return without_padding(extents, self._all_files, file_of_rows(self.files, extents))
+        return trim_padding(extents, self._all_files, file_of_rows(self.files, extents))
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest of each dataset with its share.
