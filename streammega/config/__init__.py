@@ -1,12 +1,13 @@
 """Settings, checked once. Frozen and keyword-only; units in the name or beside it."""
 
 from streammega.config.blends import MOST_DATASETS, Blend, parse_blend
-from streammega.config.data import MOST_SAMPLES, DataConfig, FieldsConfig, Order
+from streammega.config.data import FIELD_NAMES, MOST_SAMPLES, DataConfig, FieldsConfig, Order
 from streammega.config.phases import FollowConfig, PhaseConfig, Segment, SkippedList, SkippedNames
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
 
 __all__ = [
+    "FIELD_NAMES",
     "MOST_DATASETS",
     "MOST_SAMPLES",
     "Blend",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +31,29 @@ MOST_SAMPLES = 1 << 50
 """Of a split: far more than any run has, and few enough for all that is counted of them to be
 int64.
 """
+
+FIELD_NAMES = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "cu_seqlens",
+    "max_seqlen",
+    "attention_mask",
+    "dataset_id",
+)
+"""All fields that batches can have, in their order."""
+MADE_BY = {
+    "cu_seqlens": "reset_attention_mask or inter_document_masking",
+    "max_seqlen": "inter_document_masking",
+    "attention_mask": "create_attention_mask",
+    "dataset_id": "dataset_ids",
+}
+"""The settings that make a field. The other fields are there in any case."""
+NO_MASK = (
+    "by {} some labels have no loss, and fields leaves out loss_mask, which says which; add 'loss_mask' "
+    "to fields"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +82,11 @@ class FieldsConfig:
     """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
     vocab_size: int | None = None
     """When given, a token id at or past it is an error."""
+    fields: Sequence[str] | None = None
+    """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
+    None: "tokens", "labels", "loss_mask", "position_ids", and those that other settings add. A field
+    that the training needs cannot be left out: "loss_mask" where some labels have no loss.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,6 +104,63 @@ class FieldsConfig:
                 "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, "
                 "the id that ends documents"
             )
+        if self.fields is not None:
+            self._check_fields(self.fields)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The fields that batches have, in their order."""
+        wanted = self._made_fields() if self.fields is None else self.fields
+        return tuple(name for name in FIELD_NAMES if name in wanted)
+
+    def _made_fields(self) -> list[str]:
+        """The fields that these settings make."""
+        made = ["tokens", "labels", "loss_mask", "position_ids"]
+        if self.reset_attention_mask:
+            made.append("cu_seqlens")
+        if self.create_attention_mask:
+            made.append("attention_mask")
+        return made
+
+    def _check_fields(self, names: Sequence[str]) -> None:
+        """Raise ConfigError for fields that are not made, or not enough to train as these settings
+        say.
+        """
+        for name in names:
+            if name not in FIELD_NAMES:
+                nearest = get_close_matches(str(name), FIELD_NAMES, 1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {list(FIELD_NAMES)}"
+                raise ConfigError(f"fields names {name!r}, which batches never have; {hint}")
+            if name not in self._made_fields():
+                raise ConfigError(
+                    f"fields names {name!r}, which no setting makes; set {MADE_BY[name]}"
+                )
+        if not names:
+            raise ConfigError('fields is empty; name the fields that are used, such as ["tokens"]')
+        if "labels" in names and "loss_mask" not in names:
+            self._check_all_is_learned()
+        if "tokens" not in names:
+            return
+        made = self._made_fields()
+        if self._restarts_positions() and "position_ids" not in names:
+            raise ConfigError(
+                "positions restart within samples, and fields leaves out position_ids, which says "
+                "where; add 'position_ids' to fields, or leave out reset_position_ids"
+            )
+        if "cu_seqlens" in made and not {"cu_seqlens", "attention_mask"} & set(names):
+            raise ConfigError(
+                "documents do not attend to each other, and fields leaves out where they begin; add "
+                "'cu_seqlens' to fields, or leave out reset_attention_mask and inter_document_masking"
+            )
+
+    def _restarts_positions(self) -> bool:
+        """Whether positions restart within samples."""
+        return self.reset_position_ids
+
+    def _check_all_is_learned(self) -> None:
+        """Raise ConfigError where these settings give some labels no loss."""
+        if self.eod_mask_loss:
+            raise ConfigError(NO_MASK.format("eod_mask_loss"))
 
     @property
     def effective_pad_id(self) -> int:
@@ -218,6 +304,24 @@ class DataConfig(FieldsConfig):
         self._check_skipped_documents()
         if self.index_cache_dir:
             object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
+
+    def _made_fields(self) -> list[str]:
+        made = super()._made_fields()
+        if self.inter_document_masking:
+            made += ["cu_seqlens", "max_seqlen"]
+        if self.dataset_ids:
+            made.append("dataset_id")
+        return made
+
+    def _restarts_positions(self) -> bool:
+        return self.reset_position_ids or self.inter_document_masking
+
+    def _check_all_is_learned(self) -> None:
+        super()._check_all_is_learned()
+        if self.seams != "joined":
+            raise ConfigError(NO_MASK.format("seams"))
+        if not self.add_extra_token:
+            raise ConfigError(NO_MASK.format("add_extra_token=False"))
 
     @property
     def documents_are_apart(self) -> bool:

@@ -57,9 +57,8 @@ class StorageConfig:
     in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
     """Bytes of range requests in flight at once: what few large reads need."""
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
-    """Bytes a loader may hold of what it fetched ahead; what is in flight counts. Too few for the
-    open pieces of the stream order make it several times slower, and a warning says how many would
-    do.
+    """All that a loader holds: what is fetched ahead or in flight, and what is ready. Too few for the
+    open blocks of the stream order make it several times slower, and a warning says how many would do.
     """
     coalesce_bytes: Annotated[int, Ge(0)] = 64 * 1024
     """Ranges with at most this gap between them are fetched as one, while at most a seventh more is

@@ -1,8 +1,8 @@
 """From positions to batches: one thread plans, waits for what was fetched, and gathers; the
-transport's threads fetch.
+transport's threads fetch; the caller's thread makes the fields of what it takes.
 
-    positions ─► Lookahead ─► holdings ─► Fetcher (threads) ─► buffers ─► Gatherer ─► ready slabs
-    ─► the training loop
+    positions ─► Lookahead ─► buffers ─► Fetcher (threads) ─► bytes ─► Gatherer ─► ready groups
+    ─► Assembler ─► the training loop
 
 The order of everything is that of need. Nothing is fetched that the plan does not use.
 """
@@ -22,16 +22,16 @@ from dataclasses import replace
 from streammega.config import StorageConfig
 from streammega.errors import StreammegaError
 from streammega.kernels import num_threads
-from streammega.loading.buffers import batch_memory
-from streammega.loading.gather import Finisher, Gatherer, Slab
-from streammega.loading.lookahead import READY_SLABS, Lookahead
+from streammega.loading.buffers import RecycledMemory, batch_memory
+from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
+from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.rank_args import WHOLE, KeptParts
+from streammega.loading.planner import GatherGroup
+from streammega.loading.rank_args import WHOLE, KeptColumns
 from streammega.loading.read_plan import local_addresses, plan_reading
-from streammega.loading.spans import PlannedSlab
 from streammega.loading.staging import Stager
 from streammega.loading.stats import Stats
-from streammega.samples.fields import Batch
+from streammega.samples.derived_fields import Batch
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import BATCH_REQUESTS
@@ -75,78 +75,87 @@ class Engine:
         start: int,
         ids_only: bool = False,
         stats: Stats | None = None,
-        kept: KeptParts = WHOLE,
+        kept: KeptColumns = WHOLE,
         pinned: bool | None = None,
     ) -> None:
         self.steps = steps
         self.ids_only = ids_only
         self.stats = stats or Stats()
         storage = steps.config.storage
-        budget = storage.memory_bytes
-        reading = plan_reading(steps, start, budget, kept=kept, ids_only=ids_only)
-        self._reading = reading
+        plan = plan_reading(
+            steps, start, storage.memory_bytes, ahead=ahead, kept=kept, ids_only=ids_only
+        )
+        memory = plan.memory
+        self._plan = plan
         self._storage = storage
-        self._slots = reading.planner.slots
         self._fetcher: Fetcher | None = None
-        if reading.remote:
-            self._fetcher = _fetcher_for(storage, reading.files, budget)
-        self.stats.attach(self._fetcher, reading.files)
+        if plan.is_remote:
+            self._fetcher = _fetcher_for(storage, plan.files, memory.fetch_bytes)
+        self.stats.attach(self._fetcher, plan.files)
         self._stager: Stager | None = None
         # kept as long as kernels may follow the addresses
-        self._mapped = local_addresses(reading.files, reading.table.local)
-        self._slots.map_files([address for address, _ in self._mapped])
-        self._lookahead = Lookahead(
-            steps,
-            reading,
-            positions,
-            fetcher=self._fetcher,
-            stats=self.stats,
-        )
-        allocate = batch_memory(pinned)
-        self._gatherer = Gatherer(steps, reading, allocate, ids_only=ids_only)
-        self._finisher: Finisher | None = None
-        if not ids_only:
-            self._finisher = Finisher(steps.config, self._gatherer.batch_rows, allocate)
+        self._mapped = local_addresses(plan.files, plan.table.local)
+        plan.planner.table.map_files([address for address, _ in self._mapped])
+        self._lookahead = Lookahead(steps, plan, positions, fetcher=self._fetcher, stats=self.stats)
+        # What is handed out may be pinned; ids that fields are made of stay here.
+        handed_out = batch_memory(memory.ready_bytes, pinned)
+        ids_memory = handed_out if ids_only else RecycledMemory(memory.ready_bytes).take
+        self._gatherer = Gatherer(steps, plan, ids_memory)
+        self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
         self._closed = False
-        self._at_hand = 0  # batches of the slab that is being handed out
+        self._at_hand = 0  # batches that are gathered, of the group that is being handed out
         self.stats.at_hand = self._is_ready
-        slabs_ahead = -(-ahead // reading.slab_batches)
-        self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(
-            max(READY_SLABS, slabs_ahead)
+        self._ready: queue.Queue[ReadyGroup | BaseException | None] = queue.Queue(
+            memory.ready_groups
         )
+        self.stats.field_bytes = memory.field_bytes
         self._thread: threading.Thread | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         self._begin()
-        asked = time.perf_counter()
         try:
             while True:
-                slab = self._next_slab()
-                if isinstance(slab, BaseException):
-                    raise slab
-                if slab is None:
-                    return
-                given = time.perf_counter()
-                slab_batches = len(slab.consumed)
-                self.stats.handed_out(slab_batches, given - asked, self._ready.qsize())
-                batches = slab.batches()
-                del slab
-                while batches:
-                    if self._finisher is not None:
-                        _, batch = batches[0]
-                        self._finisher.complete(batch)
-                        del batch
-                    self._at_hand = len(batches) - 1
-                    # not referred to here: its memory is free as soon as the caller lets go
-                    yield batches.popleft()
                 asked = time.perf_counter()
-                self.stats.step(asked - given)
-                self._lookahead.keep_pace((asked - given) / slab_batches)
+                group = self._next_group()
+                if isinstance(group, BaseException):
+                    raise group
+                if group is None:
+                    return
+                away = 0.0
+                first = 0
+                num_batches = len(group.consumed)
+                while first < num_batches:
+                    batches = self._assemble(group, first)
+                    first += len(batches)
+                    if first == num_batches:
+                        self.stats.release_ready(group.nbytes)
+                        del group
+                    given = time.perf_counter()
+                    self.stats.batches_delivered(len(batches), given - asked, self._ready.qsize())
+                    while batches:
+                        self._at_hand = num_batches - first + len(batches) - 1
+                        # not referred to here: its memory is free as soon as the caller lets go
+                        yield batches.popleft()
+                    asked = time.perf_counter()
+                    self.stats.step(asked - given)
+                    away += asked - given
+                self._lookahead.keep_pace(away / num_batches)
         finally:
             self.close()
 
-    def _next_slab(self) -> Slab | BaseException | None:
-        """What is ready next. Looks up meanwhile, as for signals a wait may not have heard of."""
+    def _assemble(self, group: ReadyGroup, first: int) -> Batches:
+        """The next micro-batches of a group, from its `first` on: all of those that are made together,
+        or up to one that has an error.
+        """
+        last = min(first + self._plan.memory.field_batches, len(group.consumed))
+        try:
+            return self._assembler.assemble(group, first, last)
+        except StreammegaError:
+            # raised by the micro-batch that has it, when that is asked for
+            return self._assembler.assemble(group, first, first + 1)
+
+    def _next_group(self) -> ReadyGroup | BaseException | None:
+        """Wait for the next group. Polls, because a blocking `queue.get` delays Ctrl-C."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._ready.get(timeout=LOOK_UP)
@@ -157,8 +166,8 @@ class Engine:
         self._thread = thread
         _live.add(self)
         thread.start()
-        if self._reading.scattered and self._storage.cache_dir is not None:
-            stager = Stager(self._reading.files, self._storage)
+        if self._plan.is_scattered and self._storage.cache_dir is not None:
+            stager = Stager(self._plan.files, self._storage)
             self._stager = stager
             self.stats.stager = stager
 
@@ -175,7 +184,8 @@ class Engine:
             self._stager.close()
         self._end_thread()
         self._ready.queue.clear()
-        self._slots.forget()
+        self.stats.release_all_ready()
+        self._plan.planner.table.clear()
         self._unmap()
 
     def _unmap(self) -> None:
@@ -183,7 +193,7 @@ class Engine:
         if self._thread is threading.current_thread():
             return  # the collector called: a kernel may run below on this stack
         self._mapped = []
-        for file in self._reading.files:
+        for file in self._plan.files:
             file.store.unmap()
 
     def _end_thread(self) -> None:
@@ -215,18 +225,18 @@ class Engine:
         try:
             while not self._closed:
                 self._lookahead.plan()
-                slab = self._lookahead.take_slab()
-                if slab is None:
+                group = self._lookahead.take_group()
+                if group is None:
                     break
-                self._produce(slab)
-                del slab  # its holdings are free when they are released
+                self._produce(group)
+                del group  # its buffers are free when they are released
             self._put(None)
         except BaseException as error:
             # raised by the caller's thread, in place of the batch
             if not self._closed:
                 self._put(error)
 
-    def _put(self, item: Slab | BaseException | None) -> None:
+    def _put(self, item: ReadyGroup | BaseException | None) -> None:
         """Hand over to the caller's thread, as soon as it has room."""
         while not self._closed:
             try:
@@ -234,35 +244,37 @@ class Engine:
             except queue.Full:
                 continue
 
-    def _produce(self, slab: PlannedSlab) -> None:
-        """Gather a slab; if a part of it failed, the micro-batches before that part, and then its
+    def _produce(self, group: GatherGroup) -> None:
+        """Gather a group; if a part of it failed, the micro-batches before that part, and then its
         error.
         """
         try:
-            gathered = self._gather(slab)
+            gathered = self._gather(group)
         except StreammegaError:
-            if len(slab.consumed) == 1 or self._closed:
+            if len(group.consumed) == 1 or self._closed:
                 raise
-            for batch in slab.one_by_one():
+            for batch in group.single_batches():
                 self._put(self._gather(batch))
             return
         self._put(gathered)
 
-    def _gather(self, slab: PlannedSlab) -> Slab:
-        """Wait for the bytes of a slab, gather it, and free what it was the last to need."""
+    def _gather(self, group: GatherGroup) -> ReadyGroup:
+        """Wait for the bytes of a group, gather it, and free what it was the last to need."""
         fetcher = self._fetcher
-        slots = self._slots
-        if fetcher is not None and slab.holdings:
+        table = self._plan.planner.table
+        if fetcher is not None and group.buffers:
             began = time.perf_counter()
-            fetcher.wait(slab.holdings)
+            fetcher.wait(group.buffers)
             self.stats.fetch_wait += time.perf_counter() - began
-        for holding in slab.holdings:
-            slots.fill(holding)
-        gathered = self._gatherer.gather(slab)
-        rows = slab.rows
-        served = slots.serve(slab.span.slot[rows], slab.span.size[rows])
-        if served and fetcher is not None:
-            fetcher.release(served)
+        for buffer in group.buffers:
+            table.fill(buffer)
+        gathered = self._gatherer.gather(group)
+        self.stats.hold_ready(gathered.nbytes)
+        window = group.window
+        rows = group.rows
+        released = table.release_rows(window.slot[rows], window.size[rows])
+        if released and fetcher is not None:
+            fetcher.release(released)
         return gathered
 
 

@@ -20,7 +20,7 @@ from streammega.loading.device_prefetch import DeviceBatches, copier_to
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.rank_args import kept_parts_of
+from streammega.loading.rank_args import kept_columns_of
 from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.fields import Batch
@@ -133,10 +133,8 @@ class StreamLoader:
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._cp = (cp_rank, cp_size)
-        for segment in config.segments(split):
-            _ = kept_parts_of(
-                segment.sequence_length, cp_rank, cp_size
-            )  # that there are such parts
+        for segment in config.segments(split):  # that there are such parts
+            _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)
         self._prefetch = prefetch
         self._pinned = pin_memory
         self._log_every = log_every
@@ -238,7 +236,7 @@ class StreamLoader:
 
     def bounds_of(self, sequence_length: int) -> Sequence[tuple[int, int]]:
         """The same of samples of so many tokens."""
-        return kept_parts_of(sequence_length, *self._cp).bounds
+        return kept_columns_of(sequence_length, *self._cp).bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
@@ -375,7 +373,7 @@ def _batches_of(
 
     def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
         """What reads one phase."""
-        kept = kept_parts_of(steps.config.sequence_length, *context_rank)
+        kept = kept_columns_of(steps.config.sequence_length, *context_rank)
         return Engine(steps, positions, start=start, kept=kept, **options)
 
     def check() -> None:

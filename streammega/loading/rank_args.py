@@ -14,7 +14,7 @@ from streammega.order.sharding import zigzag_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptParts:
+class KeptColumns:
     """Tokens [start, stop) of every sample, for each of `bounds`: equally long, and each a row of a
     batch. Without bounds a sample is kept whole, as one row.
     """
@@ -45,15 +45,15 @@ class KeptParts:
         return cut_extents(extents, self.bounds) if self.bounds else extents
 
 
-WHOLE = KeptParts()
+WHOLE = KeptColumns()
 """Samples as they are."""
 
 
-def kept_parts_of(sequence_length: int, cp_rank: int, cp_size: int) -> KeptParts:
+def kept_columns_of(sequence_length: int, cp_rank: int, cp_size: int) -> KeptColumns:
     """What a context-parallel rank keeps of each sample, with the token after each part: its last
     label. Raises ConfigError for a rank that does not exist: it would read others' tokens.
     """
     parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
     if cp_size == 1:
         return WHOLE
-    return KeptParts(bounds=[(start, stop + 1) for start, stop in parts])
+    return KeptColumns(bounds=[(start, stop + 1) for start, stop in parts])

@@ -64,6 +64,12 @@ class Stats:
     stager: Stager | None = None
     at_hand: Callable[[], bool] | None = None
     """Of the engine that runs: whether its next batch is there."""
+    field_bytes: int = 0
+    """Of the fields that were made together: of those handed out last, and of those before."""
+    # each is changed by one thread alone
+    _gathered_bytes: int = 0
+    _released_bytes: int = 0
+    _most_ready: int = 0
     _stores: list[CachedStore] = field(default_factory=list)
     _fetchers: list[Fetcher] = field(default_factory=list)
     _done: Counters = field(default_factory=Counters)
@@ -81,6 +87,11 @@ class Stats:
         self._fetchers = [] if fetcher is None else [fetcher]
         self._stores = [file.store for file in files if isinstance(file.store, CachedStore)]
 
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes that are gathered and wait to be handed out."""
+        return self._gathered_bytes - self._released_bytes
+
     def _hits_of_stores(self) -> int:
         return sum(store.hit_bytes for store in self._stores)
 
@@ -92,9 +103,9 @@ class Stats:
         running = self.stager.staged_bytes if self.stager else 0
         return self.staged_bytes + running
 
-    def handed_out(self, batches: int, waited: float, ready: int) -> None:
+    def batches_delivered(self, batches: int, waited: float, ready: int) -> None:
         """Batches were handed out together after their caller had waited for the first; `ready`
-        more slabs are made.
+        more groups are made.
         """
         self.batches += batches
         self.wait += waited
@@ -102,6 +113,19 @@ class Stats:
         # the others were there when the first one was
         self.waits.extend(itertools.repeat(0.0, batches - 1))
         self.ready = ready
+
+    def hold_ready(self, nbytes: int) -> None:
+        """So many bytes were gathered, and wait to be handed out."""
+        self._gathered_bytes += nbytes
+        self._most_ready = max(self._most_ready, self.ready_bytes)
+
+    def release_ready(self, nbytes: int) -> None:
+        """So many bytes of them are no longer needed."""
+        self._released_bytes += nbytes
+
+    def release_all_ready(self) -> None:
+        """An iteration ended: nothing waits to be handed out."""
+        self._released_bytes = self._gathered_bytes
 
     def step(self, seconds: float) -> None:
         """The caller was away for so long."""
@@ -144,11 +168,11 @@ class Stats:
             "wait_p99": wait_p99,
             "wait_total": self.wait,
             "stall_share": self.wait / max(self.wait + self.busy, SHORTEST),
-            "ready_slabs": self.ready,
+            "ready_groups": self.ready,
             "requests_in_flight": in_flight,
             "requests_queued": queued,
-            "held_bytes": held,
-            "most_held_bytes": most_held,
+            "held_bytes": held + self.ready_bytes,
+            "most_held_bytes": most_held + self._most_ready + self.field_bytes,
             "seconds": time.monotonic() - self.began,
         }
 

@@ -31,7 +31,7 @@ from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
-from streammega.samples.source import SampleSource, dataset_of_samples
+from streammega.samples.source import SampleSource, check_fields, dataset_of_samples
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             dp_size=dp_size,
         )
         self.steps.check()
+        check_fields(self.samples)
         self._consumed = 0  # the cursor
         self._placed = 0  # where `seek` or `load_state_dict` put it last
         self._state = IterationState()

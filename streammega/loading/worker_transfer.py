@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_convert, get_worker_info
 
 from streammega.kernels.batch import join_labels, scan_ids
-from streammega.loading.buffers import received_memory
+from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions
 from streammega.samples.fields import Batch, fields_of_ids
@@ -133,7 +133,7 @@ def _unpack(sent: dict[str, Any], ids: NDArray[Any] | None, made: list[str]) -> 
     if ids is None:
         return sent
     shape = (ids.shape[0], ids.shape[1] - 1)
-    allocate = received_memory()
+    allocate = recycled_memory()
     for name, first in (("tokens", 0), ("labels", 1)):
         field = allocate(shape, torch.int64)
         field.numpy()[:] = ids[:, first : first + shape[1]]

@@ -1,21 +1,20 @@
-"""What is derived from token ids in contiguous memory, for batches of the loader and for ids from
-anywhere alike: loss mask, positions, document bounds, and masks.
+"""The fields of a batch from ids as they are stored: for batches of the loader and for ids from
+anywhere alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streammega.config import DataConfig, FieldsConfig
-from streammega.errors import FormatError
+from streammega.config import FIELD_NAMES, FieldsConfig
+from streammega.errors import ConfigError, FormatError
 from streammega.kernels.batch import (
     count_up,
     document_bounds,
@@ -30,6 +29,7 @@ from streammega.kernels.batch import (
 from streammega.samples.fields_torch import NO_ID
 from streammega.samples.loss_masks import Seams
 
+Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -39,78 +39,134 @@ def or_none(token: int | None) -> int:
     return NO_ID if token is None else token
 
 
-@dataclass(frozen=True, kw_only=True)
-class Derived:
-    """What is derived from tokens and labels [samples, S].
+class Samples(NamedTuple):
+    """Ids of samples as they are stored, and all else that fields are made of.
 
-    loss_mask, position_ids: None where they would be plain: all ones, and 0 to S - 1. cu_seqlens:
-    of each batch; None where the config asks for none.
+    ids: [samples, S + 1], or [samples, S] where the last token has no label. valid: int64 [samples],
+    how many ids of each row are not padding. learned: bool of each id: there is no loss where a label
+    is not learned; None: all are. seams: places whose labels have no loss. pieces: (row_splits, size)
+    of the sequences that samples consist of, for inter_document_masking: see `sequence_fields`.
+    dataset_id: int64 [samples].
     """
 
-    loss_mask: Tensor | None
-    position_ids: Tensor | None
-    cu_seqlens: list[Tensor] | None
+    ids: NDArray[Any]
+    valid: NDArray[np.int64]
+    learned: NDArray[np.bool_] | None = None
+    seams: Seams | None = None
+    pieces: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    dataset_id: NDArray[np.int64] | None = None
 
 
-def derive(
-    tokens: Tensor,
-    labels: Tensor,
-    valid: NDArray[np.int64],
+def make_fields(
+    samples: Samples,
     config: FieldsConfig,
-    *,
-    unsigned: bool,
+    names: Sequence[str],
     allocate: Allocate,
-    rows: int | None = None,
-    seams: Seams | None = None,
-) -> Derived:
-    """Loss mask, positions and document bounds of samples of which row r has valid[r] ids; padding
-    among them becomes 0.
+    *,
+    batches: int = 1,
+    packed: bool = False,
+) -> list[Batch]:
+    """The fields of these names, of so many batches of equal size, in the order of FIELD_NAMES.
 
     The mask is zero where the label is padding and, with eod_mask_loss, where the token is eod_id.
-    Positions restart after every eod_id with reset_position_ids.
+    Positions restart after every eod_id with reset_position_ids. Padding becomes 0.
 
-    Args:
-        tokens, labels: int64 [samples, S], written to.
-        unsigned: the stored ids cannot be below zero.
-        allocate: makes the results.
-        rows: samples of a batch, each of which gets a cu_seqlens; None: all are one.
-        seams: that have no loss on the label over them.
-
-    Raises FormatError for an id outside of the vocabulary.
+    allocate: makes the results. packed: samples are bins, which have no extra token. Raises
+    FormatError for an id outside of the vocabulary, ConfigError where labels have no loss and the
+    loss_mask is left out.
     """
-    inputs = tokens.numpy()
-    targets = labels.numpy()
-    samples, length = inputs.shape
+    length = config.sequence_length
+    shape = (len(samples.ids), length)
     pad = config.effective_pad_id
     eod = or_none(config.eod_id)
-    # A sample of S + 1 ids has a label for every token; one of fewer is filled up with padding.
-    some_partial = bool((valid <= length).any())
-    if some_partial:
-        fill_tails(inputs, valid, pad)
-        fill_tails(targets, np.maximum(valid - 1, 0), pad)
+    seams = samples.seams
+    ids = samples.ids
+    width = ids.shape[1]
+    has_padding = width == length
+    if (samples.valid < width).any():
+        has_padding = True
+        ids = ids.astype(np.int64)  # any pad_id fits
+        fill_tails(ids, samples.valid, pad)
     # Whole samples of unsigned ids cannot hold a pad_id of -1: then nothing need be looked at.
-    num_padding = 0
-    if some_partial or pad >= 0 or not unsigned or config.vocab_size is not None:
-        num_padding = _scan(inputs, targets, config)
-    ends = with_ends(inputs, eod, seams)
-    cu_seqlens = None
-    if config.reset_attention_mask:
-        cu_seqlens = bounds_of(_batches_of(ends, rows), eod, allocate)
-    loss_mask = None
-    if num_padding or config.eod_mask_loss or seams is not None:
-        loss_mask = allocate((samples, length), torch.float32)
-        make_mask(inputs, targets, pad, eod, config.eod_mask_loss, loss_mask.numpy())
-    if seams is not None and loss_mask is not None:
-        loss_mask.numpy()[seams.sample, seams.label_column] = 0
-    position_ids = None
-    if config.reset_position_ids:
-        position_ids = allocate((samples, length), torch.int64)
-        make_positions(ends, eod, position_ids.numpy())
+    if pad >= 0 or ids.dtype.kind != "u" or config.vocab_size is not None:
+        num_padding, lowest, highest = scan_ids(ids, pad)
+        has_padding |= bool(num_padding)
+        _check_vocabulary(lowest, highest, config.vocab_size)
+    has_mask = has_padding or config.eod_mask_loss or seams is not None
+    if has_mask or samples.learned is not None:
+        check_mask_is_there(names)
+    makes_mask = has_mask and "loss_mask" in names
+    bounded = config.reset_attention_mask and not {"cu_seqlens", "attention_mask"}.isdisjoint(names)
+    restarts = config.reset_position_ids and "position_ids" in names
+    made: Batch = {}
+    if "tokens" in names or bounded or restarts or makes_mask:
+        made["tokens"] = allocate(shape, torch.int64)
+        made["tokens"].numpy()[:] = ids[:, :length]
+    if "labels" in names or makes_mask:
+        made["labels"] = allocate(shape, torch.int64)
+        made["labels"].numpy()[:, : width - 1] = ids[:, 1:]
+        made["labels"].numpy()[:, width - 1 :] = pad
+    if "loss_mask" in names:
+        made["loss_mask"] = plain_mask(shape, allocate)
+        mask = made["loss_mask"].numpy()
+        if makes_mask:
+            inputs, targets = made["tokens"].numpy(), made["labels"].numpy()
+            make_mask(inputs, targets, pad, eod, config.eod_mask_loss, mask)
+        if seams is not None:
+            mask[seams.sample, seams.label_column] = 0
+        if samples.learned is not None:
+            mask[:, : width - 1] *= samples.learned[:, 1:]
+    bounds: list[Tensor] = []
+    if bounded or restarts:
+        ends = with_ends(made["tokens"].numpy(), eod, seams)
+        if bounded:
+            bounds = bounds_of(np.split(ends, batches), eod, allocate)
+        if restarts:
+            made["position_ids"] = allocate(shape, torch.int64)
+            make_positions(ends, eod, made["position_ids"].numpy())
+    if "position_ids" in names and not restarts and samples.pieces is None:
+        made["position_ids"] = plain_positions(shape, allocate)
+    if "attention_mask" in names:
+        made["attention_mask"] = causal_mask(len(ids), length, bounds, allocate)
     # last: masks and bounds are made by what padding was
-    if num_padding:
-        zero_padding(inputs, pad)
-        zero_padding(targets, pad)
-    return Derived(loss_mask=loss_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    if has_padding:
+        for name in {"tokens", "labels"} & made.keys():
+            zero_padding(made[name].numpy(), pad)
+    if samples.pieces is not None:
+        made |= sequence_fields(*samples.pieces, config, allocate, packed=packed)
+    if samples.dataset_id is not None:
+        made["dataset_id"] = allocate((len(ids),), torch.int64)
+        made["dataset_id"].numpy()[:] = samples.dataset_id
+    columns: dict[str, Sequence[Tensor]] = {}
+    for name in FIELD_NAMES:
+        if name in names and name in made:
+            columns[name] = [made[name]] if batches == 1 else made[name].chunk(batches)
+        elif name == "cu_seqlens" and name in names and bounds:
+            columns[name] = bounds  # their widths differ
+    return [
+        dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
+    ]
+
+
+def bytes_of_field(name: str, length: int) -> int:
+    """Bytes that a field has for a sample of `length` tokens, at most."""
+    sizes = {
+        "loss_mask": 4 * length,
+        "cu_seqlens": 4 * (length + 1),
+        "max_seqlen": 4,
+        "attention_mask": length * length,
+        "dataset_id": 8,
+    }
+    return sizes.get(name, 8 * length)
+
+
+def check_mask_is_there(names: Sequence[str]) -> None:
+    """Raise ConfigError where batches have labels, of which some have no loss, and no loss_mask."""
+    if "labels" in names and "loss_mask" not in names:
+        raise ConfigError(
+            "some labels have no loss (padding, eod_mask_loss, modes, documents that are skipped, or "
+            "seams), and fields leaves out loss_mask, which says which: add 'loss_mask' to fields"
+        )
 
 
 def with_ends(tokens: Ids, eod: int, seams: Seams | None) -> Ids:
@@ -123,14 +179,6 @@ def with_ends(tokens: Ids, eod: int, seams: Seams | None) -> Ids:
     ends = tokens.copy()
     ends[seams.sample, seams.label_column] = eod
     return ends
-
-
-def _batches_of(tokens: Ids, rows: int | None) -> list[Ids]:
-    """Samples [samples, S] cut into batches of `rows`; None: all are one."""
-    samples = len(tokens)
-    if not samples or rows is None:
-        return [tokens]
-    return np.split(tokens, samples // rows)
 
 
 def bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]:
@@ -154,11 +202,11 @@ def bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]:
 def sequence_fields(
     row_splits: NDArray[np.int64],
     size: NDArray[np.int64],
-    config: DataConfig,
+    config: FieldsConfig,
     allocate: Allocate,
     *,
     packed: bool = False,
-) -> dict[str, Tensor]:
+) -> Batch:
     """What inter-document masking asks for, by the sequences that samples are made of: "cu_seqlens"
     int32 [samples, S + 1], "max_seqlen" int32 [samples] and "position_ids" int64 [samples, S].
 
@@ -170,8 +218,9 @@ def sequence_fields(
     cu_seqlens = allocate((samples, length + 1), torch.int32)
     max_seqlen = allocate((samples,), torch.int32)
     position_ids = allocate((samples, length), torch.int64)
+    has_extra = getattr(config, "add_extra_token", True) and not packed
     sequence_bounds(
-        row_splits, size, int(config.add_extra_token and not packed),
+        row_splits, size, int(has_extra),
         cu_seqlens.numpy(), max_seqlen.numpy(), position_ids.numpy(),
     )  # fmt: skip
     return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "position_ids": position_ids}
@@ -191,13 +240,18 @@ def plain_positions(shape: tuple[int, ...], allocate: Allocate) -> Tensor:
     return positions
 
 
-def causal_mask(samples: int, length: int, bounds: Tensor | None, allocate: Allocate) -> Tensor:
-    """bool [samples, 1, S, S], True where attention is forbidden. bounds: cu_seqlens, where
-    documents do not see each other.
+def causal_mask(samples: int, length: int, bounds: Sequence[Tensor], allocate: Allocate) -> Tensor:
+    """bool [samples, 1, S, S], True where attention is forbidden. bounds: cu_seqlens of each batch of
+    these samples, where documents do not see each other; empty: they do.
     """
     mask = allocate((samples, 1, length, length), torch.bool)
-    firsts = np.zeros((samples, 1), np.int32) if bounds is None else bounds.numpy()
-    forbid(firsts, mask.numpy()[:, 0])
+    if not bounds:
+        bounds = [torch.zeros((samples, 1), dtype=torch.int32)]
+    first = 0
+    for cu_seqlens in bounds:
+        last = first + len(cu_seqlens)
+        forbid(cu_seqlens.numpy(), mask.numpy()[first:last, 0])
+        first = last
     return mask
 
 
@@ -221,22 +275,8 @@ def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def _scan(tokens: Ids, labels: Ids, config: FieldsConfig) -> int:
-    """How many ids of samples are padding. Raises FormatError for one outside of the vocabulary.
-
-    Every id is a token of its sample, but for the last label.
-    """
-    pad = config.effective_pad_id
-    padding, lowest, highest = scan_ids(tokens, pad)
-    last_labels = np.ascontiguousarray(labels[:, -1:])
-    last_padding, last_lowest, last_highest = scan_ids(last_labels, pad)
-    if config.vocab_size is not None:
-        _check_vocabulary(min(lowest, last_lowest), max(highest, last_highest), config.vocab_size)
-    return int(padding + last_padding)
-
-
-def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
-    if high >= vocab_size or low < 0:
+def _check_vocabulary(low: int, high: int, vocab_size: int | None) -> None:
+    if vocab_size is not None and (high >= vocab_size or low < 0):
         bad = high if high >= vocab_size else low
         raise FormatError(
             f"token id {bad} is outside of the vocabulary of {vocab_size}; "

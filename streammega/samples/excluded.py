@@ -59,17 +59,9 @@ class ExclusionMask:
         """Write eod_id for those tokens of ids [rows, width]."""
         fill_columns(self.found, 0, 0, eod_id, ids)
 
-    def overwrite_labels(self, labels: NDArray[Any], eod_id: int) -> None:
-        """The same of labels [rows, S], which lie one column before their tokens."""
-        fill_columns(self.found, 1, -1, eod_id, labels)
-
-    def clear_loss(self, mask: NDArray[Any]) -> None:
-        """Write 0 to mask [rows, S] where the token or the label is one of them."""
-        fill_columns(self.found, 1, 0, 0, mask)
-
     def clear_learned(self, learned: NDArray[Any]) -> None:
-        """The same of what is said of ids [rows, S + 1], each of which is a label of the one before:
-        the id behind the last counts as one of them.
+        """Write False to learned [rows, S + 1], of each id, where it or the one before is one of
+        them: as a label it follows that.
         """
         fill_columns(self.found, 0, 1, False, learned)
 

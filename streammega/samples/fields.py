@@ -7,6 +7,7 @@ tensors of any integer dtype; what they return is contiguous, and memory of its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from torch import Tensor
 from streammega.config import FieldsConfig
 from streammega.errors import ConfigError, FormatError
 from streammega.kernels.batch import make_mask, make_positions
+from streammega.samples.derived_fields import Batch as Batch
 from streammega.samples.derived_fields import (
     Ids,
+    Samples,
     bounds_of,
     causal_mask,
     check_ids,
-    derive,
+    make_fields,
     new_memory,
     or_none,
-    plain_mask,
     plain_positions,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
@@ -33,7 +35,6 @@ from streammega.samples.loss_masks import Seams
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
-Batch = dict[str, Tensor]
 IdsLike = NDArray[Any] | Tensor
 
 
@@ -78,49 +79,16 @@ def fields_of_ids(
     """The same, of all that ids tell. seams: of samples on the host, that have no loss on the label
     over them.
     """
+    names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
-        return _fields_there(ids, valid, config, bounds)
-    length = config.sequence_length
+        return _fields_there(ids, valid, config, names)
     stored = _array(ids, "ids")
-    _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, length)
-    _check_int64(stored)
-    samples, width = stored.shape
-    counts = np.full(samples, width)
+    _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, config.sequence_length)
+    stored = _as_kernels_take(stored)
+    counts = np.full(len(stored), stored.shape[1])
     if valid is not None:
         counts = _valid_counts(_array(valid, "valid"), stored.shape)
-    shape = (samples, length)
-    tokens = new_memory(shape, torch.int64)
-    labels = new_memory(shape, torch.int64)
-    tokens.numpy()[:] = stored[:, :length]
-    labels.numpy()[:, : width - 1] = stored[:, 1:]
-    derived = derive(
-        tokens,
-        labels,
-        counts,
-        config,
-        unsigned=stored.dtype.kind == "u",
-        allocate=new_memory,
-        seams=seams,
-    )
-    loss_mask = derived.loss_mask
-    if loss_mask is None:
-        loss_mask = plain_mask(shape, new_memory)
-    position_ids = derived.position_ids
-    if position_ids is None:
-        position_ids = plain_positions(shape, new_memory)
-    batch = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "position_ids": position_ids,
-    }
-    cu_seqlens = None
-    if derived.cu_seqlens:
-        (cu_seqlens,) = derived.cu_seqlens  # all rows are one batch
-    if bounds and cu_seqlens is not None:
-        batch["cu_seqlens"] = cu_seqlens
-    if config.create_attention_mask:
-        batch["attention_mask"] = causal_mask(samples, length, cu_seqlens, new_memory)
+    (batch,) = make_fields(Samples(stored, counts, seams=seams), config, names, new_memory)
     return batch
 
 
@@ -176,14 +144,16 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
     """
     ids = _matrix(tokens, "tokens")
     samples, length = ids.shape
-    bounds = None if eod_id is None else cu_seqlens(ids, eod_id)
+    bounds = [] if eod_id is None else [cu_seqlens(ids, eod_id)]
     return causal_mask(samples, length, bounds, new_memory)
 
 
 # --- ids from anywhere ---
 
 
-def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, bounds: bool) -> Batch:
+def _fields_there(
+    ids: Tensor, valid: IdsLike | None, config: FieldsConfig, names: Sequence[str]
+) -> Batch:
     """`batch_fields` of ids on an accelerator."""
     fractional = ids.is_floating_point() or ids.is_complex()
     is_integer = not fractional and ids.dtype != torch.bool
@@ -199,16 +169,20 @@ def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, boun
         stored = np.where(is_valid, ids.cpu().numpy(), config.effective_pad_id)
         check_ids(stored, config)
     counts_there = torch.from_numpy(counts).to(ids.device)
-    return device_fields(ids, counts_there, config, bounds=bounds)
+    return device_fields(ids, counts_there, config, names)
 
 
-def _check_int64(stored: NDArray[Any]) -> None:
-    """Raise FormatError for an id that no int64 is."""
-    if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
+def _as_kernels_take(ids: NDArray[Any]) -> NDArray[Any]:
+    """Ids in memory of one kind: for each other kind a kernel would be compiled. Raises FormatError
+    for an id that no int64 is.
+    """
+    if ids.dtype == np.uint64 and (ids >> np.uint64(63)).any():
         raise FormatError(
-            f"token id {stored.max()} is no int64, which tokens are; "
+            f"token id {ids.max()} is no int64, which tokens are; "
             "are these bytes the ids that they are taken for?"
         )
+    dtype = np.int64 if ids.dtype == np.uint64 else ids.dtype.newbyteorder("=")
+    return np.require(ids, dtype, ["C", "W"])
 
 
 def _array(values: IdsLike, name: str) -> NDArray[Any]:

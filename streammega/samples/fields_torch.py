@@ -5,6 +5,8 @@ Equal to what `samples.fields` makes by kernels for the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ def device_fields(
     ids: Tensor,
     valid: Tensor,
     config: FieldsConfig,
+    names: Sequence[str] | None = None,
     *,
-    bounds: bool = True,
     most: int | None = None,
     seams: Seams | None = None,
 ) -> dict[str, Tensor]:
@@ -28,7 +30,8 @@ def device_fields(
     checked.
 
     ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
-    row that are not padding. most: documents of the row that has most; None: for cu_seqlens it is
+    row that are not padding. names: of the fields; None: those of the config.
+    most: documents of the row that has most; None: for cu_seqlens it is
     asked of the device, which the host then waits for. seams: that have no loss on the label over
     them, known to the host.
     """
@@ -52,20 +55,27 @@ def device_fields(
         no_loss = no_loss | over_seam
         if seams.apart:
             ends_document = ends_document | over_seam
+    names = config.field_names if names is None else names
+    batch = {}
+    if "tokens" in names:
+        batch["tokens"] = readable[:, :-1].contiguous()
+    if "labels" in names:
+        batch["labels"] = readable[:, 1:].contiguous()
+    if "loss_mask" in names:
+        batch["loss_mask"] = (~no_loss).float()
     position = column[:-1].repeat(samples, 1)
+    if "position_ids" in names:
+        batch["position_ids"] = position
+    if not (config.reset_position_ids or config.reset_attention_mask):
+        if "attention_mask" in names:
+            batch["attention_mask"] = _attention_mask(position, None)
+        return batch
     document_begin = _document_begins(position, ends_document)
-    position_ids = position
-    if config.reset_position_ids:
-        position_ids = position - document_begin
-    batch = {
-        "tokens": readable[:, :-1].contiguous(),
-        "labels": readable[:, 1:].contiguous(),
-        "loss_mask": (~no_loss).float(),
-        "position_ids": position_ids,
-    }
-    if bounds and config.reset_attention_mask:
+    if config.reset_position_ids and "position_ids" in names:
+        batch["position_ids"] = position - document_begin
+    if config.reset_attention_mask and "cu_seqlens" in names:
         batch["cu_seqlens"] = _cu_seqlens(document_begin, most)
-    if config.create_attention_mask:
+    if "attention_mask" in names:
         documents = document_begin if config.reset_attention_mask else None
         batch["attention_mask"] = _attention_mask(position, documents)
     return batch

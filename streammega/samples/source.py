@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
@@ -22,7 +21,13 @@ from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import PHASES
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import StreamOrder
-from streammega.samples.derived_fields import new_memory, sequence_fields
+from streammega.samples.derived_fields import (
+    Batch,
+    Samples,
+    check_mask_is_there,
+    make_fields,
+    new_memory,
+)
 from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import (
     ExcludedTokens,
@@ -30,7 +35,6 @@ from streammega.samples.excluded import (
     excluded_tokens,
 )
 from streammega.samples.fetch import Ids, fetch_ids, rows_of
-from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
@@ -156,22 +160,24 @@ class SegmentSource(ABC):
         extents = self.locate(sample_ids)
         skipped = self._skipped_columns(sample_ids, extents)
         ids, valid = self._read(extents, skipped)
-        seams = None
-        if config.seams != "joined":
-            seams = as_asked(seams_of(self.files, extents), config)
-        batch = fields_of_ids(ids, valid, config, bounds=bounds, seams=seams)
         files = all_files(self.files)
+        samples = Samples(ids, valid)
+        if config.seams != "joined":
+            samples = samples._replace(seams=as_asked(seams_of(self.files, extents), config))
+        if masks_by_files(self):
+            learned = np.ones(ids.shape, np.bool_)
+            clear_by_modes(files, runs_of(self.files, extents), learned)
+            if skipped is not None:
+                skipped.clear_learned(learned)
+            samples = samples._replace(learned=learned)
         if config.inter_document_masking:
-            size = extents.stop - extents.start
-            packed = are_packed(files)
-            batch |= sequence_fields(extents.row_splits, size, config, new_memory, packed=packed)
+            samples = samples._replace(pieces=(extents.row_splits, extents.stop - extents.start))
         if config.dataset_ids:
-            batch["dataset_id"] = torch.from_numpy(self.dataset_ids[first_datasets(extents)])
-        if has_modes(files):
-            loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
-            clear_by_modes(files, runs_of(self.files, extents, shift=-1), loss_mask)
-        if skipped is not None:
-            skipped.clear_loss(batch["loss_mask"].numpy())
+            samples = samples._replace(dataset_id=self.dataset_ids[first_datasets(extents)])
+        names = config.field_names
+        if not (bounds or config.inter_document_masking):
+            names = tuple(name for name in names if name != "cu_seqlens")
+        (batch,) = make_fields(samples, config, names, new_memory, packed=are_packed(files))
         return batch
 
     def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
@@ -326,6 +332,17 @@ class SampleSource:
         return concatenate_uses(uses)
 
 
+def masks_by_files(source: SampleSource | SegmentSource) -> bool:
+    """Whether stored modes, or documents that are skipped, leave some tokens without loss."""
+    return source.skipped is not None or has_modes(all_files(source.files))
+
+
+def check_fields(source: SampleSource) -> None:
+    """Raise ConfigError where the data has labels without loss, and the config leaves out the mask."""
+    if masks_by_files(source) or are_packed(all_files(source.files)):
+        check_mask_is_there(source.config.field_names)
+
+
 def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
     """The files of all datasets, end to end."""
     return [file for of_dataset in files for file in of_dataset]
@@ -359,13 +376,13 @@ def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Inte
     return first_file[extents.dataset].astype(np.int64) + extents.file
 
 
-def runs_of(files: Sequence[Sequence[TokenFile]], extents: Extents, *, shift: int = 0) -> Runs:
-    """Where the tokens of samples lie, `shift` columns further on: their labels one before."""
+def runs_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Runs:
+    """Where the tokens of samples lie."""
     rows = rows_of(extents)
     return Runs(
         file=file_of_rows(files, extents),
         start=extents.start,
         size=rows.size,
         sample=rows.sample,
-        column=rows.column + shift,
+        column=rows.column,
     )

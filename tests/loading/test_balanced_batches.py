@@ -192,7 +192,7 @@ def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
     sent = pickle.dumps(local_ranks[0].dataset.steps)
     assert pickle.loads(sent).sample_ids(0).shape == (3,)  # noqa: S301
     close(local_ranks)
-    # alone, a reader fetches whole pieces; one of several does not
+    # alone, a reader fetches whole blocks; one of several does not
     for dp_size in (1, 2):
         remote_ranks = opened(remote, dp_size, 3)
         assert read(remote_ranks, 8 // dp_size) == expected
@@ -200,7 +200,7 @@ def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
 
 
 @pytest.mark.guarantee("balance-batches-global")
-def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
+def test_blocks_are_left_alone_where_a_batch_has_more_samples_than_lanes(
     data: str, moto: S3, tmp_path: Path
 ) -> None:
     """A state brings its lanes along: a lane gives several samples of a larger batch, and of those
@@ -214,12 +214,12 @@ def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
     config = replace(settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, lanes=GLOBAL)
     with StreamLoader(config, micro_batch_size=8, global_batch_size=GLOBAL) as loader:
         state = loader.state_dict()
-        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.pieces is not None
+        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.blocks is not None
     larger = replace(config, lanes=None)
     with StreamLoader(larger, micro_batch_size=8, global_batch_size=4 * GLOBAL) as loader:
         loader.load_state_dict(state)
         assert loader.dataset.steps.lanes == GLOBAL
-        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.pieces is None
+        assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.blocks is None
 
 
 def test_workers_give_the_same_batches(data: str, tmp_path: Path) -> None:

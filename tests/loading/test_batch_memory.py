@@ -24,8 +24,7 @@ from streammega import (
     batch_fields,
     get_batch,
 )
-from streammega.loading.buffers import PinnedMemory, ReusedMemory, batch_memory
-from streammega.loading.lookahead import READY_SLABS
+from streammega.loading.buffers import PinnedMemory, RecycledMemory, batch_memory
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
 from streammega.samples.derived_fields import new_memory
@@ -33,6 +32,8 @@ from tests.support.builders import write_dataset
 from tests.support.pinned_blocks import Copy, PinnedBlocks
 
 EOD = 7
+KEPT = 1 << 20
+"""Bytes of memory that is kept to be used again."""
 FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "documents": {
@@ -112,19 +113,19 @@ def test_blocks_are_used_again_once_nothing_reads_them(
 def test_memory_is_chosen_by_who_may_read_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert isinstance(batch_memory().__self__, ReusedMemory)  # type: ignore[attr-defined]
+    assert isinstance(batch_memory(KEPT).__self__, RecycledMemory)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert batch_memory() is new_memory, "of the copies of other accelerators nothing is known"
+    assert batch_memory(KEPT) is new_memory, "of the copies of other accelerators nothing is known"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    memory = batch_memory().__self__  # type: ignore[attr-defined]
+    memory = batch_memory(KEPT).__self__  # type: ignore[attr-defined]
     assert isinstance(memory, PinnedMemory)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert batch_memory() is new_memory, "a forked child cannot use CUDA"
+    assert batch_memory(KEPT) is new_memory, "a forked child cannot use CUDA"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    memory = batch_memory().__self__  # type: ignore[attr-defined]
-    assert isinstance(memory, ReusedMemory), "a worker opens no context on a device"
+    memory = batch_memory(KEPT).__self__  # type: ignore[attr-defined]
+    assert isinstance(memory, RecycledMemory), "a worker opens no context on a device"
 
 
 def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(
@@ -145,7 +146,7 @@ def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(
 
 @pytest.mark.guarantee("memory-batches-used")
 def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None:
-    ring = ReusedMemory()
+    ring = RecycledMemory(KEPT)
     tensor = ring.take((4, 8), torch.int64)
     address = tensor.data_ptr()
     kept: list[Any] = [tensor[1:, ::2], tensor.numpy(), tensor.view(-1).detach()]
@@ -160,7 +161,7 @@ def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None
 
 @pytest.mark.guarantee("memory-batches-used")
 def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lets go of tokens and labels of every slab that was ahead of it, and of two more."""
+    """It lets go of all batches that were ahead of it; what is kept of their memory has a limit."""
     made: list[int] = []
 
     def noted(size: int, dtype: Any) -> Any:
@@ -168,12 +169,17 @@ def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.Monkey
         return np.zeros(size, dtype)
 
     monkeypatch.setattr(np, "empty", noted)
-    ring = ReusedMemory()
-    arrays = 2 * (READY_SLABS + 2)
+    arrays = 12
+    ring = RecycledMemory(arrays * 4 * 512 * 8)
     for _ in range(3):
         held = [ring.take((4, 512), torch.int64) for _ in range(arrays)]
         held.clear()
     assert len(made) == arrays
+    held = [ring.take((4, 512), torch.int64) for _ in range(arrays + 5)]
+    held.clear()
+    made.clear()
+    held = [ring.take((4, 512), torch.int64) for _ in range(arrays + 5)]
+    assert len(made) == 5, "no more is kept than was allowed"
 
 
 @pytest.mark.guarantee("field-batch-contiguous")
@@ -256,6 +262,4 @@ def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) 
             batch = next(batches)
             assert batch["attention_mask"].shape == (1, 1, length, length)
             most = max(most, psutil.Process().memory_info().rss)
-    assert most - before <= 3 * length * length + (48 << 20), (
-        "slabs of ids and a few masks, not hundreds"
-    )
+    assert most - before <= 3 * length * length + (48 << 20), "ids and a few masks, not hundreds"

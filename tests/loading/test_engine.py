@@ -27,9 +27,9 @@ from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.lookahead import Lookahead
-from streammega.loading.planner import Planner, largest_gap
-from streammega.loading.read_plan import ReadingPlan, plan_reading, whole_pieces
-from streammega.loading.spans import FileTable
+from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
+from streammega.loading.planner import FileTable, Planner, largest_gap
+from streammega.loading.read_plan import ReadPlan, plan_reading
 from streammega.loading.stats import Stats
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
@@ -96,11 +96,11 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
         for n in range(FILES)
     ]
     planner = Planner(table(local), gap, part, None)
-    span = planner.plan(np.arange(len(samples)), extents, slab)
+    window = planner.plan(np.arange(len(samples)), extents, slab)
     held: dict[int, np.ndarray] = {}
-    for planned in span.holdings:
+    for planned in window.buffers:
         buffer = held[planned.slot] = np.zeros(planned.size, np.uint8)
-        for request in planned.parts:
+        for request in planned.requests:
             size = request.stop - request.start
             assert 0 < size <= part
             assert not local[request.file]
@@ -108,26 +108,26 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
                 request.start : request.stop
             ]
     for r, (file, _, _) in enumerate(rows):
-        size = int(span.size[r]) * files[file].itemsize
+        size = int(window.size[r]) * files[file].itemsize
         if not size:
             continue
         if local[file]:
-            assert span.slot[r] == file
+            assert window.slot[r] == file
             source = files[file].view(np.uint8)
         else:
-            source = held[int(span.slot[r])]
-        at = int(span.offset[r])
+            source = held[int(window.slot[r])]
+        at = int(window.offset[r])
         np.testing.assert_array_equal(
             source[at : at + size].view(files[file].dtype), files[file][start[r] : stop[r]]
         )
-    needs = [planned.row for planned in span.holdings]
+    needs = [planned.row for planned in window.buffers]
     assert needs == sorted(needs)
     for slot in held:
-        assert planner.slots.uses[slot] == int(((span.slot == slot) & (span.size > 0)).sum())
+        assert planner.table.uses[slot] == int(((window.slot == slot) & (window.size > 0)).sum())
     used = sum(len(np.unique(np.concatenate([np.arange(a, b) for f, a, b in zip(extents.dataset, start, stop, strict=True)
                 if f == n] or [np.zeros(0, int)]))) * files[n].itemsize for n in range(FILES) if not local[n])  # fmt: skip
     fetched = sum(
-        request.stop - request.start for planned in span.holdings for request in planned.parts
+        request.stop - request.start for planned in window.buffers for request in planned.requests
     )
     assert used <= fetched
     if part > 8 * TOKENS:  # nothing is cut: waste is gaps alone
@@ -184,7 +184,8 @@ def test_a_pool_never_has_more_than_its_budget(steps: list[tuple[bool, int]], bu
     assert all(size <= rounded(size) <= max(4096, size * 9 / 8 + 4096) for _, size in steps)
 
 
-BUDGETS = (13_000, 14_000, 20_000, 60_000, 250_000, 2_000_000)
+BEYOND_LEAST = (0, 1000, 8000, 50_000, 240_000, 2_000_000)
+"""Bytes of memory beside the least with which one micro-batch can be read."""
 
 
 def orders_and_budgets() -> list[Any]:
@@ -192,27 +193,39 @@ def orders_and_budgets() -> list[Any]:
     in `make soak`.
     """
     soon = {
-        "stream": (13_000, 20_000, 2_000_000),
-        "megatron": (13_000, 14_000, 250_000),
-        "sequential": (13_000, 60_000, 2_000_000),
+        "stream": (0, 8000, 2_000_000),
+        "megatron": (0, 1000, 240_000),
+        "sequential": (0, 50_000, 2_000_000),
     }
     return [
-        pytest.param(order, budget, marks=[] if budget in soon[order] else pytest.mark.soak)
-        for order, budget in itertools.product(soon, BUDGETS)
+        pytest.param(order, beyond, marks=[] if beyond in soon[order] else pytest.mark.soak)
+        for order, beyond in itertools.product(soon, BEYOND_LEAST)
     ]
 
 
+def least_memory(config: DataConfig) -> int:
+    """What the error says of a memory that is too small for one micro-batch."""
+    config = replace(config, storage=replace(config.storage, memory_bytes=4096))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    with pytest.raises(ConfigError, match=r"memory_bytes 4,096 .* needs at least ") as caught:
+        next(iter(loader))
+    return int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+
+
 @pytest.mark.guarantee("memory-budget-never", "9-budget-deadlocks")
-@pytest.mark.parametrize(("order", "budget"), orders_and_budgets())
+@pytest.mark.parametrize(("order", "beyond"), orders_and_budgets())
 def test_any_budget_gives_the_same_stream_within_it(
-    server: tuple[Running, Path], tmp_path: Path, order: str, budget: int
+    server: tuple[Running, Path], tmp_path: Path, order: str, beyond: int
 ) -> None:
+    """From the least that the error names on: fetched blocks, ids and fields that are ready."""
     endpoint, root = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=budget)
+    storage = storage_of(endpoint, "obstore")
     # 130 bytes each
-    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if budget < 100_000 else 3000)
+    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if beyond < 50_000 else 3000)
     if order == "sequential":
         config = replace(config, num_samples=None, blend=["s3://data/web"])
+    budget = least_memory(config) + beyond
+    config = replace(config, storage=replace(storage, memory_bytes=budget))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
         got = torch.cat(
@@ -228,42 +241,25 @@ def test_any_budget_gives_the_same_stream_within_it(
 
 
 @pytest.mark.guarantee("9-budget-deadlocks")
-def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
-    endpoint, _ = server
-    config = config_of(
-        "stream", "s3:/", tmp_path, replace(storage_of(endpoint, "obstore"), memory_bytes=5000)
-    )
-    with pytest.raises(
-        ConfigError, match=r"memory_bytes 5,000 .* needs at least ([\d,]+)"
-    ) as caught:
-        next(iter(StreamLoader(config, micro_batch_size=8, global_batch_size=8)))
-    least = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
-    enough = replace(config, storage=replace(config.storage, memory_bytes=least))
-    next(iter(StreamLoader(enough, micro_batch_size=8, global_batch_size=8)))
-
-
-@pytest.mark.guarantee("9-budget-deadlocks")
-def test_a_budget_too_small_for_the_open_pieces_is_told_with_what_would_do(
+def test_a_budget_too_small_for_the_open_blocks_is_told_with_what_would_do(
     server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, _ = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=300_000)
 
-    def reading_with(memory_bytes: int) -> ReadingPlan:
+    def reading_with(memory_bytes: int) -> ReadPlan:
         caplog.clear()
         config = config_of("stream", "s3:/", tmp_path, replace(storage, memory_bytes=memory_bytes))
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
         return plan_reading(loader.dataset.steps, 0, memory_bytes)
 
-    short = reading_with(storage.memory_bytes).planner.pieces
+    short = reading_with(storage.memory_bytes).planner.blocks
     assert short is None or not short.whole.all()
-    assert "memory_bytes 300,000 has no room for the open pieces" in caplog.text
+    assert "memory_bytes 300,000 has no room for the open blocks" in caplog.text
     enough = int(caplog.text.split("at least ")[1].split(";")[0].replace(",", ""))
-    pieces = reading_with(enough).planner.pieces
-    assert pieces is not None
-    assert pieces.whole.all(), "what was told is enough"
+    blocks = reading_with(enough).planner.blocks
+    assert blocks is not None
+    assert blocks.whole.all(), "what was told is enough"
     assert not caplog.records
     reading_with(enough - 4096)
     assert caplog.records, "and no more than is needed"
@@ -283,7 +279,7 @@ def test_the_stream_order_fetches_every_byte_once(
     )
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     reader = plan_reading(loader.dataset.steps, 0, storage.memory_bytes)
-    assert reader.planner.pieces is not None
+    assert reader.planner.blocks is not None
     order = loader.dataset.samples.segments[0].order
     assert order is not None
     epoch = int(order.layout.datasets["size"][0]) // 8
@@ -296,53 +292,71 @@ def test_the_stream_order_fetches_every_byte_once(
     assert loader.stats()["requests"] < epoch * 8 / 4
 
 
+sizes = st.integers(1, 1 << 20)
+
+
+@pytest.mark.guarantee("pieces-held-whole", "memory-budget-never")
+@given(
+    samples=st.integers(1, 64),
+    stored=sizes,
+    ids=sizes,
+    fields=st.lists(sizes, max_size=8),
+    blocks=st.lists(sizes, max_size=5),
+    lanes=st.integers(1, 1024),
+    memory_bytes=st.integers(1 << 12, 1 << 34),
+    more=st.integers(0, 1 << 30),
+    ahead=st.integers(1, 200),
+)
+def test_memory_is_divided_and_more_of_it_holds_no_less(
+    samples: int, stored: int, ids: int, fields: list[int], blocks: list[int], lanes: int,
+    memory_bytes: int, more: int, ahead: int,
+) -> None:  # fmt: skip
+    batch = BatchSize(samples, 1, stored, (ids, 8 * samples), tuple(fields))
+    wanted = [BlockSize(number, size) for number, size in enumerate(blocks)]
+    plans: list[MemoryPlan | None] = []
+    for memory in (memory_bytes, memory_bytes + more):
+        try:
+            plan = plan_memory(memory, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512)
+        except ConfigError as error:
+            least = int(str(error).split("at least ")[1].split(" ")[0].replace(",", ""))
+            assert least > memory
+            plan_memory(least, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512)
+            plans.append(None)  # and what the error names is enough
+            continue
+        plans.append(plan)
+        assert plan.ready_bytes + plan.fetch_bytes == memory
+        assert plan.open_bytes <= 0.75 * plan.fetch_bytes
+        assert plan.open_bytes >= lanes * sum(blocks[dataset] for dataset in plan.whole)
+        assert plan.window_batches >= plan.group_batches >= plan.field_batches >= 1
+        assert plan.ready_groups * plan.group_batches >= ahead
+        assert plan.unfit == len(blocks) - len(plan.whole)
+        if plan.unfit:
+            enough = plan_memory(
+                plan.enough_bytes, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512
+            )
+            assert enough.unfit == 0 < plan.enough_bytes - memory
+    small, large = plans
+    if small is not None:
+        assert large is not None
+        assert large.open_bytes >= small.open_bytes
+        assert large.group_batches >= small.group_batches or large.whole
+
+
 @pytest.mark.guarantee("pieces-held-whole")
-def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_drawn_most_first(
+def test_blocks_are_held_whole_of_datasets_drawn_most_first(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     endpoint, _ = server
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
     config = replace(config, blend=[("s3://data/web", 0.3), ("s3://data/code", 0.7)])
-    dataset = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     held = []
-    for budget in range(20_000, 600_000, 4_000):
-        steps = dataset.steps
-        whole = whole_pieces(steps, plan_reading(steps, 0, budget).table, 0, budget, 4)
-        held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
-        assert whole.open_bytes <= 0.75 * budget
-    assert [held[0], held[-1]] == [(False, False), (True, True)]
+    for budget in range(1_000_000, 8_000_000, 100_000):
+        blocks = plan_reading(steps, 0, budget).planner.blocks
+        held.append((False, False) if blocks is None else tuple(blocks.whole.tolist()))
     assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], (
         "the second is drawn more often"
     )
-
-
-def test_larger_slabs_take_no_memory_from_whole_pieces(
-    server: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where larger slabs would leave no room for pieces that the least ones have, they are as
-    small.
-    """
-    endpoint, _ = server
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
-    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
-    # Eight micro-batches of int64 at least: the sizes of slabs are tried out on few samples.
-    bytes_of_batch = 8 * 4 * (steps.config.sequence_length + 1)
-    module = "streammega.loading.read_plan"
-    monkeypatch.setattr(f"{module}.LEAST_SLAB_BYTES", 8 * bytes_of_batch)
-    monkeypatch.setattr(f"{module}.SLABS_OF_BUDGET", 1)
-    sizes: dict[bool, set[int]] = {False: set(), True: set()}
-    for budget in range(20_000, 4_000_000, 50_000):
-        monkeypatch.setattr(f"{module}.SLAB_BYTES", 8 * bytes_of_batch)
-        least = plan_reading(steps, 0, budget)
-        monkeypatch.setattr(f"{module}.SLAB_BYTES", 16 * bytes_of_batch)
-        for ids_only in (False, True):
-            plan = plan_reading(steps, 0, budget, ids_only=ids_only)
-            assert (plan.planner.pieces is None) == (least.planner.pieces is None)
-            if plan.planner.pieces is not None:
-                sizes[ids_only].add(plan.slab_batches)
-    assert min(sizes[False]) == min(sizes[True]) == 8
-    assert max(sizes[False]) == 16
-    assert max(sizes[True]) > 16
 
 
 def lookahead_with_room(
@@ -356,20 +370,20 @@ def lookahead_with_room(
     reading = plan_reading(steps, 0, storage.memory_bytes)
     positions = iter(range(0, samples, 4))
     lookahead = Lookahead(steps, reading, positions, fetcher=None, stats=Stats())
-    return lookahead, reading.slab_batches
+    return lookahead, reading.memory.group_batches
 
 
 @pytest.mark.guarantee("first-spans-small")
 def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
     """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
-    lookahead, slab_batches = lookahead_with_room(server, tmp_path, 3000)
+    lookahead, group_batches = lookahead_with_room(server, tmp_path, 3000)
     lookahead.keep_pace(0.0)
     planned = []
     for _ in range(6):
         before = lookahead.batches
-        lookahead.plan_span()
+        lookahead.plan_window()
         planned.append(lookahead.batches - before)
-    assert planned[0] <= slab_batches
+    assert planned[0] <= group_batches
     assert planned == sorted(planned)
     assert planned[-1] > planned[0]
 
@@ -823,7 +837,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
         dp_rank=0,
         dp_size=2,
     ).dataset
-    pieces = plan_reading(dataset.steps, 0, 4_000_000).planner.pieces
+    pieces = plan_reading(dataset.steps, 0, 4_000_000).planner.blocks
     assert pieces is not None
     pieces.assign(np.arange(0, 8, 2), np.arange(4))
     with pytest.raises(
@@ -837,19 +851,19 @@ def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     """A plan of one slab costs nearly as much as one of thirty-two."""
-    lookahead, slab_batches = lookahead_with_room(server, tmp_path, 300_000)
+    lookahead, group_batches = lookahead_with_room(server, tmp_path, 300_000)
     lookahead.keep_pace(0.0)
     while not lookahead.is_far:
-        lookahead.plan_span()
+        lookahead.plan_window()
     full = lookahead.batches
-    assert lookahead.take_slab() is not None
+    assert lookahead.take_group() is not None
     while bool(lookahead.is_far):
-        lookahead.take_slab()
+        lookahead.take_group()
     least = lookahead.batches
-    lookahead.plan_span()
+    lookahead.plan_window()
     planned = lookahead.batches - least
     assert least > full / 2, "what is ahead stays far more than what is being gathered"
-    assert planned >= 16 * slab_batches
+    assert planned >= 16 * group_batches
 
 
 @pytest.mark.guarantee("first-spans-small")
@@ -862,7 +876,7 @@ def test_a_slow_caller_is_not_read_far_ahead_of(
         lookahead.keep_pace(seconds)
         lookahead.plan()
         while not lookahead.is_far:
-            lookahead.plan_span()
+            lookahead.plan_window()
         planned.append(lookahead.batches)
     assert planned[0] >= 8 * planned[1] > 0
 

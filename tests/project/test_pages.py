@@ -19,8 +19,7 @@ from streammega import StorageConfig
 from streammega.config.validate import field_docs
 from streammega.dataset import checksums
 from streammega.integrations import frameworks
-from streammega.loading import lookahead, planner, staging
-from streammega.loading import read_plan as reader
+from streammega.loading import lookahead, memory_plan, planner, staging
 from streammega.order import stream_order
 from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
@@ -296,11 +295,11 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
-    ("architecture", "a piece (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
+    ("architecture", "a block (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
     (
         "architecture",
         "while at most a seventh more is fetched than is used",
-        planner.MOST_WASTE,
+        planner.MAX_WASTE,
         1 / 7,
     ),
     ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
@@ -315,7 +314,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (1 << 30, 0.01),
     ),
     ("architecture", "is not looked at again for half a minute", cache_folder.FULL_FOR, 30),
-    ("architecture", "Slabs of micro-batches (16 MiB of tokens", reader.SLAB_BYTES, 16 << 20),
+    ("architecture", "groups of micro-batches (2 MiB of ids)", memory_plan.GROUP_BYTES, 2 << 20),
     ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     ("architecture", "Signs of life go to the job's store once a second", watchdog.BEAT, 1),
