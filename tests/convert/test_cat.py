@@ -17,7 +17,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.errors import ConfigError
 from streammega.errors.words import pluralize, without_controls
-from tests.support.builders import convert_bytes, convert_files
+from tests.support.builders import convert_bytes, convert_files, write_tokenizer
 from tests.support.servers import S3
 
 TEXTS = [f"document {n}\n\tü" for n in range(200)]
@@ -98,15 +98,8 @@ def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4}
-    model = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()
-    model.add_special_tokens(["</s>"])
-    (tmp_path / "tokenizers").mkdir()
-    model.save(str(tmp_path / "tokenizers" / "words.json"))
-    return str(tmp_path / "tokenizers" / "words.json")
+    path = tmp_path / "tokenizers" / "words.json"
+    return write_tokenizer(path, ["<s>", "</s>", "hello", "world"], ["</s>"])
 
 
 @pytest.mark.parametrize(

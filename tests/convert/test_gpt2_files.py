@@ -87,20 +87,8 @@ def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path:
     source = str(tmp_path / "in.jsonl")
     convert_files(tmp_path / "pair", source, tokenizer=f"{vocab},{merges}")
     convert_files(tmp_path / "folder", source, tokenizer=str(folder))
-    done = CliRunner().invoke(
-        app,
-        [
-            "convert",
-            source,
-            str(tmp_path / "command"),
-            "--tokenizer",
-            vocab,
-            "--merges",
-            merges,
-            "--workers",
-            "1",
-        ],
-    )
+    words = ["convert", source, str(tmp_path / "command"), "--tokenizer", vocab]
+    done = CliRunner().invoke(app, [*words, "--merges", merges, "--workers", "1"])
     assert done.exit_code == 0, done.output
     found = [(tmp_path / f"{name}.bin").read_bytes() for name in ("pair", "folder", "command")]
     assert found[0] == found[1] == found[2]
