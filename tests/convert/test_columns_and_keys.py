@@ -4,7 +4,6 @@ alike.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,13 @@ from streammega import IndexedDataset
 from streammega.convert.read.fields import MISSING, value_at
 from streammega.convert.read.tables import token_lists
 from streammega.errors import ConvertError
-from tests.support.builders import convert_bytes, convert_files, stored_texts
+from tests.support.builders import (
+    convert_bytes,
+    convert_files,
+    stored_ids,
+    stored_texts,
+    write_jsonl,
+)
 
 
 def table(path: Path, rows: list[Any], schema: pa.Schema | None = None) -> str:
@@ -31,10 +36,7 @@ def table(path: Path, rows: list[Any], schema: pa.Schema | None = None) -> str:
 
 
 def written(path: Path, rows: list[Any]) -> str:
-    if path.suffix != ".jsonl":
-        return table(path, rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(path, rows) if path.suffix == ".jsonl" else table(path, rows)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
@@ -160,9 +162,7 @@ def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Pa
         schema = pa.schema({"doc": pa.struct({"ids": kind, "id": pa.int8()})})
         path = table(tmp_path / name, [{"doc": {"ids": row, "id": 1}} for row in ids], schema)
         report = convert_files(tmp_path / key, path, key="doc.ids")
-        assert [
-            np.asarray(item).tolist() for item in IndexedDataset(str(tmp_path / key))[:]
-        ] == ids[:3]
+        assert stored_ids(tmp_path / key) == ids[:3]
         assert report.dropped == {"empty": 1}
 
 

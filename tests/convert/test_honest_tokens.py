@@ -18,19 +18,7 @@ from streammega import IndexedDataset, IndexedDatasetWriter
 from streammega.convert import convert
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
-from tests.support.builders import convert_bytes, convert_files
-
-
-def read(prefix: str | Path) -> list[list[int]]:
-    return [
-        np.asarray(item[0] if isinstance(item, tuple) else item).tolist()
-        for item in IndexedDataset(str(prefix))[:]
-    ]
-
-
-def lines(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+from tests.support.builders import convert_bytes, convert_files, stored_ids, write_jsonl
 
 
 @pytest.fixture
@@ -54,14 +42,16 @@ def words(tmp_path: Path) -> str:
 def test_cut_tokens_keep_the_end_of_their_documents(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = lines(tmp_path / "in.jsonl", *({"q": "ask " * n, "a": "tell"} for n in range(1, 9)))
+    source = write_jsonl(
+        tmp_path / "in.jsonl", ({"q": "ask " * n, "a": "tell"} for n in range(1, 9))
+    )
     convert_bytes(tmp_path / "tokens", source, keys=("q", "a:1"))
     convert([str(tmp_path / "tokens")], str(tmp_path / "out"), workers=1, **settings)
     found = verify(str(tmp_path / "out"))
     assert not found.problems
     indexed = IndexedDataset(str(tmp_path / "out"))
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
-    ends = [read(tmp_path / "out")[last - 1][-1] for last in indexed.document_indices[1:]]
+    ends = [stored_ids(tmp_path / "out")[last - 1][-1] for last in indexed.document_indices[1:]]
     assert manifest["eod_id"] is None or set(ends) == {256}
 
 
@@ -71,7 +61,7 @@ def test_llm_c_files_are_told_by_their_headers(tmp_path: Path) -> None:
     header[:3] = 20240801, 7, len(ids)
     (tmp_path / "llama.bin").write_bytes(header.tobytes() + ids.tobytes())
     convert_files(tmp_path / "out", tmp_path / "llama.bin")
-    assert read(tmp_path / "out") == [ids.tolist()]
+    assert stored_ids(tmp_path / "out") == [ids.tolist()]
     assert IndexedDataset(str(tmp_path / "out")).dtype == np.int32
     header[:2] = 20240999, 1
     (tmp_path / "other.bin").write_bytes(header.tobytes() + ids.tobytes())
@@ -82,7 +72,7 @@ def test_llm_c_files_are_told_by_their_headers(tmp_path: Path) -> None:
 def test_raw_ids_of_32_bits_are_read_where_they_fit(tmp_path: Path) -> None:
     np.array([1, 128_000, 5], "<u4").tofile(tmp_path / "ids.bin")
     convert_files(tmp_path / "out", tmp_path / "ids.bin", input_dtype="uint32")
-    assert read(tmp_path / "out") == [[1, 128_000, 5]]
+    assert stored_ids(tmp_path / "out") == [[1, 128_000, 5]]
     np.array([1, 1 << 31], "<u4").tofile(tmp_path / "large.bin")
     with pytest.raises(ConvertError, match=r"2147483648.*cannot hold"):
         convert_files(tmp_path / "no", tmp_path / "large.bin", input_dtype="uint32")
@@ -96,18 +86,18 @@ def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> 
     with pytest.raises(ConvertError, match=r"m\.bin.*every second.*--input-dtype int32"):
         convert_files(tmp_path / "no", tmp_path / "m.bin")
     convert_files(tmp_path / "out", tmp_path / "m.bin", input_dtype="int32")
-    assert read(tmp_path / "out")[0][:3] == [100, 101, 102]
+    assert stored_ids(tmp_path / "out")[0][:3] == [100, 101, 102]
 
 
 def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> None:
-    source = lines(
-        tmp_path / "in.jsonl", {"text": "hello"}, {"text": " "}, {"text": "\n"}, {"text": "world"}
+    source = write_jsonl(
+        tmp_path / "in.jsonl", [{"text": "hello"}, {"text": " "}, {"text": "\n"}, {"text": "world"}]
     )
     report = convert_files(tmp_path / "out", source, tokenizer=words)
-    assert read(tmp_path / "out") == [[3, 2], [4, 2]]
+    assert stored_ids(tmp_path / "out") == [[3, 2], [4, 2]]
     assert report.dropped["empty"] == 2
     convert_files(tmp_path / "kept", source, tokenizer=words, keep_empty=True)
-    assert read(tmp_path / "kept") == [[3, 2], [2], [2], [4, 2]]
+    assert stored_ids(tmp_path / "kept") == [[3, 2], [2], [2], [4, 2]]
 
 
 @pytest.mark.parametrize(
@@ -117,19 +107,19 @@ def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> N
 def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
     words: str, tmp_path: Path, special: Any, ids: list[int]
 ) -> None:
-    source = lines(tmp_path / "in.jsonl", {"text": "hello </s> world"})
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "hello </s> world"}])
     convert_files(tmp_path / "out", source, tokenizer=words, special_tokens=special)
-    own = read(tmp_path / "out")[0]
+    own = stored_ids(tmp_path / "out")[0]
     assert own == ids if special != "text" else own.count(2) == 1 and own[-1] == 2
 
 
 def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_path: Path) -> None:
-    source = lines(
-        tmp_path / "in.jsonl", {"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""}
+    source = write_jsonl(
+        tmp_path / "in.jsonl", [{"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""}]
     )
     report = convert_bytes(tmp_path / "out", source, keys=("q", "a:1"))
     indexed = IndexedDataset(str(tmp_path / "out"))
-    assert read(tmp_path / "out") == [[97], [256], [98, 256]]
+    assert stored_ids(tmp_path / "out") == [[97], [256], [98, 256]]
     assert indexed.sequence_modes is not None
     assert indexed.sequence_modes.tolist() == [0, 1, 1]
     assert report.dropped["empty"] == 1
@@ -138,11 +128,11 @@ def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_p
 def test_a_beginning_of_documents_is_added_where_it_is_asked_for(
     words: str, tmp_path: Path
 ) -> None:
-    source = lines(tmp_path / "in.jsonl", {"text": "hello"}, {"text": "world hello"})
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "hello"}, {"text": "world hello"}])
     convert_files(tmp_path / "out", source, tokenizer=words, bos="<s>")
-    assert read(tmp_path / "out") == [[1, 3, 2], [1, 4, 3, 2]]
+    assert stored_ids(tmp_path / "out") == [[1, 3, 2], [1, 4, 3, 2]]
     convert_files(tmp_path / "post", source, tokenizer=words, add_special_tokens=True)
-    assert read(tmp_path / "post") == [[1, 3, 2], [1, 4, 3, 2]]
+    assert stored_ids(tmp_path / "post") == [[1, 3, 2], [1, 4, 3, 2]]
     with pytest.raises(ConvertError, match="no token '<b>'"):
         convert_files(tmp_path / "no", source, tokenizer=words, bos="<b>")
 
@@ -174,7 +164,7 @@ def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Pa
     path.write_text(
         "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
     )
-    source = lines(tmp_path / "in.jsonl", {"text": "it's 1234 ok"})
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "it's 1234 ok"}])
     with pytest.raises(ConvertError, match=r"own\.tiktoken.*259.*--tiktoken-pattern"):
         convert_files(tmp_path / "no", source, tokenizer=str(path))
     for name, pattern in {
@@ -182,7 +172,7 @@ def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Pa
     }.items():
         convert_files(tmp_path / name, source, tokenizer=str(path), tiktoken_pattern=name)
         theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        assert read(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
+        assert stored_ids(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
 
 
 EMPTY = [{"text": ""}, {"text": None}, {"text": []}, {"text": [""]}, {"text": " "}]
@@ -194,7 +184,7 @@ def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
 ) -> None:
     path = tmp_path / name
     if name == "in.jsonl":
-        lines(path, *EMPTY)
+        write_jsonl(path, EMPTY)
     elif name == "in.parquet":
         pq.write_table(pa.table({"text": ["", None, "", "", " "]}), path)
     else:
@@ -203,7 +193,7 @@ def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
     inputs = [str(path), str(tmp_path / "empty.txt")]
     settings: dict[str, Any] = {"tokenizer": words, "workers": 1}
     report = convert(inputs, str(tmp_path / "kept"), keep_empty=True, **settings)
-    assert read(tmp_path / "kept") == [[2]] * 6
+    assert stored_ids(tmp_path / "kept") == [[2]] * 6
     assert report.dropped == {}
     with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; empty: 6"):
         convert(inputs, str(tmp_path / "dropped"), **settings)
@@ -212,7 +202,7 @@ def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
 
 
 def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", {"q": "", "a": None}, {"q": "", "a": "hello"})
+    source = write_jsonl(tmp_path / "in.jsonl", [{"q": "", "a": None}, {"q": "", "a": "hello"}])
     for keys, modes in ((("q", "a"), None), (("q", "a:1"), [1, 1])):
         out = tmp_path / keys[1]
         convert_files(out, source, tokenizer=words, keep_empty=True, keys=keys)
@@ -228,13 +218,15 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
 ) -> None:
     asked = {"role": "user", "content": "hello"}
     answer = {"role": "assistant", "content": "world"}
-    source = lines(
+    source = write_jsonl(
         tmp_path / "in.jsonl",
-        {"messages": [asked]},
-        {"messages": [asked, answer]},
-        {"messages": [asked, asked]},
-        {"messages": []},
-        {"messages": [asked, {"role": "assistant", "content": ""}]},
+        [
+            {"messages": [asked]},
+            {"messages": [asked, answer]},
+            {"messages": [asked, asked]},
+            {"messages": []},
+            {"messages": [asked, {"role": "assistant", "content": ""}]},
+        ],
     )
     report = convert_bytes(tmp_path / 'out', source, chat=True, chat_template=template)  # fmt: skip
     assert report.documents == 2

@@ -24,7 +24,14 @@ from streammega.convert.job import plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
-from tests.support.builders import convert_bytes, convert_files, tar_bytes, write_random_pair
+from tests.support.builders import (
+    convert_bytes,
+    convert_files,
+    stored_ids,
+    tar_bytes,
+    write_jsonl,
+    write_random_pair,
+)
 from tests.support.data.make_peers import TEXTS, tokens
 from tests.support.servers import S3
 from tests.support.typed import all_tokens
@@ -35,10 +42,6 @@ EOD = 256
 
 def as_bytes(texts: list[str]) -> list[list[int]]:
     return [[*text.encode(), EOD] for text in texts]
-
-
-def read(prefix: str | Path, storage: StorageConfig | None = None) -> list[list[int]]:
-    return [np.asarray(item).tolist() for item in IndexedDataset(str(prefix), storage)[:]]
 
 
 def jsonl(path: Path, pack: Callable[[bytes], bytes] = bytes) -> str:
@@ -109,7 +112,7 @@ TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("name", TEXT_INPUTS)
 def test_texts_arrive_from_every_format(name: str, tmp_path: Path) -> None:
     report = convert_bytes(tmp_path / "out", TEXT_INPUTS[name](tmp_path))
-    assert read(tmp_path / "out") == as_bytes(TEXTS)
+    assert stored_ids(tmp_path / "out") == as_bytes(TEXTS)
     assert report.documents == len(TEXTS)
     assert not report.dropped
 
@@ -160,7 +163,7 @@ TOKEN_INPUTS: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("name", TOKEN_INPUTS)
 def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
     report = convert_files(tmp_path / "out", TOKEN_INPUTS[name](tmp_path))
-    assert read(tmp_path / "out") == token_arrays()
+    assert stored_ids(tmp_path / "out") == token_arrays()
     assert report.dtype in ("uint16", "int32")
 
 
@@ -189,16 +192,16 @@ def test_raw_arrays_are_cut_at_the_ends_of_documents(
     monkeypatch.setattr("streammega.convert.read.arrays.SCAN_TOKENS", 7)
     path, documents = raw(tmp_path, kind)
     convert_files(tmp_path / "out", path, eod_id=50_000)
-    assert read(tmp_path / "out") == documents
+    assert stored_ids(tmp_path / "out") == documents
     convert_files(tmp_path / "one", path)
-    assert read(tmp_path / "one") == [[token for document in documents for token in document]]
+    assert stored_ids(tmp_path / "one") == [[token for document in documents for token in document]]
 
 
 def test_rows_of_an_array_are_documents(tmp_path: Path) -> None:
     rows = np.arange(30, dtype=np.int32).reshape(6, 5)
     np.save(tmp_path / "rows.npy", rows)
     convert_files(tmp_path / "out", tmp_path / "rows.npy")
-    assert read(tmp_path / "out") == rows.tolist()
+    assert stored_ids(tmp_path / "out") == rows.tolist()
 
 
 def test_inputs_are_read_from_object_storage(
@@ -212,7 +215,7 @@ def test_inputs_are_read_from_object_storage(
         system.pipe_file(f"{bucket}/{name}", data)
     for item in (f"s3://{bucket}/in", f"s3://{bucket}/in/*"):
         convert_bytes(tmp_path / "out", item, storage=s3_storage, overwrite=True)
-        assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
+        assert stored_ids(tmp_path / "out") == as_bytes(TEXTS) * 2
     convert_files(f"s3://{bucket}/pair", tmp_path / "out", storage=s3_storage)
     convert_files(tmp_path / "back", f"s3://{bucket}/pair", storage=s3_storage)
     assert (tmp_path / "back.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
@@ -231,9 +234,9 @@ def test_large_files_are_cut_into_units_and_nothing_is_lost(
         10 if unit < 300 else 1
     )
     convert_bytes(tmp_path / "out", *inputs[:2])
-    assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
+    assert stored_ids(tmp_path / "out") == as_bytes(TEXTS) * 2
     convert_files(tmp_path / "out2", *inputs[2:], min_tokens=1)
-    assert read(tmp_path / "out2") == token_arrays()
+    assert stored_ids(tmp_path / "out2") == token_arrays()
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
     report = convert_files(
         tmp_path / "out", jsonl(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "sp.model")
     )
-    assert read(tmp_path / "out") == [[*model.encode(text), model.eos_id()] for text in TEXTS]
+    assert stored_ids(tmp_path / "out") == [[*model.encode(text), model.eos_id()] for text in TEXTS]
     assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
 
 
@@ -281,7 +284,7 @@ def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
         "tiktoken_pattern": "cl100k_base",
     }
     convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1, **settings)
-    assert read(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
+    assert stored_ids(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
     assert (
         load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(
             model.encode_ordinary("doc")
@@ -315,14 +318,9 @@ def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> No
 # --- what is made of documents ----------------------------------------------------------------------------------------
 
 
-def records(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.guarantee("documents-format-modes")
 def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
-    path = records(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
     convert_bytes(tmp_path / "out", path, keys=("q", "a:1"))
     made = IndexedDataset(str(tmp_path / "out"))
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
@@ -337,7 +335,7 @@ def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
 @pytest.mark.guarantee("documents-format-modes")
 def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    path = records(
+    path = write_jsonl(
         tmp_path / "a.jsonl",
         [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]}],
     )
@@ -366,12 +364,12 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.guarantee("left-out-counted")
 def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
-    path = records(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
     cut = convert_bytes(tmp_path / "cut", path, min_tokens=3, max_tokens=8)
-    assert read(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
+    assert stored_ids(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
     assert cut.dropped == {"empty": 1, "too short": 1, "cut": 2, "tokens cut off": 2 + 13}
     dropped = convert_bytes(tmp_path / "d", path, max_tokens=8, long="drop")
-    assert read(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
+    assert stored_ids(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
     assert dropped.dropped == {"empty": 1, "too long": 2}
 
 
@@ -391,7 +389,7 @@ def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
     sequences = write_random_pair(str(tmp_path / "in"), vocab=60_000)
     convert_files(tmp_path / "wide", tmp_path / "in", dtype="int32")
     assert IndexedDataset(str(tmp_path / "wide")).dtype == np.int32
-    assert read(tmp_path / "wide") == [sequence.tolist() for sequence in sequences]
+    assert stored_ids(tmp_path / "wide") == [sequence.tolist() for sequence in sequences]
 
 
 # --- what is broken -----------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import webdataset
 
-from streammega import IndexedDataset
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import convert_bytes, convert_files, stored_texts, write_tar
+from tests.support.builders import convert_bytes, convert_files, stored_ids, stored_texts, write_tar
 
 
 def images(path: Path, **more: Any) -> str:
@@ -115,9 +114,7 @@ def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'json' or 'npy'"):
         convert_files(tmp_path / "out", tmp_path / "a.tar")
     convert_files(tmp_path / "out", tmp_path / "a.tar", member="npy")
-    assert [np.asarray(ids).tolist() for ids in IndexedDataset(str(tmp_path / "out"))[:]] == [
-        list(range(n, n + 4)) for n in range(3)
-    ]
+    assert stored_ids(tmp_path / "out") == [list(range(n, n + 4)) for n in range(3)]
 
 
 def test_samples_with_one_document_need_no_choice(tmp_path: Path) -> None:

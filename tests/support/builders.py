@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import DTypeLike
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import MANIFEST
@@ -118,12 +118,15 @@ def convert_files(output: Path | str, *inputs: Path | str, **options: Any) -> Co
     return convert(list(map(str, inputs)), str(output), workers=1, **options)
 
 
+def stored_ids(prefix: Path | str, storage: StorageConfig | None = None) -> list[list[int]]:
+    """The ids of each sequence of a dataset."""
+    items = IndexedDataset(str(prefix), storage)[:]
+    return [np.asarray(item[0] if isinstance(item, tuple) else item).tolist() for item in items]
+
+
 def stored_texts(prefix: Path | str) -> list[str]:
     """The text of each sequence of a dataset that `convert_bytes` made."""
-    items = [
-        item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]
-    ]
-    return [bytes(ids[ids < 256].astype(np.uint8)).decode() for ids in map(np.asarray, items)]
+    return [bytes(id for id in ids if id < 256).decode() for ids in stored_ids(prefix)]
 
 
 def write_tokenizer(path: Path, words: Sequence[str], special: Sequence[str] = ()) -> str:
