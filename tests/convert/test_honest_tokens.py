@@ -218,16 +218,9 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
 ) -> None:
     asked = {"role": "user", "content": "hello"}
     answer = {"role": "assistant", "content": "world"}
-    source = write_jsonl(
-        tmp_path / "in.jsonl",
-        [
-            {"messages": [asked]},
-            {"messages": [asked, answer]},
-            {"messages": [asked, asked]},
-            {"messages": []},
-            {"messages": [asked, {"role": "assistant", "content": ""}]},
-        ],
-    )
+    unanswered = [asked, {"role": "assistant", "content": ""}]
+    chats: list[Any] = [[asked], [asked, answer], [asked, asked], [], unanswered]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": chat} for chat in chats])
     report = convert_bytes(tmp_path / 'out', source, chat=True, chat_template=template)  # fmt: skip
     assert report.documents == 2
     assert report.dropped == {"without an answer": 2, "empty": 1}
