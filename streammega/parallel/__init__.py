@@ -2,7 +2,7 @@
 of context parallelism.
 """
 
-from streammega.parallel.batches import RankBatches, get_batch, open_loader
 from streammega.parallel.groups import Ranks, device_mesh
+from streammega.parallel.rank_batches import RankBatches, get_batch, open_loader
 
 __all__ = ["RankBatches", "Ranks", "device_mesh", "get_batch", "open_loader"]

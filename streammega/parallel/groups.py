@@ -97,7 +97,7 @@ def device_mesh(
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names))
 
 
-def talks_on_cpu(group: dist.ProcessGroup | None) -> bool:
+def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
     """Whether tensors of the CPU can be sent in a group: not with NCCL alone.
 
     True where there is nobody to send to.

@@ -101,7 +101,14 @@ class ParallelLayout:
         ranks = np.asarray(mesh.mesh.tolist(), np.int64)
         sizes = dict(zip(names, ranks.shape, strict=True))
         left_out = [name for name in ORDER.split("-") if name not in names]
-        order = "-".join([*_fastest_first(ranks, names), *left_out])
+        strides = {
+            name: 0 if size == 1 else int(ranks.take(1, axis).flat[0] - ranks.flat[0])
+            for axis, (name, size) in enumerate(zip(names, ranks.shape, strict=True))
+        }
+        # Reversed, since the last dimension of an array is its fastest: among those of size 1, whose
+        # strides say nothing, this order stays.
+        last_first = names[::-1]
+        order = "-".join([*sorted(last_first, key=strides.__getitem__), *left_out])
         layout = cls(**sizes, order=order)
         if not np.array_equal(layout.grid(names), ranks):
             raise ConfigError(
@@ -159,15 +166,15 @@ class ParallelLayout:
         "position-embedding": the first.
         """
         if name == "embedding":
-            return [_first_and_last(ranks) for ranks in self.groups("pp")]
+            return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
         if name == "position-embedding":
             return [ranks[:1] for ranks in self.groups("pp")]
         named = name.lower().split("-")
-        each_once = len(set(named)) == len(named)
-        if each_once and set(named) <= set(DIMENSIONS):
-            return _groups_along(self._grid, self._axes, named)
-        if each_once and set(named) <= set(EXPERT_DIMENSIONS):
-            return _groups_along(self._expert_grid, self._expert_axes, named)
+        if len(set(named)) == len(named):
+            if set(named) <= set(DIMENSIONS):
+                return _groups_along(self._grid, self._axes, named)
+            if set(named) <= set(EXPERT_DIMENSIONS):
+                return _groups_along(self._expert_grid, self._expert_axes, named)
         raise ConfigError(
             f"no group is named {name!r}; join some of {', '.join(DIMENSIONS)}, "
             f"or of {', '.join(EXPERT_DIMENSIONS)}, by '-', "
@@ -177,10 +184,7 @@ class ParallelLayout:
     def group_of(self, rank: int, name: str) -> list[int]:
         """The named group that a rank belongs to; empty for embeddings where it has none."""
         self.coordinates(rank)  # raises for a rank that there is not
-        for group in self.groups(name):
-            if rank in group:
-                return group
-        return []
+        return next((group for group in self.groups(name) if rank in group), [])
 
     def grid(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Ranks as an array with an axis for each of tp, cp, dp, pp that is named, in that order;
@@ -217,7 +221,7 @@ class ParallelLayout:
                 )
 
     def _check_order(self) -> None:
-        named = self._named()
+        named = self.order.lower().split("-")
         unknown = [name for name in named if name not in NAMES]
         if unknown or len(set(named)) != len(named):
             raise ConfigError(
@@ -239,24 +243,18 @@ class ParallelLayout:
                 f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); change one of them"
             )
         has_experts = self.ep > 1 or self.expert_tp != self.tp
-        if not has_experts:
-            return
-        # a layer lies on one stage, its experts too
-        stages = _groups_of_stages(self._grid, self._axes)
-        expert_stages = _groups_of_stages(self._expert_grid, self._expert_axes)
-        if stages != expert_stages:
+        # a layer is on one stage, its experts too
+        stages = _ranks_of_stages(self._grid, self._axes)
+        expert_stages = _ranks_of_stages(self._expert_grid, self._expert_axes)
+        if has_experts and stages != expert_stages:
             raise ConfigError(
                 f"order {self.order!r} puts experts and pipeline stages on other ranks; "
                 f"with both, let pp come last"
             )
 
-    def _named(self) -> list[str]:
-        """The dimensions that the order names, from the fastest to the slowest."""
-        return self.order.lower().split("-")
-
     def _slowest_first(self) -> list[str]:
         """All dimensions, from the slowest to the fastest: the axes of an array of ranks."""
-        named = self._named()
+        named = self.order.lower().split("-")
         # As Megatron appends them. Their size is 1, so their place matters to experts only, whose
         # dp is what their other sizes leave.
         left_out = [name for name in ("tp", "pp", "dp", "ep", "cp") if name not in named]
@@ -301,32 +299,8 @@ def _groups_along(
     return groups
 
 
-def _groups_of_stages(grid: NDArray[np.int64], axes: Sequence[str]) -> list[list[int]]:
+def _ranks_of_stages(grid: NDArray[np.int64], axes: Sequence[str]) -> list[list[int]]:
     """The ranks of each pipeline stage, in rising order."""
-    stage_axis = axes.index("pp")
-    ranks_of_stage = np.moveaxis(grid, stage_axis, 0).reshape(grid.shape[stage_axis], -1)
-    stages: list[list[int]] = np.sort(ranks_of_stage).tolist()
+    by_stage = np.moveaxis(grid, axes.index("pp"), 0)
+    stages: list[list[int]] = np.sort(by_stage.reshape(len(by_stage), -1)).tolist()
     return stages
-
-
-def _first_and_last(ranks: list[int]) -> list[int]:
-    """One rank where there is one only."""
-    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
-
-
-def _fastest_first(ranks: NDArray[np.int64], names: Sequence[str]) -> list[str]:
-    """The dimensions of a mesh by how far apart it numbers neighbours along them."""
-    strides = {name: _stride(ranks, axis) for axis, name in enumerate(names)}
-    # Reversed, since the last dimension of an array is its fastest: among those of size 1, whose
-    # strides say nothing, this order stays.
-    last_first = list(reversed(names))
-    return sorted(last_first, key=strides.__getitem__)
-
-
-def _stride(ranks: NDArray[np.int64], axis: int) -> int:
-    """How far apart neighbours along an axis are numbered; 0 where it has one only."""
-    if ranks.shape[axis] == 1:
-        return 0
-    first_two = np.take(ranks, [0, 1], axis=axis)
-    distances = np.diff(first_two, axis=axis)
-    return int(distances.flat[0])

@@ -19,7 +19,7 @@ import streammega
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks
-from streammega.parallel.groups import WORLD, talks_on_cpu
+from streammega.parallel.groups import WORLD, has_cpu_backend
 from streammega.train.config import RunConfig
 
 MAY_DIFFER = {
@@ -79,7 +79,7 @@ def check_ranks_agree(facts: Mapping[str, str], ranks: Ranks, device: torch.devi
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     # A bytearray: torch warns of memory that cannot be written to.
     local = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    local = local.to("cpu" if talks_on_cpu(group) else device)
+    local = local.to("cpu" if has_cpu_backend(group) else device)
     digests = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(digests, local, group=group)
     if all(torch.equal(other, local) for other in digests):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel import Ranks
-from streammega.parallel.context import Bounds
-from streammega.parallel.exchange import RankBatch
+from streammega.parallel.broadcast import RankBatch
+from streammega.parallel.fields import Bounds
 from streammega.samples.fields import Batch
 from streammega.train.attention import longest_document
 from streammega.train.config import RunConfig

@@ -31,8 +31,8 @@ import torch
 from streammega.errors import GradientError, StorageError
 from streammega.gradients.loss_scale import LossScale
 from streammega.parallel import RankBatches
-from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import DIMENSIONS
+from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names
 from streammega.samples.source import dataset_of_samples

@@ -26,8 +26,8 @@ from streammega import (
 )
 from streammega.loading.buffers import PinnedMemory, RecycledMemory, batch_memory
 from streammega.parallel import open_loader
-from streammega.parallel.derive import device_fields
 from streammega.samples.derived_fields import new_memory
+from streammega.samples.fields_torch import device_fields
 from tests.support.builders import write_dataset
 from tests.support.pinned_blocks import Copy, PinnedBlocks
 

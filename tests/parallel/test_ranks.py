@@ -31,26 +31,21 @@ from streammega.errors import ConfigError, FormatError
 from streammega.loading import StreamingDataset
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel import device_mesh, open_loader
-from streammega.parallel.batches import read_factor
-from streammega.parallel.context import split_cu_seqlens
-from streammega.parallel.derive import device_fields, documents_of, rank_fields
-from streammega.parallel.exchange import rank_device
+from streammega.parallel.broadcast import rank_device
+from streammega.parallel.fields import documents_of, rank_fields, split_cu_seqlens
+from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch, batch_fields, fields_of_ids
+from streammega.samples.fields_torch import device_fields
 from streammega.samples.loss_masks import Seams
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
 from tests.support.gang import Gang, on_ranks
 from tests.support.rank_programs import read_batches
 
-LENGTH = 16
 MICRO = 2
 GLOBAL = 8
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
 EOD = 7
-
-
-def data(config: DataConfig, **changes: Any) -> DataConfig:
-    return replace(config, **changes)
 
 
 def documents(**more: bool) -> dict[str, Any]:
@@ -60,6 +55,24 @@ def documents(**more: bool) -> dict[str, Any]:
 def expected(config: DataConfig, dp_rank: int, dp_size: int, steps: int) -> list[Batch]:
     dataset = StreamingDataset(config, dp_rank=dp_rank, dp_size=dp_size, **SIZES)
     return [dataset.batch(n * MICRO * dp_size) for n in range(steps)]
+
+
+def check_parts(
+    batch: dict[str, Any], whole: Batch, at: dict[str, int], layout: ParallelLayout
+) -> None:
+    """The fields of a rank are those of whole samples, at the tokens that it keeps."""
+    bounds = zigzag_bounds(whole["tokens"].shape[1], at["cp"], layout.cp)
+    kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+    for name, field in batch.items():
+        if name == "cu_seqlens" and layout.cp > 1:
+            continue  # of the kept tokens: cut where the parts meet too
+        expected = whole[name.removesuffix("_whole")].numpy()
+        if name == "attention_mask":
+            expected = expected[:, :, kept]
+        elif not name.startswith("cu_seqlens"):
+            expected = expected[:, kept]
+        np.testing.assert_array_equal(field, expected)
+        assert field.dtype == expected.dtype
 
 
 FIELDS = {"first": {"tokens", "position_ids"}, "last": {"labels", "loss_mask"}}
@@ -86,7 +99,7 @@ LAYOUTS = [
 def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
-    config = data(config, order="stream", lanes=GLOBAL, **changes)
+    config = replace(config, order="stream", lanes=GLOBAL, **changes)
     steps = 6
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 1, False)
     states = [result["state"] for result in results]
@@ -99,23 +112,11 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
             FIELDS["last"] if at["pp"] == layout.pp - 1 else ()
         )
         wanted |= extra if wanted else set()
-        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
-        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
         for batch, whole in zip(
             result["batches"], expected(config, at["dp"], layout.dp, steps), strict=True
         ):
             assert set(batch) - {"cu_seqlens_whole"} == wanted
-            for name in wanted - extra:
-                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
-                assert batch[name].dtype == whole[name].numpy().dtype
-            if "attention_mask" in batch:
-                np.testing.assert_array_equal(
-                    batch["attention_mask"], whole["attention_mask"].numpy()[:, :, kept]
-                )
-            if "cu_seqlens_whole" in batch:
-                np.testing.assert_array_equal(
-                    batch["cu_seqlens_whole"], whole["cu_seqlens"].numpy()
-                )
+            check_parts(batch, whole, at, layout)
         reads = bool(wanted) and at["tp"] == 0
         assert (result["planned"] > 0) == reads, (
             "only tensor-parallel rank 0 of the first and last stage reads"
@@ -142,7 +143,7 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     Seams are masked on every rank.
     """
     phases = [PhaseConfig(first_sample=8, sequence_length=32, lanes=16)]
-    config = data(
+    config = replace(
         config, order="stream", lanes=GLOBAL, phases=phases, skip_samples=((16, 24),), **changes
     )
     steps = 12
@@ -153,13 +154,8 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
         dataset = StreamingDataset(config, dp_rank=at["dp"], dp_size=layout.dp, **SIZES)
         for batch, position in zip(result["batches"], dataset.positions(), strict=False):
             whole = dataset.batch(position)
-            length = 16 if position < 8 else 32
-            bounds = zigzag_bounds(length, at["cp"], layout.cp)
-            kept = np.concatenate([np.arange(a, b) for a, b in bounds])
-            for name in set(batch) - {"cu_seqlens"}:
-                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
-            if "cu_seqlens" in batch:
-                np.testing.assert_array_equal(batch["cu_seqlens"], whole["cu_seqlens"].numpy())
+            assert whole["tokens"].shape[1] == (16 if position < 8 else 32)
+            check_parts(batch, whole, at, layout)
             masked += int((batch.get("loss_mask", np.ones(1)) == 0).sum())
         assert result["state"]["consumed_samples"] == 8 + steps * MICRO * layout.dp
     assert masked > 4
@@ -183,7 +179,7 @@ def test_no_rank_is_given_documents_that_are_skipped(
     phases = [
         PhaseConfig(first_sample=24, skip_documents=[name.replace("#", ":") for name in names])
     ]
-    config = data(
+    config = replace(
         config,
         order="stream",
         lanes=GLOBAL,
@@ -197,14 +193,9 @@ def test_no_rank_is_given_documents_that_are_skipped(
     unlearned = 0
     for result in results:
         at = result["at"]
-        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
-        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
         whole_batches = expected(config, at["dp"], layout.dp, steps)
         for number, (batch, whole) in enumerate(zip(result["batches"], whole_batches, strict=True)):
-            for name in set(batch) - {"cu_seqlens", "cu_seqlens_whole"}:
-                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
-            if "cu_seqlens" in batch:
-                np.testing.assert_array_equal(batch["cu_seqlens"], whole["cu_seqlens"].numpy())
+            check_parts(batch, whole, at, layout)
             has_loss = batch.get("loss_mask", np.ones(1)) != 0
             if (number + 1) * MICRO * layout.dp <= 8:
                 assert has_loss.all()
@@ -217,7 +208,7 @@ def test_no_rank_is_given_documents_that_are_skipped(
 
 def test_a_length_of_a_phase_that_ranks_cannot_cut_is_refused_at_once(config: DataConfig) -> None:
     phases = [PhaseConfig(first_sample=8, sequence_length=30)]
-    config = data(config, order="stream", lanes=GLOBAL, phases=phases)
+    config = replace(config, order="stream", lanes=GLOBAL, phases=phases)
     cut: Any = SimpleNamespace(layout=ParallelLayout(cp=2), at={"cp": 0, "dp": 0})
     with pytest.raises(ConfigError, match="30 is not a multiple of 2 x cp"):
         open_loader(config, cut, **SIZES)
@@ -250,7 +241,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
 def test_reading_ahead_changes_nothing_and_is_not_counted(
     gang: Gang, config: DataConfig, ahead: int
 ) -> None:
-    config = data(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
+    config = replace(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
     layout = ParallelLayout(tp=2, dp=1)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, ahead, False):
         assert result["state"]["consumed_samples"] == 8, (
@@ -275,7 +266,7 @@ def test_device_meshes_and_layouts_say_the_same(rank: int, config: DataConfig, o
 
 @pytest.mark.guarantee("get-batch-fields")
 def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> None:
-    config = data(config, **documents(reset_position_ids=True, reset_attention_mask=True))
+    config = replace(config, **documents(reset_position_ids=True, reset_attention_mask=True))
     results = gang.run(3, read_batches, ParallelLayout(pp=3), config, SIZES, 2, 1, True)
     assert set(results[1]["batches"][0]) == {"position_ids", "cu_seqlens"}
     for name in ("position_ids", "cu_seqlens"):
@@ -397,10 +388,10 @@ def test_seams_are_the_same_on_a_device_as_by_kernels(
     for name, field in by_kernels.items():
         assert torch.equal(field, on_device[name]), name
     if attention:
-        told = documents_of(
+        counts = documents_of(
             torch.from_numpy(ids), torch.from_numpy(valid), config, [(0, length)], seams
         )
-        assert told.most == by_kernels["cu_seqlens"].shape[1] - 1
+        assert counts.max_documents == by_kernels["cu_seqlens"].shape[1] - 1
 
 
 def test_wrong_loaders_are_named(config: DataConfig) -> None:
@@ -417,7 +408,7 @@ def test_wrong_loaders_are_named(config: DataConfig) -> None:
 
 
 def test_ids_outside_of_the_vocabulary_are_named(config: DataConfig) -> None:
-    loader = StreamLoader(data(config, vocab_size=10), **SIZES, ids_only=True)
+    loader = StreamLoader(replace(config, vocab_size=10), **SIZES, ids_only=True)
     with pytest.raises(FormatError, match="outside of the vocabulary"):
         get_batch(loader, Ranks(ParallelLayout()))
 
@@ -525,10 +516,11 @@ def test_documents_are_counted_where_ids_are_read_as_a_device_would(
         bounds = zigzag_bounds(length, rank, cp)
         counted = documents_of(ids, valid, config, bounds)
         assert torch.equal(
-            device_fields(ids, valid, config, most=counted.most)["cu_seqlens"], asked
+            device_fields(ids, valid, config, most=counted.max_documents)["cu_seqlens"], asked
         )
         assert torch.equal(
-            split_cu_seqlens(asked, bounds, counted.most_kept), split_cu_seqlens(asked, bounds)
+            split_cu_seqlens(asked, bounds, counted.max_kept_documents),
+            split_cu_seqlens(asked, bounds),
         )
         assert counted.longest == int(asked.diff(dim=1).max())
 

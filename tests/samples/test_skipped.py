@@ -35,7 +35,7 @@ from streammega.dataset.provenance import (
 )
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.batch import FILE_STRIDE
-from streammega.parallel.derive import rank_fields
+from streammega.parallel.fields import rank_fields
 from streammega.samples import excluded
 from streammega.samples.excluded import (
     MAX_FILES,

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from streammega.parallel.exchange import side_stream
+from streammega.parallel.broadcast import side_stream
 
 NEEDS_CUDA = [
     pytest.mark.cuda,

@@ -23,8 +23,8 @@ from streammega import (
     StreamLoader,
 )
 from streammega.parallel import open_loader
-from streammega.parallel.derive import device_fields
 from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.fields_torch import device_fields
 from tests.support.builders import write_dataset
 
 pytestmark = [

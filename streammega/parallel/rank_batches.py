@@ -1,5 +1,5 @@
 """Micro-batches for every rank of a layout: read once, sent once as ids in their stored width,
-derived where they are used (`exchange.py`), and prepared ahead of the caller.
+derived where they are used (`broadcast.py`), and prepared ahead of the caller.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from streammega.config import DataConfig
 from streammega.errors import StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
-from streammega.parallel.derive import needs_whole_samples
-from streammega.parallel.exchange import Exchange, StartedBatch, rank_device
+from streammega.parallel.broadcast import BatchBroadcast, PendingBatch, rank_device
+from streammega.parallel.fields import needs_whole_samples
 from streammega.parallel.groups import Ranks
 from streammega.parallel.layout import ParallelLayout
 from streammega.samples.fields import Batch
@@ -68,9 +68,8 @@ def get_batch(
 
     Raises StopIteration after the last micro-batch, on every rank.
     """
-    exchange = Exchange(loader, ranks, rank_device(device, ranks), every_stage)
-    started = exchange.start()
-    return exchange.finish(started)
+    broadcast = BatchBroadcast(loader, ranks, rank_device(device, ranks), every_stage)
+    return broadcast.finish(broadcast.start())
 
 
 def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool = False) -> int:
@@ -113,9 +112,9 @@ class RankBatches:
     ) -> None:
         self.loader = loader
         self.ranks = ranks
-        self._exchange = Exchange(loader, ranks, rank_device(device, ranks), every_stage)
+        self._broadcast = BatchBroadcast(loader, ranks, rank_device(device, ranks), every_stage)
         self._ahead = ahead
-        self._started: deque[StartedBatch] = deque()
+        self._pending: deque[PendingBatch] = deque()
         """Micro-batches under way, the next one first."""
         self._exhausted = False
         """Whether the loader has no more in this pass."""
@@ -129,10 +128,10 @@ class RankBatches:
         """Samples handed out: the loader is ahead of it by what is under way."""
         self._generation: int
         """Of the dataset's cursor, to notice that somebody else moved it."""
-        self._note_place()
+        self._record_position()
 
     def __iter__(self) -> Iterator[Batch]:
-        ended = self._exhausted and not self._started
+        ended = self._exhausted and not self._pending
         evaluated = self.loader.evaluation and self._consumed != self._placed
         if ended or evaluated:
             self._move(lambda: self.loader.seek(0), "another pass began")
@@ -149,12 +148,12 @@ class RankBatches:
         if error is not None:
             raise error
         self._start(1)
-        if not self._started:
+        if not self._pending:
             raise StopIteration
-        started = self._started.popleft()
-        batch = self._exchange.finish(started)
-        self._consumed = started.consumed
-        self._start_what_is_ready()
+        pending = self._pending.popleft()
+        batch = self._broadcast.finish(pending)
+        self._consumed = pending.consumed
+        self._start_ready()
         return batch
 
     def prepare(self) -> None:
@@ -164,7 +163,7 @@ class RankBatches:
         for instance before reading a norm back from the device: all of them, at the same place of
         their programs. What fails is raised by the `next` that is due.
         """
-        if self._exchange.shared and self._ahead and self._failed is None:
+        if self._broadcast.is_shared and self._ahead and self._failed is None:
             self._start_ahead(self._ahead)
 
     def handles(self, count: int) -> list[Iterator[Batch]]:
@@ -188,7 +187,7 @@ class RankBatches:
     @property
     def broadcast_bytes(self) -> int:
         """Bytes of the messages so far, as their sender counts them."""
-        return self._exchange.broadcast_bytes
+        return self._broadcast.broadcast_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """The resumable state, the same on every rank: see StreamingDataset.state_dict."""
@@ -208,29 +207,29 @@ class RankBatches:
     def _move(self, move: Callable[[], None], reason: str) -> None:
         """Move the loader; if that is not refused, forget what was prepared."""
         move()
-        for started in self._started:
+        for pending in self._pending:
             # its message is under way on every rank, and must be received on this one too
-            self._exchange.finish(started)
-        self._started.clear()
+            self._broadcast.finish(pending)
+        self._pending.clear()
         self._exhausted = False
         self._failed = None
         for handle in self._handles:
             handle.stop(reason)
         self._handles.clear()
-        self._note_place()
+        self._record_position()
 
-    def _note_place(self) -> None:
+    def _record_position(self) -> None:
         """Begin to count where the loader was put."""
         self._placed = self.loader.consumed_samples
         self._consumed = self._placed
         self._generation = self.loader.dataset.generation
 
-    def _start_what_is_ready(self) -> None:
+    def _start_ready(self) -> None:
         """Begin with later micro-batches, as long as none has to be waited for."""
-        while len(self._started) < self._ahead:
-            if self._exhausted or self._failed is not None or not self._exchange.ready:
+        while len(self._pending) < self._ahead:
+            if self._exhausted or self._failed is not None or not self._broadcast.is_ready:
                 return
-            self._start_ahead(len(self._started) + 1)
+            self._start_ahead(len(self._pending) + 1)
 
     def _start_ahead(self, count: int) -> None:
         """As `_start`, for micro-batches that nobody has asked for yet: an error is kept until one
@@ -243,9 +242,9 @@ class RankBatches:
 
     def _start(self, count: int) -> None:
         """Begin with micro-batches until `count` are under way, or the stream ends."""
-        while len(self._started) < count and not self._exhausted:
+        while len(self._pending) < count and not self._exhausted:
             try:
-                self._started.append(self._exchange.start())
+                self._pending.append(self._broadcast.start())
             except StopIteration:
                 self._exhausted = True
 

@@ -7,7 +7,6 @@ its parts, its stage's fields
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,72 +19,14 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
-from streammega.parallel.derive import DocumentCounts, documents_of, rank_fields, torch_dtype
-from streammega.parallel.groups import Ranks, talks_on_cpu
-from streammega.samples.derived_fields import check_ids
+from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, rank_fields
+from streammega.parallel.groups import Ranks, has_cpu_backend
+from streammega.samples.derived_fields import check_ids, torch_dtype
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams, as_asked
 
 VALID_BYTES = 4
 """Of an int32. torch views bytes as int32 only where they begin on a multiple of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageFormat:
-    """Where the values of a micro-batch lie in its message: the same on all ranks of a group."""
-
-    rows: int
-    width: int
-    """Ids of a row."""
-    ids_dtype: torch.dtype
-    has_learned: bool
-
-    @cached_property
-    def ids_stop(self) -> int:
-        """Bytes of the ids."""
-        return self.rows * self.width * self.ids_dtype.itemsize
-
-    @cached_property
-    def valid_start(self) -> int:
-        """The first multiple of VALID_BYTES after the ids: of 16 bits, their number may be odd."""
-        return -(-self.ids_stop // VALID_BYTES) * VALID_BYTES
-
-    @cached_property
-    def learned_start(self) -> int:
-        """Where the counts end."""
-        return self.valid_start + VALID_BYTES * self.rows
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the message."""
-        learned_bytes = self.rows * self.width if self.has_learned else 0
-        return self.learned_start + learned_bytes
-
-    def pack(self, message: Tensor, ids: Tensor, valid: Tensor, learned: Tensor | None) -> None:
-        """Write ids [rows, width], valid [rows] and, where the data has it, learned [rows, width]
-        into a message, uint8 [size].
-        """
-        self._ids(message).copy_(ids)
-        self._valid(message).copy_(valid)
-        if self.has_learned:
-            assert learned is not None
-            self._learned(message).copy_(learned)
-
-    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(ids, valid as int64, learned) of a message; ids and learned are views of it."""
-        valid = self._valid(message).to(torch.int64)
-        learned = self._learned(message) if self.has_learned else None
-        return self._ids(message), valid, learned
-
-    def _ids(self, message: Tensor) -> Tensor:
-        return message[: self.ids_stop].view(self.ids_dtype).view(self.rows, self.width)
-
-    def _valid(self, message: Tensor) -> Tensor:
-        return message[self.valid_start : self.learned_start].view(torch.int32)
-
-    def _learned(self, message: Tensor) -> Tensor:
-        return message[self.learned_start :].view(torch.bool).view(self.rows, self.width)
-
 
 FIRST = ("tokens", "position_ids")
 """Fields of the first pipeline stage."""
@@ -108,18 +49,64 @@ class RankBatch(dict[str, Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchForm:
-    """What micro-batches of samples of one length are like: phases may change it."""
+class BatchSpec:
+    """Micro-batches of samples of one length, which phases may change, and where their values are
+    in a message: the same on all ranks of a group.
+    """
 
     config: DataConfig
     """With this length."""
-    bounds: Sequence[tuple[int, int]]
+    bounds: Bounds
     """Tokens [start, stop) of each sample that this rank keeps."""
-    message: MessageFormat
+    rows: int
+    width: int
+    """Ids of a row."""
+    ids_dtype: torch.dtype
+    has_modes: bool
+    """Whether a message says which tokens have a loss."""
+
+    @cached_property
+    def ids_stop(self) -> int:
+        """Bytes of the ids."""
+        return self.rows * self.width * self.ids_dtype.itemsize
+
+    @cached_property
+    def valid_start(self) -> int:
+        """The first multiple of VALID_BYTES after the ids: of 16 bits, their number may be odd."""
+        return -(-self.ids_stop // VALID_BYTES) * VALID_BYTES
+
+    @cached_property
+    def learned_start(self) -> int:
+        """Where the counts end."""
+        return self.valid_start + VALID_BYTES * self.rows
+
+    @cached_property
+    def message_size(self) -> int:
+        """Bytes."""
+        return self.learned_start + (self.rows * self.width if self.has_modes else 0)
+
+    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(ids [rows, width], valid int32 [rows], learned [rows, width] or None): views of a message,
+        uint8 [message_size].
+        """
+        ids = message[: self.ids_stop].view(self.ids_dtype).view(self.rows, self.width)
+        valid = message[self.valid_start : self.learned_start].view(torch.int32)
+        if not self.has_modes:
+            return ids, valid, None
+        learned = message[self.learned_start :].view(torch.bool).view(self.rows, self.width)
+        return ids, valid, learned
+
+    def pack(self, raw: Batch, message: Tensor) -> None:
+        """Write a micro-batch of the loader's into a message."""
+        ids, valid, learned = self.unpack(message)
+        ids.copy_(raw["ids"])
+        valid.copy_(raw["valid"])
+        if learned is not None:
+            learned.copy_(raw["learned"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedBatch:
+@dataclass
+class PendingBatch:
     """A micro-batch under way.
 
     On the CPU that is its message, or in a group of one its fields; on CUDA its fields, and the
@@ -128,7 +115,7 @@ class StartedBatch:
 
     consumed: int
     """The cursor after it."""
-    form: BatchForm
+    spec: BatchSpec
     seams: Seams | None = None
     """Of its samples, as the config asks for them."""
     message: Tensor | None = None
@@ -138,7 +125,7 @@ class StartedBatch:
     event: Any = None
 
 
-class Exchange:
+class BatchBroadcast:
     """Reads or receives micro-batches of one loader, and derives their fields."""
 
     def __init__(
@@ -159,36 +146,36 @@ class Exchange:
         self._ranks = ranks
         self._device = device
         self._reads_parts = bool(loader.bounds)
-        self._forms: dict[int, BatchForm] = {}
+        self._specs: dict[int, BatchSpec] = {}
         self._fields = stage_fields(ranks, every_stage)
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
         # now, since a loader of another rank's parts is refused here
-        self._form_of(loader.dataset.sequence_length_at(loader.consumed_samples))
+        self._spec_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = side_stream(device)
-        # The shape of cu_seqlens depends on the ids. A host that is not told how many documents
+        # The shape of cu_seqlens depends on the ids. A host that does not know how many documents
         # there are would have to wait for the device to count them.
-        self._tells_documents = (
-            device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
+        self._sends_counts = (
+            device.type != "cpu" and config.reset_attention_mask and has_cpu_backend(self._group)
         )
         self.broadcast_bytes = 0
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether messages go to other ranks: all of them begin with a micro-batch at the same
         place of their programs.
         """
         return self._group is not None and bool(self._fields)
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `start` would not wait, and no other rank has to know."""
-        return not self.shared and (not self._reads or self._loader.ready)
+        return not self.is_shared and (not self._reads or self._loader.ready)
 
-    def start(self) -> StartedBatch:
+    def start(self) -> PendingBatch:
         """Take the next micro-batch and send it on its way. Raises StopIteration after the last."""
         raw: Batch | None = None
         if self._reads:
@@ -199,117 +186,112 @@ class Exchange:
         consumed = dataset.consumed_samples
         # of its own samples: those after it may be of the next phase
         position = consumed - dataset.step_samples
-        started = StartedBatch(
-            consumed=consumed, form=self._form_of(dataset.sequence_length_at(position))
-        )
+        pending = PendingBatch(consumed, self._spec_of(dataset.sequence_length_at(position)))
         if not self._fields:
-            return started
-        # every rank knows the order, so no message has to tell it
+            return pending
+        # every rank knows the order, so no message says it
         if dataset.config.seams != "joined":
-            started = replace(started, seams=as_asked(dataset.seams(position), dataset.config))
+            pending.seams = as_asked(dataset.seams(position), dataset.config)
         if self._stream is None and self._group is None:
             assert raw is not None
-            batch = self._derive(started, raw["ids"], raw["valid"], raw.get("learned"))
-            return replace(started, batch=batch)
-        documents = self._tell_documents(started, raw) if self._tells_documents else None
+            ids, valid = raw["ids"], raw["valid"]
+            pending.batch = self._derive(pending, ids, valid, raw.get("learned"))
+            return pending
+        counts = self._broadcast_document_counts(pending, raw) if self._sends_counts else None
         if self._stream is not None:
-            return self._start_on_device(started, raw, documents)
-        message = self._message(started.form, raw)
-        return replace(started, message=message, work=self._broadcast(message))
+            self._start_on_device(pending, raw, counts)
+        else:
+            pending.message = self._make_message(pending.spec, raw)
+            pending.work = self._broadcast(pending.message)
+        return pending
 
-    def finish(self, started: StartedBatch) -> RankBatch:
+    def finish(self, pending: PendingBatch) -> RankBatch:
         """The fields of a micro-batch, ready for use."""
-        if started.event is not None:
-            assert started.batch is not None
+        if pending.event is not None:
+            assert pending.batch is not None
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(started.event)
-            for field in started.batch.values():
+            current.wait_event(pending.event)
+            for field in pending.batch.values():
                 # The allocator knows the side stream only, on which the memory was asked for: it
                 # would give the memory away there while this stream still reads.
                 field.record_stream(current)
-        if started.batch is not None:
-            return started.batch
-        if started.message is None:
+        if pending.batch is not None:
+            return pending.batch
+        if pending.message is None:
             return RankBatch()
-        if started.work is not None:
-            started.work.wait()
-        return self._derive(started, *started.form.message.unpack(started.message))
+        if pending.work is not None:
+            pending.work.wait()
+        return self._derive_message(pending, pending.message)
 
-    def _form_of(self, length: int) -> BatchForm:
-        """That of samples of so many tokens, made once."""
-        form = self._forms.get(length)
-        if form is None:
-            form = self._make_form(length)
-            self._forms[length] = form
-        return form
+    def _spec_of(self, length: int) -> BatchSpec:
+        """That of samples of so many tokens, made once. Rows are samples with the token after them,
+        or parts of samples, each with its next.
+        """
+        if length not in self._specs:
+            bounds = _kept_bounds(self._loader, self._ranks, length)
+            rows = self._loader.dataset.micro_batch_size
+            row_length = length
+            if self._reads_parts:
+                start, stop = bounds[0]  # parts are of one length
+                rows *= len(bounds)
+                row_length = stop - start
+            self._specs[length] = BatchSpec(
+                config=replace(self._loader.dataset.config, sequence_length=length),
+                bounds=bounds,
+                rows=rows,
+                width=row_length + 1,
+                ids_dtype=torch_dtype(self._loader.ids_dtype),
+                has_modes=self._loader.has_modes,
+            )
+        return self._specs[length]
 
-    def _make_form(self, length: int) -> BatchForm:
-        """Rows are samples with the token after them, or parts of samples, each with its next."""
-        bounds = _kept_bounds(self._loader, self._ranks, length)
-        rows = self._loader.dataset.micro_batch_size
-        row_length = length
-        if self._reads_parts:
-            start, stop = bounds[0]  # parts are of one length
-            rows *= len(bounds)
-            row_length = stop - start
-        message = MessageFormat(
-            rows=rows,
-            width=row_length + 1,
-            ids_dtype=torch_dtype(self._loader.ids_dtype),
-            has_learned=self._loader.has_modes,
-        )
-        config = self._loader.dataset.config
-        if length != config.sequence_length:
-            config = replace(config, sequence_length=length)
-        return BatchForm(config=config, bounds=bounds, message=message)
-
-    def _tell_documents(self, started: StartedBatch, raw: Batch | None) -> DocumentCounts:
-        """Counted where the ids are, and told to the other ranks by the host's transport: no host
+    def _broadcast_document_counts(
+        self, pending: PendingBatch, raw: Batch | None
+    ) -> DocumentCounts:
+        """Counted where the ids are, and sent to the other ranks by the host's transport: no host
         waits for a device.
         """
         if raw is None:
             numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
         else:
-            form = started.form
-            counts = documents_of(raw["ids"], raw["valid"], form.config, form.bounds, started.seams)
+            spec = pending.spec
+            counts = documents_of(raw["ids"], raw["valid"], spec.config, spec.bounds, pending.seams)
             numbers = torch.tensor(counts)
         if self._group is not None:
             dist.broadcast(numbers, self._source, group=self._group)
         return DocumentCounts(*numbers.tolist())
 
     def _start_on_device(
-        self, started: StartedBatch, raw: Batch | None, documents: DocumentCounts | None
-    ) -> StartedBatch:
+        self, pending: PendingBatch, raw: Batch | None, counts: DocumentCounts | None
+    ) -> None:
         """Copy, broadcast and derive on the side stream.
 
         The message has memory of this stream too: what the computing stream's host code has let go
         may still be read by what that stream has to do.
         """
         with torch.cuda.stream(self._stream):
-            message = self._message(started.form, raw).to(self._device, non_blocking=True)
+            message = self._make_message(pending.spec, raw).to(self._device, non_blocking=True)
             work = self._broadcast(message)
             if work is not None:
                 work.wait()  # of NCCL: the stream waits, not this thread
-            batch = self._derive(started, *started.form.message.unpack(message), documents)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return replace(started, batch=batch, event=event)
+            pending.batch = self._derive_message(pending, message, counts)
+            pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pending.event.record()
 
-    def _message(self, form: BatchForm, raw: Batch | None) -> Tensor:
+    def _make_message(self, spec: BatchSpec, raw: Batch | None) -> Tensor:
         """A micro-batch as bytes; without one, room for it."""
-        size = form.message.size
+        size = spec.message_size
         on_device = self._stream is not None
         if raw is None and on_device:
             # the broadcast fills it: nothing to copy there
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         # only from pinned memory is the copy to the device asynchronous
         message = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
-        if raw is None:
-            return message
-        if on_device:
-            # Fields made on a device are not checked there, since the host would wait for that.
-            check_ids(raw["ids"].numpy(), form.config)
-        form.message.pack(message, raw["ids"], raw["valid"], raw.get("learned"))
+        if raw is not None:
+            if on_device:
+                # Fields made on a device are not checked there, since the host would wait for that.
+                check_ids(raw["ids"].numpy(), spec.config)
+            spec.pack(raw, message)
         return message
 
     def _broadcast(self, message: Tensor) -> dist.Work | None:
@@ -319,31 +301,34 @@ class Exchange:
         work: dist.Work = dist.broadcast(message, self._source, group=self._group, async_op=True)
         return work
 
+    def _derive_message(
+        self, pending: PendingBatch, message: Tensor, counts: DocumentCounts | None = None
+    ) -> RankBatch:
+        ids, valid, learned = pending.spec.unpack(message)
+        return self._derive(pending, ids, valid.to(torch.int64), learned, counts)
+
     def _derive(
         self,
-        started: StartedBatch,
+        pending: PendingBatch,
         ids: Tensor,
         valid: Tensor,
         learned: Tensor | None,
-        documents: DocumentCounts | None = None,
+        counts: DocumentCounts | None = None,
     ) -> RankBatch:
         """The fields of this rank's stage, of the tokens that it keeps."""
         fields = rank_fields(
             ids,
             valid,
-            started.form.config,
-            started.form.bounds,
+            pending.spec.config,
+            pending.spec.bounds,
             parts=self._reads_parts,
-            documents=documents,
+            documents=counts,
             learned=learned,
-            seams=started.seams,
+            seams=pending.seams,
         )
-        batch = RankBatch()
-        for name, field in fields.items():
-            if name in self._fields:
-                batch[name] = field
-        if documents is not None:
-            batch.longest = documents.longest
+        batch = RankBatch({name: fields[name] for name in fields if name in self._fields})
+        if counts is not None:
+            batch.longest = counts.longest
         return batch
 
 
@@ -355,7 +340,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Sequence[tuple[int, int]]:
+def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Bounds:
     """Tokens [start, stop) of the parts of a sample of so many tokens that a rank keeps.
 
     Raises ConfigError where the loader reads the parts of another rank.
@@ -373,7 +358,7 @@ def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Sequence[tu
 
 def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
     """The device that is meant: where nothing says so, one on which the ranks can talk."""
-    if device is None and not talks_on_cpu(ranks.group("tp")):
+    if device is None and not has_cpu_backend(ranks.group("tp")):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")
 

@@ -1,10 +1,12 @@
 """The fields of a rank: from ids in their stored width, on the device that trains, of the tokens
-that it keeps.
+that it keeps in context parallelism.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +15,13 @@ from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.parallel.context import Bounds, split_batch, split_cu_seqlens
-from streammega.samples.derived_fields import torch_dtype, with_ends
+from streammega.samples.derived_fields import with_ends
 from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
 from streammega.samples.fields_torch import NO_ID, device_fields
 from streammega.samples.loss_masks import Seams
 
-__all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
+Bounds = Sequence[tuple[int, int]]
+"""[start, stop) of the parts of a sample that a rank keeps, in tokens."""
 
 
 def needs_whole_samples(config: DataConfig) -> bool:
@@ -32,10 +34,10 @@ def needs_whole_samples(config: DataConfig) -> bool:
 class DocumentCounts(NamedTuple):
     """What shapes of a micro-batch's document bounds depend on: known where its ids are read."""
 
-    most: int
-    """Documents of the sample that has most."""
-    most_kept: int
-    """Documents within what a rank keeps of a sample, of the sample that has most there."""
+    max_documents: int
+    """Of a sample."""
+    max_kept_documents: int
+    """Within what a rank keeps of a sample."""
     longest: int
     """Tokens of the longest document of all samples."""
 
@@ -54,15 +56,9 @@ def documents_of(
         tokens[is_padding] = config.effective_pad_id
     eod_id = NO_ID if config.eod_id is None else config.eod_id
     whole = cu_seqlens(with_ends(tokens, eod_id, seams), eod_id)
-    kept = whole
-    if len(bounds) > 1:
-        kept = split_cu_seqlens(whole, bounds)
-    document_lengths = whole.diff(dim=1)
-    return DocumentCounts(
-        most=whole.shape[1] - 1,
-        most_kept=kept.shape[1] - 1,
-        longest=int(document_lengths.max()),
-    )
+    kept = whole if len(bounds) == 1 else split_cu_seqlens(whole, bounds)
+    longest = int(whole.diff(dim=1).max())
+    return DocumentCounts(whole.shape[1] - 1, kept.shape[1] - 1, longest)
 
 
 def rank_fields(
@@ -92,13 +88,11 @@ def rank_fields(
         seams: of the whole samples, that have no loss on the label over them.
     """
     if parts:
-        of_parts = None if seams is None else _in_parts(seams, bounds)
-        return _fields_of_parts(ids, valid, config, bounds, learned, of_parts)
+        return _fields_of_parts(ids, valid, config, bounds, learned, seams)
     batch = _fields(ids, valid, config, documents, learned, seams)
     if len(bounds) == 1:
         return batch
-    most_kept = None if documents is None else documents.most_kept
-    return split_batch(batch, bounds, most_kept)
+    return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
 
 
 def _in_parts(seams: Seams, bounds: Bounds) -> Seams | None:
@@ -126,9 +120,7 @@ def _fields_of_parts(
     learned: Tensor | None,
     seams: Seams | None,
 ) -> Batch:
-    """The fields of rows that are parts of samples; those of a sample are laid end to end. seams:
-    of the parts.
-    """
+    """The fields of rows that are parts of samples; those of a sample are laid end to end."""
     if needs_whole_samples(config):
         raise ConfigError(
             "document bounds need whole samples: open the loader without cp_rank and cp_size, "
@@ -140,7 +132,8 @@ def _fields_of_parts(
     samples = len(ids) // len(bounds)
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
-    batch = _fields(ids, valid, part_config, None, learned, seams)
+    of_parts = None if seams is None else _in_parts(seams, bounds)
+    batch = _fields(ids, valid, part_config, None, learned, of_parts)
     kept: Batch = {}
     for name in ("tokens", "labels", "loss_mask"):
         kept[name] = batch[name].reshape(samples, kept_length)
@@ -162,9 +155,95 @@ def _fields(
     if ids.device.type == "cpu":
         batch = fields_of_ids(ids, valid, config, bounds=True, seams=seams)
     else:
-        most = None if documents is None else documents.most
+        most = documents.max_documents if documents else None
         batch = device_fields(ids, valid, config, most=most, seams=seams)
     if learned is not None:
-        learned_labels = learned[:, 1:]
-        batch["loss_mask"] = batch["loss_mask"] * learned_labels
+        batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch
+
+
+def split_batch(batch: Batch, parts: Bounds, max_documents: int | None = None) -> Batch:
+    """The parts [start, stop) of every field of whole samples, end to end in their order.
+
+    tokens, labels, loss_mask, position_ids: [samples, S] -> [samples, kept]; attention_mask:
+    [samples, 1, S, S] -> [samples, 1, kept, S]: keys stay whole. cu_seqlens becomes that of the
+    kept tokens, cut where the parts meet too; "cu_seqlens_whole" is what it was, for attention to
+    keys of other ranks. max_documents: as in split_cu_seqlens.
+    """
+    kept: Batch = {}
+    for name, field in batch.items():
+        if name == "cu_seqlens":
+            kept["cu_seqlens"] = split_cu_seqlens(field, parts, max_documents)
+            kept["cu_seqlens_whole"] = field
+        else:
+            dim = 2 if name == "attention_mask" else 1
+            cuts = [field.narrow(dim, start, stop - start) for start, stop in parts]
+            kept[name] = torch.cat(cuts, dim)
+    return kept
+
+
+def split_cu_seqlens(cu_seqlens: Tensor, parts: Bounds, max_documents: int | None = None) -> Tensor:
+    """Bounds of the documents within the kept parts laid end to end, int32 [samples, n], rows
+    filled up with their length.
+
+    Three steps: every bound is moved to where it lies among the kept tokens, one of a document that
+    no part has to the end of a part next to it; ends of parts that bound no document are struck
+    out; of equal bounds one stays. All rows at once, since on a device a loop over rows or bounds
+    would be a kernel for each.
+
+    Args:
+        cu_seqlens: int32 [samples, m], rising from 0 to S.
+        parts: [start, stop) of each kept part of a sample, in their order. The seam between two
+            parts bounds a document, unless the parts are neighbours in the sample.
+        max_documents: of a row, n - 1; None: asked of the device, which the host then waits for.
+    """
+    kept_length = sum(stop - start for start, stop in parts)
+    bounds = _shift_to_parts(cu_seqlens, parts)
+    bounds = _drop_part_boundaries(bounds, cu_seqlens, parts, kept_length)
+    bounds = _each_once(bounds, kept_length)
+    if max_documents is None:
+        max_documents = int((bounds < kept_length).sum(1).max())
+    return bounds[:, : max_documents + 1].contiguous()
+
+
+def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
+    """Every bound as each of the parts sees it, counted from the first kept token, [samples, m *
+    parts].
+
+    What lies before a part is moved to its start, and what lies after it to its end.
+    """
+    seen = []
+    kept_before = 0
+    for start, stop in parts:
+        within_part = cu_seqlens.clamp(start, stop) - start
+        seen.append(within_part + kept_before)
+        kept_before += stop - start
+    return torch.cat(seen, 1)
+
+
+def _drop_part_boundaries(
+    bounds: Tensor, cu_seqlens: Tensor, parts: Bounds, kept_length: int
+) -> Tensor:
+    """Bounds among the kept tokens without the seams of neighbours at which no document begins:
+    those become the kept length.
+
+    Both neighbours see bounds there in any case: one those after its end, the other those before
+    its start.
+    """
+    seam = 0
+    for (start, stop), (next_start, _) in pairwise(parts):
+        seam += stop - start
+        if next_start == stop:
+            document_begins = (cu_seqlens == next_start).any(1, keepdim=True)
+            bounds = bounds.masked_fill((bounds == seam) & ~document_begins, kept_length)
+    return bounds
+
+
+def _each_once(bounds: Tensor, kept_length: int) -> Tensor:
+    """Rising rows in which each bound stands once, filled up with the kept length."""
+    rising = bounds.sort(1).values
+    # Sorted, equal ones are neighbours; all but the first become the greatest value there is, and
+    # the second sort moves them behind all others.
+    repeated = rising[:, 1:] == rising[:, :-1]
+    rising[:, 1:] = rising[:, 1:].masked_fill(repeated, kept_length)
+    return rising.sort(1).values
