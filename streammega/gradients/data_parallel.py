@@ -183,29 +183,23 @@ class BucketedDataParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm, over all ranks of the layout; returns the norm before."""
-        # what tensor-parallel ranks and stages have copies of would count twice
-        counted = self.grads(once=True)
+        grads: list[Tensor] = []
+        counted: list[Tensor] = []
+        for slot in self.reducer.slots:
+            if slot.parameter.grad is not None:
+                grad = local_part(slot.parameter.grad)
+                grads.append(grad)
+                # what tensor-parallel ranks and stages have copies of would count twice
+                if self._is_first_copy(slot):
+                    counted.append(grad)
         # the ranks among which one copy of the model is divided
         group = self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
         norm = total_norm(counted, [group], self.device)
-        clip(self.grads(), norm, max_norm)
+        clip(grads, norm, max_norm)
         return norm
 
-    def grads(self, *, once: bool = False) -> list[Tensor]:
-        """This rank's parts of all gradients that optimizers will see; `once`: of those that no
-        other rank counts too.
-        """
-        grads: list[Tensor] = []
-        for slot in self.reducer.slots:
-            grad = slot.parameter.grad
-            if grad is not None and (not once or self._counts(slot)):
-                grads.append(local_part(grad))
-        return grads
-
-    def _counts(self, slot: GradSlot) -> bool:
-        """Whether this rank counts a parameter in a norm, so that each is counted once over tensor
-        and pipeline ranks.
-        """
+    def _is_first_copy(self, slot: GradSlot) -> bool:
+        """Whether no other tensor or pipeline rank counts the parameter in a norm."""
         if self.ranks is None:
             is_first = self._split_over is None or self._split_over.rank() == 0
             return is_first or is_split(slot.parameter)
