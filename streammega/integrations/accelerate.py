@@ -22,7 +22,7 @@ from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
 
-class NotDealtOut(IterableDataset[Batch]):
+class PlaceholderDataset(IterableDataset[Batch]):
     """Stands where a DataLoader has its dataset. Whoever iterates it would read past the cursor.
 
     num_samples: what trainers ask its length for, over all ranks; None: it has no end.
@@ -105,7 +105,9 @@ class StreamDataLoader(DataLoader[Batch]):
         self.remainder = 0
         """Samples that were added to fill the last batch: none, as all batches are whole."""
         self._awaits_state_of: str | None = None
-        super().__init__(NotDealtOut(self.loader.dataset.num_samples), batch_size=micro_batch_size)
+        super().__init__(
+            PlaceholderDataset(self.loader.dataset.num_samples), batch_size=micro_batch_size
+        )
         if not self.loader.evaluation:
             _check_accumulation(accelerator, self.loader)
             accelerator.prepare_data_loader(self)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
 
 from streammega.errors import StateError
 from streammega.order.state import KEYS
@@ -29,22 +30,12 @@ STATE_KEY = "streammega_state"
 """The one key. DCP names it where a checkpoint that is loaded without `load` has no data state."""
 
 
-class HasState(Protocol):
-    """A loader, or anything else with a JSON-able state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on from a state."""
-
-
 class DataState:
     """What to give to DCP in place of a loader: {"streammega_state": JSON text}, the same on every
     rank, and loaded by any number of them.
     """
 
-    def __init__(self, loader: HasState) -> None:
+    def __init__(self, loader: Stateful) -> None:
         self._loader = loader
 
     def state_dict(self) -> dict[str, str]:
@@ -56,7 +47,7 @@ class DataState:
 
         Raises StateError for any other, and changes nothing.
         """
-        self._loader.load_state_dict(read_state(state))
+        self._loader.load_state_dict(dict(read_state(state)))
 
 
 def read_state(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,20 +15,28 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.frameworks import check_phases, not_installed
-from streammega.integrations.lightning_losses import LogsSourceLosses
-from streammega.integrations.trained_batches import TrainedBatches
 from streammega.loading import StreamLoader
-from streammega.samples.segments import split_blend
+from streammega.loading.source_losses import SourceLosses
+from streammega.samples.fields import Batch
+from streammega.samples.segments import source_names, split_blend
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that Lightning is published under; their classes know nothing of each other."""
+TOKEN_LOSSES = "token_losses"
+"""What steps return beside "loss": the loss of each token, [micro_batch_size, S], not reduced."""
 
 
 class StreamDataHooks:
@@ -82,7 +90,7 @@ class StreamDataHooks:
         }
         self._seat = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
         self._options = options
-        self._batches: TrainedBatches | None = None
+        self._batches: ConsumedBatches | None = None
         self._opened_at: tuple[int, int] | None = None
 
     # What Lightning calls.
@@ -98,7 +106,7 @@ class StreamDataHooks:
         if self._config.dataset_ids:
             callbacks.insert(0, _callback(type(self), LogsSourceLosses, self._config))
 
-    def train_dataloader(self) -> TrainedBatches:
+    def train_dataloader(self) -> ConsumedBatches:
         """The batches of this rank, from the cursor on; the same object every time."""
         batches = self._opened()
         self._check_trainer()
@@ -141,7 +149,7 @@ class StreamDataHooks:
         """Train from a global sample on, for checkpoints that were saved without this module."""
         self._opened().seek(consumed_samples)
 
-    def _opened(self) -> TrainedBatches:
+    def _opened(self) -> ConsumedBatches:
         """The batches of this rank. Which one it is, is known from a Trainer on: what was opened
         before is opened again then, where it was.
         """
@@ -152,7 +160,7 @@ class StreamDataHooks:
             loader = StreamLoader(
                 self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
             )
-            self._batches = TrainedBatches(loader)
+            self._batches = ConsumedBatches(loader)
             self._opened_at = place
             if before is not None:
                 before.loader.close()
@@ -227,7 +235,190 @@ class CountsTrained:
         """A batch was trained on; those that save checkpoints are called after this."""
         batches = trainer.datamodule._batches
         if batches is not None:
-            batches.trained()
+            batches.mark_consumed()
+
+
+class LogsSourceLosses:
+    """A callback that logs "train/loss/NAME" with Lightning's own metrics, "val/loss/NAME" after a
+    validation and "test/loss/NAME" after a test, of every dataset that had tokens: exact means over
+    tokens and ranks.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self._losses: SourceLosses | None = None
+        """Of training, since the last log."""
+        self._evaluated: SourceLosses | None = None
+        """Of the evaluation that runs."""
+        self._steps_before = 0
+        self._warned = False
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Begin to count: what was counted in another run is in no checkpoint."""
+        self._losses = self._of("train", module)
+        self._steps_before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Add a batch, and log where Lightning does."""
+        self._add(self._losses, outputs, batch)
+        steps = trainer.global_step
+        if self._losses is None or steps == self._steps_before:  # within an accumulation
+            return
+        self._steps_before = steps
+        if steps % trainer.log_every_n_steps == 0 or trainer.should_stop:
+            _log(trainer, self._losses.means(prefix="train/loss/"))
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Count anew: every validation is of the whole split."""
+        self._evaluated = self._of("valid", module)
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Add a batch."""
+        self._add(self._evaluated, outputs, batch)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Log, unless this was the look at a few batches before training."""
+        if not trainer.sanity_checking:
+            self._log_evaluation(trainer, "val/loss/")
+
+    def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Count anew."""
+        self._evaluated = self._of("test", module)
+
+    def on_test_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Add a batch."""
+        self._add(self._evaluated, outputs, batch)
+
+    def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Log."""
+        self._log_evaluation(trainer, "test/loss/")
+
+    def _log_evaluation(self, trainer: Any, prefix: str) -> None:
+        if self._evaluated is not None:
+            _log(trainer, self._evaluated.means(prefix=prefix))
+
+    def _of(self, split: str, module: Any) -> SourceLosses | None:
+        """Of the datasets of a split, the same on every rank; None: it has none."""
+        if not source_names(self._config, split):
+            return None
+        return SourceLosses.of(self._config, split=split, device=module.device)
+
+    def _add(self, losses: SourceLosses | None, outputs: Any, batch: Any) -> None:
+        if losses is None or not isinstance(batch, Mapping) or "dataset_id" not in batch:
+            return  # of a loader of another's
+        each = outputs.get(TOKEN_LOSSES) if isinstance(outputs, Mapping) else None
+        if each is not None:
+            losses.add(batch["dataset_id"], each, batch["loss_mask"])
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                'dataset_ids is set, and steps return no "%s": no loss is logged by source; return '
+                '{"loss": loss, "%s": each.detach()}, each being the loss of each token, '
+                "[micro_batch_size, S]",
+                TOKEN_LOSSES,
+                TOKEN_LOSSES,
+            )
+
+
+def _log(trainer: Any, metrics: dict[str, float]) -> None:
+    """To the loggers, at the step of Lightning's own metrics, and for callbacks that monitor."""
+    step = max(0, trainer.global_step - 1)  # Lightning numbers the first step 0 in its logs
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+    trainer.callback_metrics.update(
+        {name: torch.tensor(loss, dtype=torch.float64) for name, loss in metrics.items()}
+    )
+
+
+class ConsumedBatches:
+    """What Lightning iterates: batches of a loader, and which of them were trained on.
+
+    `iter` begins after the last batch that was trained on, so one that Lightning fetched ahead and
+    dropped (at the end of an epoch that is cut short, say) is given again.
+    """
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader = loader
+        self._trained = loader.consumed_samples
+        """The position after the last batch that was trained on."""
+        self._fetched: deque[int] = deque()
+        """The positions after those that were only fetched."""
+        self._running: ConsumedIteration | None = None
+        self.placed = False
+        """Whether a state or `seek` said where to begin, or something was trained on."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._stop("another iteration of its loader began, and one loader has one cursor")
+        if self._fetched:
+            state = self.state_dict()
+            self._fetched.clear()
+            self.loader.load_state_dict(state)
+        iter(self.loader)  # which begins the next pass where the data has ended
+        self._running = ConsumedIteration(self)
+        return self._running
+
+    def next(self) -> Batch:
+        """The next batch, which counts as fetched."""
+        batch = next(self.loader)
+        self._fetched.append(self.loader.consumed_samples)
+        return batch
+
+    def mark_consumed(self) -> None:
+        """The oldest batch that was fetched is trained on."""
+        if self._fetched:  # none is, where the loader was moved within that batch
+            self._trained = self._fetched.popleft()
+            self.placed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a loader that has given what was trained on."""
+        return self.loader.dataset.state_at(self._trained)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a state. Raises StateError for one of another order, and changes nothing."""
+        self.loader.load_state_dict(state)
+        self._moved("load_state_dict")
+
+    def seek(self, consumed_samples: int) -> None:
+        """Go on at a global sample."""
+        self.loader.seek(consumed_samples)
+        self._moved("seek")
+
+    def _moved(self, by: str) -> None:
+        self._trained = self.loader.consumed_samples
+        self.placed = True
+        if self._fetched:
+            # Lightning still holds it, and would train on it next
+            self._fetched.clear()
+            self._stop(f"{by} moved its loader while a batch of the former place was fetched")
+
+    def _stop(self, reason: str) -> None:
+        if self._running is not None:
+            self._running.reason = reason
+            self._running = None
+
+
+class ConsumedIteration(Iterator[Batch]):
+    """One iteration of ConsumedBatches; StopIteration is the end of the data, and nothing else."""
+
+    def __init__(self, batches: ConsumedBatches) -> None:
+        self._batches = batches
+        self.reason: str | None = None
+
+    def __next__(self) -> Batch:
+        if self.reason is not None:
+            raise StateError(
+                f"this iteration cannot go on: {self.reason}; begin another with iter()"
+            )
+        return self._batches.next()
 
 
 def _callback(module: type, kind: type, *arguments: Any) -> Any:

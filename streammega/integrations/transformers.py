@@ -18,7 +18,7 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.accelerate import NotDealtOut, StreamDataLoader
+from streammega.integrations.accelerate import PlaceholderDataset, StreamDataLoader
 from streammega.integrations.frameworks import check_phases, imported
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
@@ -135,7 +135,7 @@ class StreamTrainerMixin:
         self._valid_losses: SourceLosses | None = None
         if _evaluates_stream(stream, arguments, named):
             # Trainers that are to evaluate ask for a dataset before they ask for its batches
-            named["eval_dataset"] = NotDealtOut(None)
+            named["eval_dataset"] = PlaceholderDataset(None)
         super().__init__(*arguments, **named)
         _check_cache(stream, getattr(self, "model", None))
         if stream.dataset_ids:
@@ -199,7 +199,7 @@ class StreamTrainerMixin:
         the batches of a dataset that was given. Raises ConfigError where there is neither.
         """
         asked = self.eval_dataset if eval_dataset is None else eval_dataset
-        if asked is not None and not isinstance(asked, NotDealtOut):
+        if asked is not None and not isinstance(asked, PlaceholderDataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         if self._stream_valid is None:
             self._stream_valid = self._open_valid()

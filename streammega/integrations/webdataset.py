@@ -1,5 +1,5 @@
-"""webdataset: a loader as the source of a pipeline, and training on texts that are tokenised as they
-come.
+"""webdataset: a loader as the first stage of a pipeline, and training on texts that are tokenised as
+they come, with the batches and the exact resume of a StreamLoader.
 
     pipeline = wds.DataPipeline(loader_stage(loader), wds.map(to_device))
 
@@ -11,9 +11,7 @@ come.
         global_batch_size=64,
     )
 
-`TextStream` has the batches and the exact resume of a StreamLoader, and not its reads: every rank
-reads and tokenises all texts, so that all of them know where every sample begins. `streammega
-convert` does that once, and for all runs.
+For more than one pass convert the texts once, by `streammega convert`.
 """
 
 from __future__ import annotations
@@ -21,25 +19,31 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any
+
+import numpy as np
 
 from streammega.config import FieldsConfig
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.integrations.read_ahead import ReadAhead
-from streammega.integrations.text_samples import TextPlace, TextSamples, webdataset_texts
+from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import canonical_json, describe_differences
 from streammega.samples.fields import Batch, batch_fields
 
-__all__ = ["TextStream", "loader_stage", "webdataset_texts"]
+__all__ = ["TextStream", "join_states", "loader_stage", "webdataset_texts"]
 
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-COUNTS = ("consumed_samples", "batch_offset", "shard", "text", "token")
+COUNTS = ("consumed_samples", "batch_offset")
+STATE_KEYS = {"version", *COUNTS, "positions", "identity"}
 OF_DATASETS = (
     "skip_documents",
     "skip_samples",
@@ -53,6 +57,8 @@ OF_DATASETS = (
 """Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
 but that change what is trained on.
 """
+POLL_SECONDS = 0.2
+"""How often the thread that reads ahead checks whether its items are still wanted."""
 
 
 def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
@@ -74,24 +80,32 @@ class TextStream:
     """Micro-batches of this rank, of texts that are tokenised as they come: the fields that
     `batch_fields` makes, each [micro_batch_size, S].
 
-    Texts follow each other, each with `fields.eod_id` behind it if there is one, and are cut into
+    Texts follow each other, each with `fields.eod_id` after it if there is one, and are cut into
     samples of S tokens. A global batch is the same on any number of ranks, of which rank r takes
-    the samples r, r + dp_size, ... of each micro-step. The stream ends with the last whole global
-    batch.
+    the samples r, r + dp_size, ... of each micro-step.
 
-    Iterating goes on from the cursor; after the end of the data, at the first sample. `next` takes
-    from the iteration that runs. One that is held while another begins, or while the stream is
-    moved or closed, raises StateError.
+    With one lane every rank reads and tokenises all texts, so that all of them know where every
+    sample begins. With more, lane l has the shards l, l + lanes, ..., and samples of its own;
+    sample n of the stream is the next one of lane n modulo `lanes`. A rank then reads the lanes r,
+    r + dp_size, ... alone. A lane of less text begins its next pass sooner: use shards of about the
+    same size.
+
+    A stream of one lane and some passes ends with the last whole global batch. Iterating goes on
+    from the cursor; after the end of the data, at the first sample. `next` takes from the iteration
+    that runs. One that is held while another begins, or while the stream is moved or closed, raises
+    StateError.
 
     Args:
         shards: names of what texts are read from, the same on every rank.
         encode: a text as ids, without any special ones around them.
         fields: sequence length, the id that ends documents, and which fields are wanted.
         micro_batch_size, global_batch_size, dp_rank, dp_size: as in StreamLoader.
+        lanes: one, or a multiple of dp_size, and no more than there are shards. Part of the order:
+            it stays when a run goes on.
         texts: the texts of a shard, by its name, the same at every call; None: those of tar shards
             with .txt members, by `webdataset_texts()`.
         seed: shuffles the shards of every pass by itself; None: they stay in order.
-        passes: how often the shards are gone through; None: without an end.
+        passes: how often the shards are gone through, with one lane; None: without an end.
 
     Raises ConfigError for settings that do not fit; FormatError and what storage raises, for the
     shards, when a batch is asked for.
@@ -107,6 +121,7 @@ class TextStream:
         global_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        lanes: int = 1,
         texts: Callable[[str], Iterable[str]] | None = None,
         seed: int | None = None,
         passes: int | None = None,
@@ -114,12 +129,25 @@ class TextStream:
         TrainingSchedule(global_batch_size=global_batch_size).check(
             micro_batch_size, dp_rank, dp_size
         )
-        _check_fields(fields)
+        for name in OF_DATASETS:
+            if getattr(fields, name, None):
+                raise ConfigError(
+                    f"{name} is of datasets, and a stream of texts that are tokenised as they come "
+                    "has none: give it a FieldsConfig, or convert the texts (streammega convert)"
+                )
         if isinstance(shards, str) or not shards:
             raise ConfigError(f"shards is {shards!r}; it takes a list of names, at least one")
-        if passes is not None and passes < 1:
-            raise ConfigError(f"passes is {passes}; it must be at least 1, or None for no end")
-        self._samples = TextSamples(
+        if lanes < 1 or lanes > len(shards) or (lanes > 1 and lanes % dp_size):
+            raise ConfigError(
+                f"lanes is {lanes}; it must be 1, or a multiple of dp_size, which is {dp_size}, and "
+                f"at most the number of shards, {len(shards)}"
+            )
+        if passes is not None and (passes < 1 or lanes > 1):
+            raise ConfigError(
+                f"passes is {passes}; it must be at least 1, or None for no end, as with lanes, "
+                f"which end at different samples"
+            )
+        self._texts = TextSamples(
             shards=tuple(map(str, shards)),
             texts=texts or webdataset_texts(),
             encode=encode,
@@ -127,6 +155,7 @@ class TextStream:
             seed=seed,
             passes=passes,
         )
+        self._lanes = lanes
         self._step_samples = micro_batch_size * dp_size
         self._global_batch_size = global_batch_size
         self._dp_rank = dp_rank
@@ -152,29 +181,55 @@ class TextStream:
         return self._consumed
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on, the same on every rank, flat and JSON-able: shard, text and token, and
-        what they count in. Counts what was handed out, never what was read ahead.
+        """Where the lanes of this rank go on, flat and JSON-able, some 50 bytes a lane. Counts what
+        was handed out, never what was read ahead.
+
+        With one lane it is the same on every rank; of several `join_states` makes one state.
         """
         return {
             "version": STATE_VERSION,
             "consumed_samples": self._consumed,
             "batch_offset": self._offset,
-            "shard": self._place.shard,
-            "text": self._place.text,
-            "token": self._place.token,
-            "text_digest": self._place.digest,
+            "positions": format_positions(self._positions),
             "identity": canonical_json(self._identity()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after what was handed out when the state was taken, on any number of ranks.
 
-        Raises StateError for a damaged state, one of other shards or settings, or one that these
-        ranks cannot go on from, and changes nothing. Whether the text in which it stops is still
-        the same shows when the first batch is asked for.
+        Raises StateError for a damaged state, one of other shards or settings, one that lacks lanes
+        of this rank, or one that these ranks cannot go on from, and changes nothing. Whether the
+        text in which it stops is still the same shows when the first batch is asked for.
         """
-        consumed, offset, place = self._parse(state)
-        self._go_to(consumed, offset, place)
+        if not isinstance(state, Mapping) or not set(state) >= STATE_KEYS:
+            raise StateError(
+                f"this is no state of a TextStream, which has {', '.join(sorted(STATE_KEYS))}; "
+                f"pass what its state_dict() returned"
+            )
+        if state["version"] != STATE_VERSION:
+            raise StateError(
+                f"the state has version {state['version']!r}, this release reads {STATE_VERSION}"
+            )
+        consumed, offset = (state[name] for name in COUNTS)
+        if any(type(count) is not int or count < 0 for count in (consumed, offset)):
+            raise StateError(f"{', '.join(COUNTS)} of the state are not counts; it is damaged")
+        self._check_identity(state["identity"])
+        left = self._global_batch_size - offset
+        if left <= 0 or left % self._step_samples:
+            raise StateError(
+                f"the state stops {offset} samples into a global batch, of which "
+                f"{self._global_batch_size} are no whole micro-steps of {self._step_samples}; resume "
+                "with the former sizes and ranks, or from a state between global batches"
+            )
+        positions = parse_positions(state["positions"])
+        lanes = self._lanes_of_rank(consumed)
+        missing = [lane for lane in lanes if lane not in positions]
+        if missing:
+            raise StateError(
+                f"the state lacks {len(missing)} of {len(lanes)} lanes of this rank, the first of "
+                f"them {missing[0]}: it is that of other ranks; give join_states those of all"
+            )
+        self._go_to(consumed, offset, {lane: positions[lane] for lane in lanes})
         self._stop("load_state_dict moved its stream elsewhere")
 
     def close(self) -> None:
@@ -187,46 +242,23 @@ class TextStream:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _lanes_of_rank(self, consumed: int) -> range:
+        """The lanes that have samples of this rank, from sample `consumed` on."""
+        apart = math.gcd(self._lanes, self._dp_size)
+        return range((consumed + self._dp_rank) % apart, self._lanes, apart)
+
     def _identity(self) -> dict[str, Any]:
-        samples = self._samples
-        names = "\n".join(samples.shards).encode()
+        texts = self._texts
+        names = "\n".join(texts.shards).encode()
         return {
             "order": "texts",
             "shards": hashlib.blake2b(names, digest_size=16).hexdigest(),
-            "num_shards": len(samples.shards),
-            "sequence_length": samples.fields.sequence_length,
-            "eod_id": samples.fields.eod_id,
-            "seed": samples.seed,
+            "num_shards": len(texts.shards),
+            "sequence_length": texts.fields.sequence_length,
+            "eod_id": texts.fields.eod_id,
+            "seed": texts.seed,
+            "lanes": self._lanes,
         }
-
-    def _parse(self, state: Mapping[str, Any]) -> tuple[int, int, TextPlace]:
-        consumed, offset, shard, text, token = self._read(state, COUNTS, {"text_digest"})
-        digest = state["text_digest"]
-        if type(digest) is not str:
-            raise StateError("text_digest of the state is no text; it is damaged")
-        place = TextPlace(shard=shard, text=text, token=token, digest=digest)
-        return consumed, offset, place
-
-    def _read(self, state: Mapping[str, Any], counts: Sequence[str], others: set[str]) -> list[int]:
-        """The counts of a state, which also has `others`. Raises StateError for what is no state of
-        this stream, or one that its ranks cannot go on from.
-        """
-        wanted = {"version", *counts, *others, "identity"}
-        if not isinstance(state, Mapping) or not wanted <= set(state):
-            raise StateError(
-                f"this is no state of a {type(self).__name__}, which has "
-                f"{', '.join(sorted(wanted))}; pass what its state_dict() returned"
-            )
-        if state["version"] != STATE_VERSION:
-            raise StateError(
-                f"the state has version {state['version']!r}, this release reads {STATE_VERSION}"
-            )
-        found = [state[name] for name in counts]
-        if any(type(count) is not int or count < 0 for count in found):
-            raise StateError(f"{', '.join(counts)} of the state are not counts; it is damaged")
-        self._check_identity(state["identity"])
-        self._check_offset(state["batch_offset"])
-        return found
 
     def _check_identity(self, text: Any) -> None:
         try:
@@ -241,22 +273,13 @@ class TextStream:
                 + "\nrestore these settings, or begin without the state"
             )
 
-    def _check_offset(self, offset: int) -> None:
-        left = self._global_batch_size - offset
-        if left <= 0 or left % self._step_samples:
-            raise StateError(
-                f"the state stops {offset} samples into a global batch, of which "
-                f"{self._global_batch_size} are no whole micro-steps of {self._step_samples}; resume "
-                "with the former sizes and ranks, or from a state between global batches"
-            )
-
     def _go_to_the_start(self) -> None:
-        self._go_to(0, 0, TextPlace())
+        self._go_to(0, 0, dict.fromkeys(self._lanes_of_rank(0), TextPosition()))
 
-    def _go_to(self, consumed: int, offset: int, place: TextPlace) -> None:
+    def _go_to(self, consumed: int, offset: int, positions: dict[int, TextPosition]) -> None:
         self._consumed = consumed
         self._offset = offset  # into the global batch
-        self._place = place
+        self._positions = positions  # of the lanes of this rank
         self._has_ended = False
 
     def _stop(self, reason: str) -> None:
@@ -270,50 +293,154 @@ class TextStream:
         return self._running
 
     def _batches(self) -> Generator[Batch, None, None]:
-        first_rows = self._global_batch_size - self._offset
-        was_put = self._consumed
+        start = self._consumed
+        # a global batch ahead
         ahead = ReadAhead(
-            self._samples.global_batches(self._place, first_rows, self._global_batch_size)
+            self._micro_steps(start, self._offset, dict(self._positions)),
+            self._global_batch_size // self._step_samples,
         )
         try:
-            for ids, places in ahead:
-                for start in range(0, len(ids), self._step_samples):
-                    stop = start + self._step_samples
-                    rows = ids[start + self._dp_rank : stop : self._dp_size]
-                    batch = batch_fields(rows, None, self._samples.fields, bounds=True)
-                    self._count_a_step()
-                    self._place = places[stop - 1]
-                    yield batch
+            for ids, positions in ahead:
+                batch = batch_fields(ids, None, self._texts.fields, bounds=True)
+                self._consumed += self._step_samples
+                self._offset = (self._offset + self._step_samples) % self._global_batch_size
+                self._positions |= positions
+                yield batch
         finally:
             ahead.stop()
-        self._ended(was_put)
-
-    def _count_a_step(self) -> None:
-        """Note that a micro-step was handed out."""
-        self._consumed += self._step_samples
-        self._offset = (self._offset + self._step_samples) % self._global_batch_size
-
-    def _ended(self, was_put: int) -> None:
         self._has_ended = True
-        if self._consumed:
-            if self._consumed == was_put:
-                log.warning(
-                    "the position that was set, sample %d, is the end of the texts, so this "
-                    "iteration gives nothing; the next begins at the first sample",
-                    was_put,
-                )
-            return
-        raise FormatError(
-            f"the texts of {len(self._samples.shards)} shards are less than one global batch of "
-            f"{self._global_batch_size} samples of {self._samples.fields.sequence_length} tokens"
-        )
-
-
-def _check_fields(fields: FieldsConfig) -> None:
-    """Raise ConfigError for settings of datasets, which would be passed over without a word."""
-    for name in OF_DATASETS:
-        if getattr(fields, name, None):
-            raise ConfigError(
-                f"{name} is of datasets, and a stream of texts that are tokenised as they come has "
-                "none: give it a FieldsConfig, or convert the texts (streammega convert)"
+        if not self._consumed:
+            raise FormatError(
+                f"the texts of {len(self._texts.shards)} shards are less than one global batch of "
+                f"{self._global_batch_size} samples of {self._texts.fields.sequence_length} tokens"
             )
+        if self._consumed == start:
+            log.warning(
+                "the position that was set, sample %d, is the end of the texts, so this iteration "
+                "gives nothing; the next begins at the first sample",
+                start,
+            )
+
+    def _micro_steps(
+        self, consumed: int, offset: int, positions: Mapping[int, TextPosition]
+    ) -> Iterator[tuple[Ids, dict[int, TextPosition]]]:
+        """(ids [micro_batch_size, S + 1] of this rank, where its lanes go on), of whole global
+        batches.
+        """
+        lanes = {lane: self._lane(lane).samples(position) for lane, position in positions.items()}
+        left = self._global_batch_size - offset
+        while True:
+            global_batch = []
+            for start in range(consumed, consumed + left, self._step_samples):
+                rows: list[Ids] = []
+                after: dict[int, TextPosition] = {}
+                for place in range(self._step_samples):
+                    lane = (start + place) % self._lanes
+                    if lane not in lanes:
+                        continue
+                    sample = next(lanes[lane], None)
+                    if sample is None:
+                        return
+                    ids, after[lane] = sample
+                    if place % self._dp_size == self._dp_rank:
+                        rows.append(ids)
+                step = np.stack(rows), after
+                if self._texts.passes is None:
+                    yield step
+                else:  # the texts may end within this global batch
+                    global_batch.append(step)
+            yield from global_batch
+            consumed += left
+            left = self._global_batch_size
+
+    def _lane(self, lane: int) -> TextSamples:
+        return replace(self._texts, shards=self._texts.shards[lane :: self._lanes])
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of those of all ranks, taken after the same batch: what any number of ranks loads.
+
+    Raises StateError where they were not, or are of other streams.
+    """
+    joined: dict[str, Any] = {}
+    positions: dict[int, TextPosition] = {}
+    for state in states:
+        if "positions" not in state:
+            raise StateError("join_states takes what state_dict() of a TextStream returned")
+        others = {name: value for name, value in state.items() if name != "positions"}
+        if joined and others != joined:
+            differing = sorted(name for name in joined if joined[name] != others.get(name))
+            raise StateError(
+                f"the states that are joined differ in {', '.join(differing)}: they were not taken "
+                "of one run after the same batch"
+            )
+        joined = others
+        positions |= parse_positions(state["positions"])
+    if not joined:
+        raise StateError("there is no state to join")
+    return joined | {"positions": format_positions(positions)}
+
+
+def format_positions(positions: Mapping[int, TextPosition]) -> str:
+    """The positions of lanes, by their numbers, as a short text of JSON."""
+    fields = {lane: astuple(position) for lane, position in sorted(positions.items())}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def parse_positions(text: Any) -> dict[int, TextPosition]:
+    """What `format_positions` made. Raises StateError for a damaged text."""
+    try:
+        positions: dict[int, TextPosition] = {}
+        for lane, (shard, number, token, digest) in json.loads(text).items():
+            counts = (shard, number, token)
+            if any(type(count) is not int or count < 0 for count in counts):
+                raise ValueError("no counts")
+            if type(digest) is not str:
+                raise ValueError("no digest")
+            position = TextPosition(shard=shard, text=number, token=token, digest=digest)
+            positions[int(lane)] = position
+        return positions
+    except (AttributeError, TypeError, ValueError):
+        raise StateError("positions of the state are none of lanes; it is damaged") from None
+
+
+class ReadAhead(Iterator[Any]):
+    """What an iterator gives, made so many items ahead by a thread.
+
+    A daemon thread: what it reads holds up no end of the program.
+    """
+
+    def __init__(self, items: Iterator[Any], count: int) -> None:
+        self._items = items
+        self._made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=count)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._make, name="streammega-texts", daemon=True).start()
+
+    def __next__(self) -> Any:
+        item, error = self._made.get()
+        if error is not None:
+            raise error
+        return item
+
+    def stop(self) -> None:
+        """Nobody wants what follows."""
+        self._stopped.set()
+
+    def _make(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item, None):
+                    return
+            self._put(None, StopIteration())
+        except BaseException as error:  # whatever it is, the one who waits gets it
+            self._put(None, error)
+
+    def _put(self, item: Any, error: BaseException | None) -> bool:
+        """Hand over an item; whether it is wanted."""
+        while not self._stopped.is_set():
+            try:
+                self._made.put((item, error), timeout=POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False

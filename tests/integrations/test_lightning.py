@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StreamLoader
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.trained_batches import TrainedBatches
+from streammega.integrations.lightning import ConsumedBatches
 from tests.support.builders import write_random_pair
 from tests.support.gang import Gang
 from tests.support.processes import launch
@@ -168,7 +168,7 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
     for _ in range(2):
         data.load_state_dict(state)
     assert rows_of(next(begun)) == rows[:2], "nothing was taken: it goes on at the loaded place"
-    batches.trained()
+    batches.mark_consumed()
     after_one = data.state_dict()
     next(begun)
     assert data.state_dict() == after_one, "the second was fetched, and is not trained on"
@@ -205,7 +205,7 @@ def test_epochs_and_resumes_in_any_order_train_on_the_stream(
     config = DataConfig(
         blend=[str(folder / "pair")], sequence_length=16, order="stream", index_cache_dir=folder
     )
-    batches = TrainedBatches(StreamLoader(config, **SIZES))
+    batches = ConsumedBatches(StreamLoader(config, **SIZES))
     iterator = iter(batches)
     waiting = [next(iterator)] if ahead else []
     rows: list[list[int]] = []
@@ -213,12 +213,12 @@ def test_epochs_and_resumes_in_any_order_train_on_the_stream(
         if event == "train":
             waiting.append(next(iterator))
             rows += rows_of(waiting.pop(0))
-            batches.trained()
+            batches.mark_consumed()
             continue
         if event == "resume":
             state = json.loads(json.dumps(batches.state_dict()))
             batches.loader.close()
-            batches = TrainedBatches(StreamLoader(config, **SIZES))
+            batches = ConsumedBatches(StreamLoader(config, **SIZES))
             batches.load_state_dict(state)
         iterator = iter(batches)
         waiting = [next(iterator)] if ahead else []

@@ -125,8 +125,7 @@ def test_losses_of_lightning_are_of_the_data_module_that_is_trained_on(config: D
     pytest.importorskip("pytorch_lightning")
     from types import SimpleNamespace
 
-    from streammega.integrations.lightning import StreamDataModule
-    from streammega.integrations.lightning_losses import LogsSourceLosses
+    from streammega.integrations.lightning import LogsSourceLosses, StreamDataModule
 
     callbacks: list[Any] = []
     first = replace(config, phases=(), dataset_ids=True)
@@ -146,7 +145,7 @@ def test_steps_of_lightning_that_tell_no_losses_are_told_what_to_return(
 ) -> None:
     from types import SimpleNamespace
 
-    from streammega.integrations.lightning_losses import LogsSourceLosses
+    from streammega.integrations.lightning import LogsSourceLosses
 
     logs = LogsSourceLosses(replace(config, phases=()))
     module = SimpleNamespace(device="cpu")

@@ -12,18 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.text_lanes import LanedTextStream, join_states
+from streammega.integrations.webdataset import TextStream, join_states
 from tests.support.feeds import LanedTextFeed, check_kills
 from tests.support.gang import Gang
 from tests.support.texts import FIELDS, corpus, encode, rows, samples_of, stream_of
 
 
-def laned_of(shards: dict[str, list[str]], lanes: int = 4, **given: Any) -> LanedTextStream:
+def laned_of(shards: dict[str, list[str]], lanes: int = 4, **given: Any) -> TextStream:
     defaults: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 4}
     texts: Callable[[str], list[str]] = shards.__getitem__
-    return LanedTextStream(
-        list(shards), encode, FIELDS, texts=texts, lanes=lanes, **(defaults | given)
-    )
+    return TextStream(list(shards), encode, FIELDS, texts=texts, lanes=lanes, **(defaults | given))
 
 
 def laned_samples(shards: dict[str, list[str]], lanes: int, count: int) -> list[list[int]]:
@@ -39,7 +37,7 @@ def laned_samples(shards: dict[str, list[str]], lanes: int, count: int) -> list[
     return [each[number % lanes][number // lanes] for number in range(count)]
 
 
-@pytest.mark.guarantee("lanedtextstream-rank-reads")
+@pytest.mark.guarantee("lanes-rank-reads")
 @given(
     counts=st.lists(st.integers(1, 12), min_size=4, max_size=9),
     resumes=st.lists(
@@ -79,7 +77,24 @@ def test_ranks_of_lanes_take_the_same_global_batches_through_any_resumes(
     assert got == laned_samples(shards, lanes, len(got))
 
 
-@pytest.mark.guarantee("lanedtextstream-rank-reads")
+@pytest.mark.guarantee("lanes-rank-reads")
+def test_a_run_goes_on_with_another_global_batch_on_other_ranks() -> None:
+    """Whose ranks then begin at lanes that are not those of their numbers."""
+    shards = corpus([20] * 4)
+    with laned_of(shards, global_batch_size=3) as one:
+        got = [rows(next(one))[0] for _ in range(3)]
+        state = one.state_dict()
+    ranks = [laned_of(shards, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for _ in range(6):
+        got += [row for rank in ranks for row in rows(next(rank))]
+    for rank in ranks:
+        rank.close()
+    assert got == laned_samples(shards, 4, len(got))
+
+
+@pytest.mark.guarantee("lanes-rank-reads")
 def test_a_rank_reads_and_tokenises_its_own_lanes_alone() -> None:
     shards = corpus([9] * 8)
     for rank in range(2):
@@ -90,14 +105,14 @@ def test_a_rank_reads_and_tokenises_its_own_lanes_alone() -> None:
             return shards[name]
 
         sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4, "dp_rank": rank, "dp_size": 2}
-        stream = LanedTextStream(list(shards), encode, FIELDS, texts=texts, lanes=4, **sizes)
+        stream = TextStream(list(shards), encode, FIELDS, texts=texts, lanes=4, **sizes)
         with stream:
             for _ in range(60):
                 next(stream)
         assert opened == {f"shard-{number}" for number in range(8) if number % 2 == rank}
 
 
-@pytest.mark.guarantee("lanedtextstream-rank-reads")
+@pytest.mark.guarantee("lanes-rank-reads")
 def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> None:
     shards = corpus([9] * 8)
     ranks = [laned_of(shards, dp_rank=rank, dp_size=2, micro_batch_size=2) for rank in range(2)]
@@ -110,14 +125,14 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
     with laned_of(shards) as stream:
         before = stream.state_dict()
         for state, words in (
-            ({}, "no state of a LanedTextStream"),
+            ({}, "no state of a TextStream"),
             (states[0], "lacks 2 of 4 lanes of this rank, the first of them 1"),
-            (whole | {"places": "["}, "it is damaged"),
-            (whole | {"places": '{"0": [-1, 0, 0, ""]}'}, "it is damaged"),
-            (whole | {"places": '{"0": [0, 0, 0, 3]}'}, "it is damaged"),
-            (whole | {"places": '{"0": [0, 0]}'}, "it is damaged"),
+            (whole | {"positions": "["}, "it is damaged"),
+            (whole | {"positions": '{"0": [-1, 0, 0, ""]}'}, "it is damaged"),
+            (whole | {"positions": '{"0": [0, 0, 0, 3]}'}, "it is damaged"),
+            (whole | {"positions": '{"0": [0, 0]}'}, "it is damaged"),
             (laned_of(shards, 8).state_dict(), "lanes: the checkpoint has 8, this run 4"),
-            (stream_of(shards).state_dict(), "no state of a LanedTextStream"),
+            (stream_of(shards).state_dict(), "lanes: the checkpoint has 1, this run 4"),
         ):
             with pytest.raises(StateError, match=words):
                 stream.load_state_dict(state)
@@ -127,7 +142,8 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
         assert join_states([stream.state_dict()]) == whole
     for joined, words in (
         ([states[0], ranks[1].state_dict()], "differ in consumed_samples: they"),
-        ([stream_of(shards).state_dict()], "join_states takes"),
+        ([whole, stream_of(shards).state_dict()], "differ in .*identity"),
+        ([{"consumed_samples": 3}], "join_states takes"),
         ([], "no state to join"),
     ):
         with pytest.raises(StateError, match=words):
@@ -135,6 +151,7 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
     for given_, words in (
         ({"lanes": 3, "dp_size": 2}, "a multiple of dp_size, which is 2"),
         ({"lanes": 9}, "at most the number of shards, 8"),
+        ({"passes": 2}, "None for no end, as with lanes"),
     ):
         with pytest.raises(ConfigError, match=words):
             laned_of(shards, **given_)
@@ -142,7 +159,7 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
         rank.close()
 
 
-@pytest.mark.guarantee("lanedtextstream-rank-reads")
+@pytest.mark.guarantee("lanes-rank-reads")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ((1, 1), (2, 2), (1, 2)))],

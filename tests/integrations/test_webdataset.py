@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
-from streammega.integrations.text_lanes import LanedTextStream
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
@@ -212,8 +211,10 @@ def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
             ({}, "no state of a TextStream"),
             ({"version": 2, "consumed_samples": 3}, "no state of a TextStream"),
             (state | {"version": 2}, "version 2, this release reads 1"),
-            (state | {"token": -1}, "it is damaged"),
-            (state | {"text": True}, "it is damaged"),
+            (state | {"positions": '{"0": [0, 0, -1, ""]}'}, "it is damaged"),
+            (state | {"positions": '{"0": [0, true, 0, ""]}'}, "it is damaged"),
+            (state | {"consumed_samples": True}, "it is damaged"),
+            (state | {"batch_offset": -1}, "it is damaged"),
             (state | {"identity": "{"}, "it is damaged"),
             (stream_of(shards, seed=3).state_dict(), "seed: the checkpoint has 3, this run null"),
             (stream_of(corpus([1])).state_dict(), "num_shards: the checkpoint has 1, this run 2"),
@@ -250,8 +251,6 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
         of_datasets = replace(DataConfig(blend="a", sequence_length=4, eod_id=0), **{name: value})
         with pytest.raises(ConfigError, match=f"{name} is of datasets, .*give it a FieldsConfig"):
             TextStream(["a"], encode, of_datasets, **sizes)
-        with pytest.raises(ConfigError, match=name):
-            LanedTextStream(["a"], encode, of_datasets, lanes=1, **sizes)
     for made, words in (([[1]], "of shape"), ([0.5], "float64")):
         always: Any = partial(lambda made, text: made, made)
         stream = TextStream(["a"], always, FIELDS, texts=lambda name: ["x"], **sizes)
@@ -373,14 +372,14 @@ def test_a_resumed_stream_does_not_tokenise_what_it_passes_over() -> None:
             next(stream)
         state = stream.state_dict()
     encoded: list[str] = []
-    again = stream_of(shards, passes=None)
 
     def counted(text: str) -> list[int]:
         encoded.append(text)
         return encode(text)
 
-    again._samples = replace(again._samples, encode=counted)
-    again.load_state_dict(state)
-    with again:
+    sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4}
+    with TextStream(list(shards), counted, FIELDS, texts=shards.__getitem__, **sizes) as again:
+        again.load_state_dict(state)
         next(again)
-    assert encoded[0] == shards["shard-0"][state["text"]]
+    _, text, _, _ = json.loads(state["positions"])["0"]
+    assert encoded[0] == shards["shard-0"][text]

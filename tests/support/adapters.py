@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +98,7 @@ class LightningAdapter(Adapter):
         return iter(self.loader.train_dataloader())
 
     def trained(self, micro_batches: int) -> None:
-        self.loader.train_dataloader().trained()
+        self.loader.train_dataloader().mark_consumed()
 
     def close(self) -> None:
         self.loader.teardown("fit")
@@ -242,18 +241,17 @@ class StageAdapter(Adapter):
 class TextAdapter(Adapter):
     """Texts that are tokenised as they come; another seed is another order of shards."""
 
-    in_lanes = False
+    lanes = 1
 
     def __init__(self, config: DataConfig) -> None:
-        from streammega.integrations.text_lanes import LanedTextStream
         from streammega.integrations.webdataset import TextStream
 
-        kind: Any = partial(LanedTextStream, lanes=4) if self.in_lanes else TextStream
-        self.loader = kind(
+        self.loader: Any = TextStream(
             [f"shard-{number}" for number in range(8)],
             lambda text: list(text.encode()),
             FieldsConfig(sequence_length=16),
             texts=lambda name: [f"{name} text {number} of it all" for number in range(40)],
+            lanes=self.lanes,
             seed=config.seed,
             **SIZES,
         )
@@ -262,7 +260,7 @@ class TextAdapter(Adapter):
 class LanedTextAdapter(TextAdapter):
     """The same by lanes of shards."""
 
-    in_lanes = True
+    lanes = 4
 
 
 class MegatronAdapter(Adapter):

@@ -204,6 +204,8 @@ class StageFeed(Feed):
 class TextFeed(Feed):
     """Texts that are tokenised as they come; the config is the names of their shards."""
 
+    lanes = 1
+
     def open(self, config: Any, ranks: dict[str, int]) -> None:
         from streammega import FieldsConfig
         from streammega.integrations.webdataset import TextStream
@@ -213,33 +215,14 @@ class TextFeed(Feed):
             "global_batch_size": GLOBAL_BATCH,
             **ranks,
         }
+        if isinstance(config, dict):
+            sizes["texts"] = config.__getitem__
         fields = FieldsConfig(sequence_length=16, eod_id=256)
-        self.loader = TextStream(config, lambda text: list(text.encode()), fields, seed=3, **sizes)
-
-    def take(self) -> torch.Tensor:
-        return rows_of(next(self.loader))
-
-
-class LanedTextFeed(Feed):
-    """Texts by lanes of shards, each rank's state in a file of its own; the config is the texts of
-    each shard.
-    """
-
-    def open(self, config: Any, ranks: dict[str, int]) -> None:
-        from streammega import FieldsConfig
-        from streammega.integrations.text_lanes import LanedTextStream
-
-        sizes: dict[str, Any] = {
-            "micro_batch_size": MICRO_BATCH,
-            "global_batch_size": GLOBAL_BATCH,
-            **ranks,
-        }
-        self.loader = LanedTextStream(
+        self.loader = TextStream(
             list(config),
             lambda text: list(text.encode()),
-            FieldsConfig(sequence_length=16, eod_id=256),
-            lanes=4,
-            texts=config.__getitem__,
+            fields,
+            lanes=self.lanes,
             seed=3,
             **sizes,
         )
@@ -247,13 +230,21 @@ class LanedTextFeed(Feed):
     def take(self) -> torch.Tensor:
         return rows_of(next(self.loader))
 
+
+class LanedTextFeed(TextFeed):
+    """Texts by lanes of shards, each rank's state in a file of its own; the config is the texts of
+    each shard.
+    """
+
+    lanes = 4
+
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         path = folder / f"rank-{self.rank}.json"
         path.write_text(json.dumps(self.loader.state_dict()))
 
     def load(self, folder: Path) -> None:
-        from streammega.integrations.text_lanes import join_states
+        from streammega.integrations.webdataset import join_states
 
         states = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
         self.loader.load_state_dict(join_states(states))

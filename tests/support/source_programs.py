@@ -20,8 +20,8 @@ from tests.support.trainer_programs import (
     accelerator_of,
     accumulation,
     huggingface_arguments,
-    plain_tokenizer,
     rank_environment,
+    sft_trainer,
     tiny_model,
 )
 
@@ -256,28 +256,12 @@ def sft_losses(
     rank: int, config: DataConfig, folder: str, size: int, steps: int, resume: str | None
 ) -> Logged:
     """Of that of TRL, whose loss is fused with the logits."""
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    from streammega.integrations.transformers import StreamTrainerMixin
-
-    class Tuning(StreamTrainerMixin, SFTTrainer):  # type: ignore[misc]
-        pass
+    from trl import SFTConfig
 
     unprepared: Any = {"bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     with accelerate_rank(rank, size):
         arguments = _arguments(SFTConfig, folder, size, steps, **unprepared)
-        trainer = Tuning(
-            model=tiny_model(),
-            args=arguments,
-            train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3]}]),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=plain_tokenizer(), eos_token="</s>"
-            ),
-            stream=config,
-        )
-        return _trained(trainer, resume)
+        return _trained(sft_trainer(arguments, config), resume)
 
 
 def _arguments(kind: Any, folder: str, size: int, steps: int, **options: Any) -> Any:

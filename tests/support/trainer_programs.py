@@ -328,26 +328,34 @@ def sft_train(
     rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
 ) -> dict[str, Any]:
     """The same, by the trainer of TRL."""
+    from trl import SFTConfig
+
+    with accelerate_rank(rank, size):
+        arguments = huggingface_arguments(SFTConfig, folder, size, steps, bf16=False)
+        trainer = sft_trainer(arguments, config, RowLog(folder, rank))
+        return trained_to_the_end(trainer, resume)
+
+
+def sft_trainer(arguments: Any, config: DataConfig, log: RowLog | None = None) -> Any:
+    """The trainer of TRL, which notes what it is trained on."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTTrainer
 
     from streammega.integrations.transformers import StreamTrainerMixin
 
     class Tuning(StreamTrainerMixin, SFTTrainer):  # type: ignore[misc]
         pass
 
-    with accelerate_rank(rank, size):
-        arguments = huggingface_arguments(SFTConfig, folder, size, steps, bf16=False)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer(), eos_token="</s>")
-        trainer = noted(Tuning, RowLog(folder, rank))(
-            model=tiny_model(),
-            args=arguments,
-            train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3]}]),
-            processing_class=tokenizer,
-            stream=config,
-        )
-        return trained_to_the_end(trainer, resume)
+    return (Tuning if log is None else noted(Tuning, log))(
+        model=tiny_model(),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3]}]),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=plain_tokenizer(), eos_token="</s>"
+        ),
+        stream=config,
+    )
 
 
 def transformers_evaluate(
