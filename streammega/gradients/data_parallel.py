@@ -112,7 +112,8 @@ class BucketedDataParallel(nn.Module):
         module = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self.module = module
         self.ranks = ranks
-        self.device = next(module.parameters(), torch.empty(0)).device
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        self.device = next(trained, torch.empty(0)).device
         copies = ranks.group("dp-cp") if ranks else _world(group)
         self.group = None if copies is None else bucket_group(copies, self.device)
         self.size = self.group.size() if self.group is not None else 1

@@ -370,3 +370,14 @@ def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> 
     for tokens in (torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)):
         inverse = model.inverse_of_tokens(tokens)
         assert (inverse.device.type, inverse.dtype) == ("meta", torch.float64)
+
+
+def test_gradients_are_where_the_parameters_that_are_trained_are() -> None:
+    """The first parameter is frozen, and on another device: `meta`, for want of a second one here."""
+    frozen = torch.nn.Linear(4, 4, device="meta").requires_grad_(False)
+    trained = torch.nn.Linear(4, 4)
+    model = BucketedDataParallel(torch.nn.ModuleList([frozen, trained]), average=False)
+    trained(torch.ones(1, 4)).sum().backward()
+    model.finish_grad_sync(torch.tensor(2))
+    assert trained.bias.grad is not None
+    assert trained.bias.grad.tolist() == [0.5] * 4
