@@ -30,7 +30,7 @@ from streammega.samples.open import open_source
 from streammega.samples.segments import source_names, split_blend
 from streammega.samples.source import SampleSource
 
-LEAST_LANES = 1024
+MIN_LANES = 1024
 """Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
 
 
@@ -367,7 +367,7 @@ def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> 
     """The config with lanes that do not depend on the ranks, whose number may change."""
     if config.order != "stream":
         return config
-    rounds = -(-LEAST_LANES // global_batch_size)
+    rounds = -(-MIN_LANES // global_batch_size)
     return replace(config, lanes=lanes or rounds * global_batch_size)
 
 

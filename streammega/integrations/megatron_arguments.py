@@ -77,8 +77,6 @@ def data_config(
         if getattr(args, name, False):
             raise ConfigError(f"--{name.replace('_', '-')} is not served from here; {remedy}")
     train, valid, test = num_samples
-    # Megatron makes neither what goes by ends of documents nor an attention mask then.
-    masked = bool(getattr(args, "dataloader_inter_document_masking", False))
     return DataConfig(
         blend=blends.blend,
         blend_per_split=blends.blend_per_split,
@@ -87,20 +85,39 @@ def data_config(
         sequence_length=args.seq_length,
         num_samples=(train or 0, valid or 0, test or 0),
         full_validation=bool(getattr(args, "full_validation", False)),
-        eod_id=eod_id(tokenizer),
-        pad_id=pad_id(tokenizer, allowed=bool(getattr(args, "allow_ambiguous_pad_tokens", False))),
-        # pad_id has already been dropped where it is ambiguous and that is not allowed
-        allow_ambiguous_pad_tokens=True,
-        eod_mask_loss=bool(args.eod_mask_loss),
-        inter_document_masking=masked,
-        reset_position_ids=bool(args.reset_position_ids) and not masked,
-        reset_attention_mask=bool(args.reset_attention_mask) and not masked,
-        create_attention_mask=bool(args.create_attention_mask_in_dataloader) and not masked,
         surplus=getattr(args, "mid_level_dataset_surplus", DataConfig.surplus),
         index_cache_dir=getattr(args, "data_cache_path", None),
         storage=storage,
+        **field_settings(
+            args,
+            tokenizer,
+            inter_document_masking=getattr(args, "dataloader_inter_document_masking", False),
+            create_attention_mask=args.create_attention_mask_in_dataloader,
+        ),
         **options,
     )
+
+
+def field_settings(
+    settings: Any, tokenizer: Any, *, inter_document_masking: bool, create_attention_mask: bool
+) -> dict[str, Any]:
+    """Fields of a DataConfig that say which fields a batch has, of Megatron's arguments or of its
+    GPTDatasetConfig, which call two of them by other names.
+    """
+    is_ambiguous_allowed = bool(getattr(settings, "allow_ambiguous_pad_tokens", False))
+    # Megatron makes neither what goes by ends of documents nor an attention mask then.
+    is_masked = bool(inter_document_masking)
+    return {
+        "eod_id": eod_id(tokenizer),
+        "pad_id": pad_id(tokenizer, allowed=is_ambiguous_allowed),
+        # pad_id has already been dropped where it is ambiguous and that is not allowed
+        "allow_ambiguous_pad_tokens": True,
+        "eod_mask_loss": bool(settings.eod_mask_loss),
+        "inter_document_masking": is_masked,
+        "reset_position_ids": bool(settings.reset_position_ids) and not is_masked,
+        "reset_attention_mask": bool(settings.reset_attention_mask) and not is_masked,
+        "create_attention_mask": bool(create_attention_mask) and not is_masked,
+    }
 
 
 def pad_id(tokenizer: Any, *, allowed: bool) -> int | None:

@@ -20,7 +20,7 @@ from streammega.config import DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import imported
-from streammega.integrations.megatron_arguments import eod_id, pad_id
+from streammega.integrations.megatron_arguments import field_settings
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
 
@@ -44,27 +44,20 @@ def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConf
             "the config is one of mock data, which needs no storage: use Megatron's own "
             "MockGPTDataset"
         )
-    tokenizer = config.tokenizer
-    # in Megatron neither what goes by ends of documents nor an attention mask is made then
-    masked = bool(getattr(config, "inter_document_masking", False))
-    ambiguous = bool(getattr(config, "allow_ambiguous_pad_tokens", False))
     return DataConfig(
         blend=[prefix],
         seed=config.random_seed,
         sequence_length=config.sequence_length,
-        eod_id=eod_id(tokenizer),
-        pad_id=pad_id(tokenizer, allowed=ambiguous),
-        # pad_id has already been dropped where it is ambiguous and that is not allowed
-        allow_ambiguous_pad_tokens=True,
-        eod_mask_loss=bool(config.eod_mask_loss),
-        inter_document_masking=masked,
-        reset_position_ids=bool(config.reset_position_ids) and not masked,
-        reset_attention_mask=bool(config.reset_attention_mask) and not masked,
-        create_attention_mask=bool(config.create_attention_mask) and not masked,
         add_extra_token=bool(config.add_extra_token_to_sequence),
         drop_last_partial_validation_sequence=bool(config.drop_last_partial_validation_sequence),
         index_cache_dir=_cache_folder(config),
         storage=storage,
+        **field_settings(
+            config,
+            config.tokenizer,
+            inter_document_masking=getattr(config, "inter_document_masking", False),
+            create_attention_mask=config.create_attention_mask,
+        ),
     )
 
 
