@@ -127,23 +127,25 @@ def make_buckets(
         grad_dtype: of the buckets; None: that of their parameters, but float32 at least.
         tied: names of parameters that another stage adds to. Their buckets come last.
     """
-    named = [item for item in module.named_parameters() if item[1].requires_grad]
-    if not named:
+    named_parameters = [item for item in module.named_parameters() if item[1].requires_grad]
+    if not named_parameters:
         raise ConfigError("the module has no parameters that require gradients")
-    _check_kinds(named)
-    sizes = [local_part(parameter).numel() for _, parameter in named]
+    _check_kinds(named_parameters)
+    sizes = [local_part(parameter).numel() for _, parameter in named_parameters]
     untied_of_dtype: dict[torch.dtype, list[int]] = {}
     tied_of_dtype: dict[torch.dtype, list[int]] = {}
-    for number, (name, parameter) in enumerate(named):
+    for number, (name, parameter) in enumerate(named_parameters):
         of_dtype = tied_of_dtype if name in tied else untied_of_dtype
         of_dtype.setdefault(parameter.dtype, []).append(number)
     untied: list[list[int]] = []
     for numbers in untied_of_dtype.values():
         untied += _divide(numbers, sizes, bucket_size)
     untied.sort(key=min, reverse=True)
-    buckets = [_make_bucket([named[n] for n in members], grad_dtype) for members in untied]
+    buckets = [
+        _make_bucket([named_parameters[n] for n in members], grad_dtype) for members in untied
+    ]
     for numbers in tied_of_dtype.values():
-        members = [named[number] for number in reversed(numbers)]
+        members = [named_parameters[number] for number in reversed(numbers)]
         buckets.append(_make_bucket(members, grad_dtype, is_tied=True))
     return buckets
 
@@ -163,30 +165,30 @@ def _divide(numbers: Sequence[int], sizes: Sequence[int], bucket_size: int) -> l
 
 @torch.no_grad()
 def _make_bucket(
-    named: Sequence[tuple[str, nn.Parameter]],
+    named_parameters: Sequence[tuple[str, nn.Parameter]],
     grad_dtype: torch.dtype | None,
     *,
     is_tied: bool = False,
 ) -> GradBucket:
     """A bucket of parameters of one dtype, side by side in this order."""
-    parts = [local_part(parameter) for _, parameter in named]
+    parts = [local_part(parameter) for _, parameter in named_parameters]
     size = sum(part.numel() for part in parts)
     dtype = grad_dtype or torch.promote_types(parts[0].dtype, torch.float32)
     grads = torch.zeros(size, dtype=dtype, device=parts[0].device)
     slots: list[GradSlot] = []
     start = 0
-    for (name, parameter), part in zip(named, parts, strict=True):
+    for (name, parameter), part in zip(named_parameters, parts, strict=True):
         main_grad = grads[start : start + part.numel()].view(part.shape)
         slots.append(GradSlot(name, parameter, main_grad, is_tied))
         start += part.numel()
     return GradBucket(grads, slots, is_tied, unready=len(slots))
 
 
-def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _check_kinds(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise ConfigError for parameters whose gradients a bucket cannot hold."""
-    first = named[0][0]
-    device = named[0][1].device
-    for name, parameter in named:
+    first = named_parameters[0][0]
+    device = named_parameters[0][1].device
+    for name, parameter in named_parameters:
         if parameter.is_complex():
             raise ConfigError(
                 f"{name} is complex, and buckets are real: keep it as torch.view_as_real, "

@@ -23,25 +23,25 @@ def bucket_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     collective of the program's would then meet another rank's bucket. The ranks of `group` call
     this together; others need not. device: where collectives of `group` find tensors.
     """
-    made = _bucket_groups.get(group)
-    if made is not None:
-        return made
+    same_ranks = _bucket_groups.get(group)
+    if same_ranks is not None:
+        return same_ranks
     _make_as_many_groups(group, device)
     backend = group._get_backend(group._device_types[0])
     timeout: timedelta | None = None
     # a backend need not say its timeout
     with contextlib.suppress(AttributeError, RuntimeError):
         timeout = backend.options._timeout
-    made = dist.new_group(
+    same_ranks = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout,
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,
         group_desc="gradients",
     )
-    assert isinstance(made, ProcessGroup)
-    _bucket_groups[group] = made
-    return made
+    assert isinstance(same_ranks, ProcessGroup)
+    _bucket_groups[group] = same_ranks
+    return same_ranks
 
 
 def _make_as_many_groups(group: ProcessGroup, device: torch.device) -> None:
@@ -49,9 +49,9 @@ def _make_as_many_groups(group: ProcessGroup, device: torch.device) -> None:
     ranks of a new one meet of their number.
     """
     names = distributed_c10d._world.pg_names
-    most = torch.tensor(len(names), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    for _ in range(len(names), int(most)):
+    max_groups = torch.tensor(len(names), device=device)
+    dist.all_reduce(max_groups, op=dist.ReduceOp.MAX, group=group)
+    for _ in range(len(names), int(max_groups)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 

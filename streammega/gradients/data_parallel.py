@@ -277,10 +277,10 @@ class BucketedDataParallel(nn.Module):
             return
         parts = _describe(self.module)
         digest = hashlib.sha256("\n".join(parts).encode()).digest()
-        own = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
-        digests = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(digests, own, group=self.group)
-        if bool((torch.stack(digests) == own).all()):
+        digest_of_rank = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
+        digests = [torch.empty_like(digest_of_rank) for _ in range(self.size)]
+        dist.all_gather(digests, digest_of_rank, group=self.group)
+        if bool((torch.stack(digests) == digest_of_rank).all()):
             return
         parts_of_ranks: list[list[str]] = [[] for _ in range(self.size)]
         dist.all_gather_object(parts_of_ranks, parts, group=self.group)
@@ -352,12 +352,12 @@ def _check_that_tokens_count(models: Sequence[BucketedDataParallel]) -> None:
             "finish_grad_sync(num_tokens) divides sums of gradients by tokens, and these are "
             "averages over ranks: make BucketedDataParallel with average=False"
         )
-    most = _largest(models).ranks_of_copies
+    largest_group = _largest(models).ranks_of_copies
     for model in models:
-        if not set(model.ranks_of_copies) <= set(most):
+        if not set(model.ranks_of_copies) <= set(largest_group):
             raise ConfigError(
                 f"finish_grad_sync(num_tokens) counts tokens in one group that has all ranks of "
-                f"the others. The groups of ranks {most} and {model.ranks_of_copies} overlap: "
+                f"the others. The groups of ranks {largest_group} and {model.ranks_of_copies} overlap: "
                 f"finish each by itself, with the tokens of its own ranks"
             )
 

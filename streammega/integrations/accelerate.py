@@ -199,11 +199,11 @@ def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
     dataset = loader.dataset
     if steps != 1:
         check_phases(dataset.config, "accelerate", dataset.global_batch_size)
-    wanted = dataset.global_batch_size // dataset.step_samples
-    if steps not in (1, wanted):  # 1: loops that accumulate by themselves leave it so
+    expected_steps = dataset.global_batch_size // dataset.step_samples
+    if steps not in (1, expected_steps):  # 1: loops that accumulate by themselves leave it so
         raise ConfigError(
             f"global_batch_size is {dataset.global_batch_size}, but accelerate steps after "
-            f"{steps * dataset.step_samples} samples: give it gradient_accumulation_steps={wanted}"
+            f"{steps * dataset.step_samples} samples: give it gradient_accumulation_steps={expected_steps}"
         )
 
 

@@ -105,9 +105,9 @@ class DataStatePlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
-def _fit(asked: dict[str, Any], path: str, stored: set[str]) -> None:
-    """Ask, wherever the one key stands in `asked`, for the keys that are stored there."""
-    for name, inner in asked.items():
+def _fit(state: dict[str, Any], path: str, stored: set[str]) -> None:
+    """Ask, wherever the one key stands in `state`, for the keys that are stored there."""
+    for name, inner in state.items():
         if not isinstance(inner, dict):
             continue
         inner_path = f"{path}{name}."

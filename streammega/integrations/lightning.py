@@ -203,12 +203,12 @@ class StreamDataHooks:
             return  # Lightning's scheduler of accumulations: the sizes are its user's affair
         _, dp_size = self._place()
         of_one = self._sizes["micro_batch_size"] * dp_size
-        wanted = self._sizes["global_batch_size"] // of_one
-        if trainer.accumulate_grad_batches != wanted:
+        micro_batches = self._sizes["global_batch_size"] // of_one
+        if trainer.accumulate_grad_batches != micro_batches:
             raise ConfigError(
                 f"global_batch_size is {self._sizes['global_batch_size']}, but the Trainer steps "
                 f"after {trainer.accumulate_grad_batches * of_one} samples: give it "
-                f"accumulate_grad_batches={wanted}"
+                f"accumulate_grad_batches={micro_batches}"
             )
 
     def _evaluation(self, split: str, limit: str) -> Any:
@@ -444,10 +444,10 @@ def __getattr__(name: str) -> Any:
     if name != "StreamDataModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = _lightning().LightningDataModule
-    made = type(
+    module_class = type(
         name,
         (StreamDataHooks, base),
         {"__doc__": StreamDataHooks.__doc__, "__module__": __name__},
     )
-    globals()[name] = made
-    return made
+    globals()[name] = module_class
+    return module_class

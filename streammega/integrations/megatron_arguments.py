@@ -137,11 +137,11 @@ def _special_ids(tokenizer: Any) -> list[Any]:
     that end texts.
     """
     try:
-        named: Mapping[str, Any] = tokenizer.special_tokens_dict
-        listed = [token for name, token in named.items() if name != "pad_token"]
+        special_tokens: Mapping[str, Any] = tokenizer.special_tokens_dict
+        tokens = [token for name, token in special_tokens.items() if name != "pad_token"]
     except (AttributeError, IndexError, ValueError, NotImplementedError):
-        listed = []
-    return listed or [_token_id(tokenizer, "eos"), _token_id(tokenizer, "eod")]
+        tokens = []
+    return tokens or [_token_id(tokenizer, "eos"), _token_id(tokenizer, "eod")]
 
 
 def eod_id(tokenizer: Any) -> int | None:
@@ -153,10 +153,10 @@ def eod_id(tokenizer: Any) -> int | None:
 def _token_id(tokenizer: Any, name: str) -> int | None:
     """A special token's id. Tokenizers without one raise what they like."""
     try:
-        found = getattr(tokenizer, name)
+        token = getattr(tokenizer, name)
     except Exception:
         return None
-    return None if found is None else int(found)
+    return None if token is None else int(token)
 
 
 def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | None:
@@ -171,8 +171,8 @@ def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | No
 def _read_per_split(url: str, storage: StorageConfig) -> list[list[str] | None]:
     text = _read_text("--per-split-data-args-path", url, storage)
     try:
-        named = json.loads(text)
-        words = [named[split] for split in SPLITS]
+        by_split = json.loads(text)
+        words = [by_split[split] for split in SPLITS]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f'--per-split-data-args-path {url} must be JSON: {{"train": [...], "valid": [...], '

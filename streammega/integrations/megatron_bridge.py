@@ -86,11 +86,11 @@ def stream_dataset(
 
     def build(context: Any) -> tuple[BridgeBatches | None, ...]:
         """The batches of train, valid and test that a DatasetBuildContext asks for."""
-        asked = (context.train_samples, context.valid_samples, context.test_samples)
-        train, valid, test = (count or 0 for count in asked)
+        sample_counts = (context.train_samples, context.valid_samples, context.test_samples)
+        train, valid, test = (count or 0 for count in sample_counts)
         sized = replace(config, num_samples=(train, valid, test))
         dp_rank, dp_size = _data_parallel(context)
-        for split, count in zip(SPLITS, asked, strict=True):
+        for split, count in zip(SPLITS, sample_counts, strict=True):
             if not count or split_blend(sized, split) is None:
                 continue
             is_train = split == "train"

@@ -159,5 +159,5 @@ class StreamGPTSamples:
 def _dataset_class() -> type:
     base = imported("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset
     # By this name it is found again where it was pickled, for workers that are spawned.
-    named = {"__doc__": StreamGPTSamples.__doc__, "__module__": __name__}
-    return type(NAME, (StreamGPTSamples, base), named)
+    attributes = {"__doc__": StreamGPTSamples.__doc__, "__module__": __name__}
+    return type(NAME, (StreamGPTSamples, base), attributes)

@@ -87,13 +87,13 @@ def with_source_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
     positions = _Positions()
 
     @wraps(forward_step)
-    def reporting_step(*arguments: Any, **named: Any) -> Any:
+    def reporting_step(*arguments: Any, **keywords: Any) -> Any:
         """The forward step, its loss function also telling losses by source."""
-        batches = _batches_among((*arguments, *named.values()))
+        batches = _batches_among((*arguments, *keywords.values()))
         if batches is None:
-            return forward_step(*arguments, **named)
+            return forward_step(*arguments, **keywords)
         position = positions.next_of(batches, _consumed(arguments), _micro_batches())
-        output, loss_func = forward_step(*arguments, **named)
+        output, loss_func = forward_step(*arguments, **keywords)
         return output, partial(_reported, loss_func, batches, position)
 
     return reporting_step
@@ -105,10 +105,10 @@ def _reported(
     position: int,
     output: Tensor,
     *rest: Any,
-    **named: Any,
+    **keywords: Any,
 ) -> Any:
     """What a loss function gives, with losses by source in its report, which comes last."""
-    result = loss_func(output, *rest, **named)
+    result = loss_func(output, *rest, **keywords)
     if not isinstance(result, tuple) or not isinstance(result[-1], dict):
         return result  # of what asks for no report
     mask = _mask_of(loss_func, output)
@@ -121,9 +121,8 @@ def _reported(
 
 def _mask_of(loss_func: Any, output: Tensor) -> Tensor:
     """The loss mask that a loss function was made with. Raises ConfigError where there is none."""
-    given = getattr(loss_func, "args", ())
-    if given and isinstance(given[0], Tensor) and given[0].numel() == output.numel():
-        mask: Tensor = given[0]
+    mask: Any = next(iter(getattr(loss_func, "args", ())), None)
+    if isinstance(mask, Tensor) and mask.numel() == output.numel():
         return mask
     raise ConfigError(
         "losses by source need the loss mask of each token: have forward_step return the losses of "

@@ -40,9 +40,9 @@ def __getattr__(name: str) -> Any:
     """StreamDataLoader, made when it is asked for: its base classes are torchtitan's."""
     if name != "StreamDataLoader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = _loader_class()
-    globals()[name] = made
-    return made
+    loader_class = _loader_class()
+    globals()[name] = loader_class
+    return loader_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         )
     counts = [0, 0, 0]
     counts[SPLITS.index(config.part)] = max(config.num_samples, 0)
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "blend": config.blend,
         "split": config.split,
         "order": config.order,
@@ -134,21 +134,21 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         "eod_id": end_of_document,
         "reset_position_ids": restarts,
     }
-    has_end = given["num_samples"] is not None
+    has_end = fields["num_samples"] is not None
     if config.order == "stream" and not _repeats(config) and not has_end:
         if config.part == "train":
             raise ConfigError(
                 "infinite=False or repeat=False asks for an end, which the stream order has only "
                 "with num_samples; name it in the dataloader config"
             )
-        given["order"] = "sequential"  # all samples once are the same in any order
-    twice = sorted(set(given) & set(settings))
-    if twice:
+        fields["order"] = "sequential"  # all samples once are the same in any order
+    repeated = sorted(set(fields) & set(settings))
+    if repeated:
         raise ConfigError(
-            f"settings of the dataloader config name {', '.join(twice)}; "
+            f"settings of the dataloader config name {', '.join(repeated)}; "
             "these are fields of the config itself, or torchtitan's"
         )
-    data = DataConfig(**given, **settings)
+    data = DataConfig(**fields, **settings)
     if data.dataset_ids:
         raise ConfigError(
             "torchtitan's batches have no place for the datasets of their samples: leave "

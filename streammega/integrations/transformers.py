@@ -47,15 +47,15 @@ def causal_lm_batch(batch: Batch) -> Batch:
     shift_labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, NO_LOSS)
     labels = torch.full_like(shift_labels, NO_LOSS)
     labels[:, 1:] = shift_labels[:, :-1]
-    made = {
+    fields = {
         "input_ids": batch["tokens"],
         "position_ids": batch["position_ids"],
         "labels": labels,
         "shift_labels": shift_labels,
     }
     if DATASET_ID in batch:
-        made[DATASET_ID] = batch[DATASET_ID]
-    return made
+        fields[DATASET_ID] = batch[DATASET_ID]
+    return fields
 
 
 def add_losses(
@@ -108,7 +108,7 @@ class StreamTrainerMixin:
     Args:
         stream: what is read.
         stream_options: further options of StreamLoader.
-        arguments, named: as the Trainer takes them.
+        arguments, keywords: as the Trainer takes them.
 
     Raises ConfigError where the samples mean something that these models cannot be told.
     """
@@ -123,7 +123,7 @@ class StreamTrainerMixin:
         *arguments: Any,
         stream: DataConfig,
         stream_options: Mapping[str, Any] | None = None,
-        **named: Any,
+        **keywords: Any,
     ) -> None:
         _check(stream)
         if "rampup" in (stream_options or {}):
@@ -133,10 +133,10 @@ class StreamTrainerMixin:
         self._stream_valid: StreamDataLoader | None = None
         self._source_losses: SourceLosses | None = None
         self._valid_losses: SourceLosses | None = None
-        if _evaluates_stream(stream, arguments, named):
+        if _evaluates_stream(stream, arguments, keywords):
             # Trainers that are to evaluate ask for a dataset before they ask for its batches
-            named["eval_dataset"] = PlaceholderDataset(None)
-        super().__init__(*arguments, **named)
+            keywords["eval_dataset"] = PlaceholderDataset(None)
+        super().__init__(*arguments, **keywords)
         _check_cache(stream, getattr(self, "model", None))
         if stream.dataset_ids:
             self._source_losses = SourceLosses.of(stream, device=self.accelerator.device)
@@ -160,7 +160,7 @@ class StreamTrainerMixin:
         )
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **named: Any
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **keywords: Any
     ) -> Any:
         """As of the Trainer; it also counts the loss of each dataset, where batches tell that.
 
@@ -171,26 +171,26 @@ class StreamTrainerMixin:
         dataset_id = inputs.pop(DATASET_ID, None)
         losses = self._source_losses if model.training else self._valid_losses
         if dataset_id is None or losses is None:
-            return compute(model, inputs, return_outputs=return_outputs, **named)
+            return compute(model, inputs, return_outputs=return_outputs, **keywords)
         labels = inputs["shift_labels"]
-        loss, outputs = compute(model, inputs, return_outputs=True, **named)
+        loss, outputs = compute(model, inputs, return_outputs=True, **keywords)
         add_losses(losses, dataset_id, outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """As of the Trainer, on all processes; with losses by source beside the loss of training."""
         if self._source_losses is not None and "loss" in logs:
             logs.update(self._source_losses.means(prefix="loss/"))
-        super().log(logs, *arguments, **named)  # type: ignore[misc]
+        super().log(logs, *arguments, **keywords)  # type: ignore[misc]
 
-    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As of the Trainer; what evaluates the stream has losses by source among its metrics."""
         losses = self._valid_losses
         if losses is not None:
             losses.clear()  # of an evaluation that was broken off
-        output = super().evaluation_loop(*arguments, **named)  # type: ignore[misc]
+        output = super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
         if self._valid_losses is not None and output.metrics is not None:
-            prefix = f"{named.get('metric_key_prefix', 'eval')}_loss/"
+            prefix = f"{keywords.get('metric_key_prefix', 'eval')}_loss/"
             output.metrics.update(self._valid_losses.means(prefix=prefix))
         return output
 
@@ -198,8 +198,8 @@ class StreamTrainerMixin:
         """The valid split of the stream, whole global batches from its first sample every time; or
         the batches of a dataset that was given. Raises ConfigError where there is neither.
         """
-        asked = self.eval_dataset if eval_dataset is None else eval_dataset
-        if asked is not None and not isinstance(asked, PlaceholderDataset):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is not None and not isinstance(dataset, PlaceholderDataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         if self._stream_valid is None:
             self._stream_valid = self._open_valid()
@@ -272,21 +272,21 @@ def _saved_position(state: Any) -> Mapping[str, Any]:
             f"the checkpoint of step {state.global_step} has no position of the stream, so training "
             "would begin at the first sample again: it was saved without StreamTrainerMixin"
         )
-    found: Mapping[str, Any] = position
-    return found
+    saved_position: Mapping[str, Any] = position
+    return saved_position
 
 
 def _evaluates_stream(
-    config: DataConfig, arguments: Sequence[Any], named: Mapping[str, Any]
+    config: DataConfig, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> bool:
     """Whether a Trainer is to evaluate as it trains, and has nothing but the stream to do it with."""
-    own = named.get("eval_dataset")
-    training = named.get("args")
+    eval_dataset = keywords.get("eval_dataset")
+    training = keywords.get("args")
     if len(arguments) > EVAL_DATASET:
-        own = arguments[EVAL_DATASET]
+        eval_dataset = arguments[EVAL_DATASET]
     if len(arguments) > TRAINING_ARGUMENTS:
         training = arguments[TRAINING_ARGUMENTS]
-    if own is not None or getattr(training, "eval_strategy", "no") == "no":
+    if eval_dataset is not None or getattr(training, "eval_strategy", "no") == "no":
         return False
     return split_blend(config, "valid") is not None
 
@@ -326,6 +326,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = imported("transformers", "transformers").Trainer
     documented = {"__doc__": StreamTrainerMixin.__doc__, "__module__": __name__}
-    made = type(name, (StreamTrainerMixin, base), documented)
-    globals()[name] = made
-    return made
+    trainer_class = type(name, (StreamTrainerMixin, base), documented)
+    globals()[name] = trainer_class
+    return trainer_class

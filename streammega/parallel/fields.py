@@ -212,13 +212,13 @@ def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
 
     What lies before a part is moved to its start, and what lies after it to its end.
     """
-    seen = []
+    shifted = []
     kept_before = 0
     for start, stop in parts:
         within_part = cu_seqlens.clamp(start, stop) - start
-        seen.append(within_part + kept_before)
+        shifted.append(within_part + kept_before)
         kept_before += stop - start
-    return torch.cat(seen, 1)
+    return torch.cat(shifted, 1)
 
 
 def _drop_part_boundaries(

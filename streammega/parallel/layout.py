@@ -169,12 +169,12 @@ class ParallelLayout:
             return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
         if name == "position-embedding":
             return [ranks[:1] for ranks in self.groups("pp")]
-        named = name.lower().split("-")
-        if len(set(named)) == len(named):
-            if set(named) <= set(DIMENSIONS):
-                return _groups_along(self._grid, self._axes, named)
-            if set(named) <= set(EXPERT_DIMENSIONS):
-                return _groups_along(self._expert_grid, self._expert_axes, named)
+        dimensions = name.lower().split("-")
+        if len(set(dimensions)) == len(dimensions):
+            if set(dimensions) <= set(DIMENSIONS):
+                return _groups_along(self._grid, self._axes, dimensions)
+            if set(dimensions) <= set(EXPERT_DIMENSIONS):
+                return _groups_along(self._expert_grid, self._expert_axes, dimensions)
         raise ConfigError(
             f"no group is named {name!r}; join some of {', '.join(DIMENSIONS)}, "
             f"or of {', '.join(EXPERT_DIMENSIONS)}, by '-', "
@@ -221,16 +221,16 @@ class ParallelLayout:
                 )
 
     def _check_order(self) -> None:
-        named = self.order.lower().split("-")
-        unknown = [name for name in named if name not in NAMES]
-        if unknown or len(set(named)) != len(named):
+        dimensions = self.order.lower().split("-")
+        unknown = [name for name in dimensions if name not in NAMES]
+        if unknown or len(set(dimensions)) != len(dimensions):
             raise ConfigError(
                 f"order {self.order!r}: name each of tp, cp, ep, dp, pp at most once, "
                 f"joined by '-', as in {ORDER!r}"
             )
         for name in NAMES:
             size = getattr(self, name)
-            if name not in named and size != 1:
+            if name not in dimensions and size != 1:
                 raise ConfigError(
                     f"order {self.order!r} does not name {name}, whose size is {size}; add it"
                 )
@@ -254,11 +254,11 @@ class ParallelLayout:
 
     def _slowest_first(self) -> list[str]:
         """All dimensions, from the slowest to the fastest: the axes of an array of ranks."""
-        named = self.order.lower().split("-")
+        dimensions = self.order.lower().split("-")
         # As Megatron appends them. Their size is 1, so their place matters to experts only, whose
         # dp is what their other sizes leave.
-        left_out = [name for name in ("tp", "pp", "dp", "ep", "cp") if name not in named]
-        return [*named, *left_out][::-1]
+        left_out = [name for name in ("tp", "pp", "dp", "ep", "cp") if name not in dimensions]
+        return [*dimensions, *left_out][::-1]
 
     @cached_property
     def _axes(self) -> tuple[str, ...]:
@@ -287,11 +287,11 @@ class ParallelLayout:
 
 
 def _groups_along(
-    grid: NDArray[np.int64], axes: Sequence[str], named: Sequence[str]
+    grid: NDArray[np.int64], axes: Sequence[str], dimensions: Sequence[str]
 ) -> list[list[int]]:
     """The ranks of a grid in groups that differ in the named dimensions only."""
     # Sorted: a group's fastest dimension is the grid's, in whatever order its name lists them.
-    within = sorted(axes.index(name) for name in named)
+    within = sorted(axes.index(name) for name in dimensions)
     between = [axis for axis in range(grid.ndim) if axis not in within]
     group_size = math.prod(grid.shape[axis] for axis in within)
     group_by_group = grid.transpose([*between, *within])
