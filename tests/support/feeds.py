@@ -20,6 +20,7 @@ from tests.support.gang import Gang
 
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
+SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
 EVERY = 2
 """Steps from checkpoint to checkpoint."""
 
@@ -36,12 +37,7 @@ class Feed:
 
     def open(self, config: DataConfig, ranks: dict[str, int]) -> None:
         """Open what is taken from."""
-        sizes: dict[str, Any] = {
-            "micro_batch_size": MICRO_BATCH,
-            "global_batch_size": GLOBAL_BATCH,
-            **ranks,
-        }
-        self.loader: Any = StreamLoader(config, **sizes)
+        self.loader: Any = StreamLoader(config, **SIZES, **ranks)
 
     def take(self) -> torch.Tensor:
         """Tokens beside labels of the next micro-batch, a sample a row."""
@@ -148,12 +144,7 @@ class WorkersFeed(Feed):
         torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
         # ranks of these tests are daemons, which may have no children: these end with them
         vars(multiprocessing.current_process())["_config"]["daemon"] = False
-        sizes: dict[str, Any] = {
-            "micro_batch_size": MICRO_BATCH,
-            "global_batch_size": GLOBAL_BATCH,
-            **ranks,
-        }
-        dataset = StreamingDataset(config, **sizes)
+        dataset = StreamingDataset(config, **SIZES, **ranks)
         context = "fork" if self.workers else None  # whose workers end with a rank that is killed
         self.loader = StatefulDataLoader(
             dataset,
@@ -210,21 +201,15 @@ class TextFeed(Feed):
         from streammega import FieldsConfig
         from streammega.integrations.webdataset import TextStream
 
-        sizes: dict[str, Any] = {
-            "micro_batch_size": MICRO_BATCH,
-            "global_batch_size": GLOBAL_BATCH,
-            **ranks,
-        }
-        if isinstance(config, dict):
-            sizes["texts"] = config.__getitem__
-        fields = FieldsConfig(sequence_length=16, eod_id=256)
         self.loader = TextStream(
             list(config),
             lambda text: list(text.encode()),
-            fields,
+            FieldsConfig(sequence_length=16, eod_id=256),
             lanes=self.lanes,
+            texts=config.__getitem__ if isinstance(config, dict) else None,
             seed=3,
-            **sizes,
+            **SIZES,
+            **ranks,
         )
 
     def take(self) -> torch.Tensor:
