@@ -54,7 +54,7 @@ from tests.support.checkpoint_programs import (
     train_steps,
 )
 from tests.support.gang import Gang
-from tests.support.servers import S3
+from tests.support.servers import S3, Objects
 
 CPU = torch.device("cpu")
 
@@ -106,26 +106,26 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     """Settings of a run whose results go to a disk, or to an object store."""
     if request.param == "disk":
         return [f"train.out_dir={tmp_path}/out"]
-    if request.param == "oss":
-        oss = request.getfixturevalue("oss")
-        options = [
-            f"data.storage.storage_options.{name}={json.dumps(value)}"
-            for name, value in oss.options.items()
-        ]
-        return [f"train.out_dir=oss://{oss.new_bucket()}/deep/run", *options]
-    s3: S3 = request.getfixturevalue("moto")
-    return on_s3(s3, s3.new_bucket())
+    server = request.getfixturevalue("oss" if request.param == "oss" else "moto")
+    return in_bucket(f"{request.param}://{server.new_bucket()}", server)
 
 
-def on_s3(s3: S3, bucket: str) -> list[str]:
+def in_bucket(url: str, server: Any) -> list[str]:
+    """Settings of a run whose results go to a bucket of a server."""
     options = [
-        f'data.storage.storage_options.{name}="{value}"' for name, value in s3.options.items()
+        f"data.storage.storage_options.{name}={json.dumps(value)}"
+        for name, value in server.options.items()
     ]
-    return [f"train.out_dir=s3://{bucket}/deep/run", *options]
+    return [f"train.out_dir={url}/deep/run", *options]
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.chunks[0].parameters()]
+
+
+def assert_same(trainer: Trainer, others: list[torch.Tensor], atol: float = 0.0) -> None:
+    for ours, theirs in zip(weights(trainer), others, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=atol)
 
 
 def resumed(run_file: str, *overrides: str) -> Trainer:
@@ -255,7 +255,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     with caplog.at_level(logging.WARNING):
         trainer = resumed(run_file)
     assert trainer.step == 4
-    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(truth), strict=True))
+    assert_same(trainer, weights(truth))
     assert "checkpoint of step 6 cannot be used, the one before it is taken" in caplog.text
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
 
@@ -449,18 +449,8 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
     run_file: str, folder: Path
 ) -> None:
     resumed(run_file, "train.rewind=2", "train.iters=6").run()
-    assert [record["step"] for record in read_metrics(folder.parent / "metrics.jsonl")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        3,
-        4,
-        5,
-        6,
-    ]
+    metrics = read_metrics(folder.parent / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
     resumed(run_file, "train.iters=8").run()  # without it
     again = resumed(run_file, "train.rewind=2", "train.iters=8")
     assert again.step == 8, "these steps have gone back to 2 already"
@@ -533,7 +523,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     second = resumed(run_file, *overrides, "train.iters=10")
     assert second.step == 6
     second.run()
-    assert all(torch.equal(a, b) for a, b in zip(weights(second), weights(straight), strict=True))
+    assert_same(second, weights(straight))
     assert second.checkpoints.store.steps() == [8, 10]
     back = resumed(run_file, *overrides, "train.rewind=8")
     assert back.step == 8
@@ -556,64 +546,54 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         if "s3:" in out[0]:
             for name, value in moto.environment.items():
                 monkeypatch.setenv(name, value)
-            assert (
-                cli_main(
-                    [
-                        "plot",
-                        out[0].removeprefix("train.out_dir="),
-                        "--out",
-                        str(tmp_path / "run.png"),
-                    ]
-                )
-                == 0
-            )
+            url = out[0].removeprefix("train.out_dir=")
+            assert cli_main(["plot", url, "--out", str(tmp_path / "run.png")]) == 0
             assert "10 steps, loss" in capsys.readouterr().out
 
 
+def flip_in_bucket(objects: Objects, prefix: str, folder: Path) -> None:
+    """One bit of the largest tensor of the files that lie under a prefix. folder: for a copy."""
+    for name in (METADATA, "__0_0.distcp"):
+        (folder / name).write_bytes(objects[f"{prefix}/{name}"])
+    flip(folder)
+    objects[f"{prefix}/__0_0.distcp"] = (folder / "__0_0.distcp").read_bytes()
+
+
 @pytest.mark.guarantee("damaged-checkpoint-bit")
-def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto: S3) -> None:
+def test_damaged_checkpoints_of_an_object_store_fall_back(
+    run_file: str, moto: S3, tmp_path: Path
+) -> None:
     bucket = moto.new_bucket()
-    overrides = on_s3(moto, bucket)
+    overrides = in_bucket(f"s3://{bucket}", moto)
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
     place = first.checkpoints.store
     objects = moto.objects(bucket)
-    del objects[f"deep/run/checkpoints/{place.find(6).name}/__0_0.distcp"]
+    checkpoints = "deep/run/checkpoints"
+    flip_in_bucket(objects, f"{checkpoints}/{place.find(6).name}", tmp_path)
     second = resumed(run_file, *overrides)
     assert second.step == 4
+    second.save()
     second.close()
     assert place.steps() == [2, 4]
-    objects["deep/run/checkpoints/step-00000004.json"] = b"{"
+    del objects[f"{checkpoints}/{place.find(4).name}/__0_0.distcp"]
     third = resumed(run_file, *overrides)
     assert third.step == 2
+    third.step = 4
     third.save()
     third.close()
+    objects[f"{checkpoints}/step-00000004.json"] = b"{"
+    fourth = resumed(run_file, *overrides)
+    assert fourth.step == 2
+    fourth.save()
+    fourth.close()
     assert place.steps() == [2]
-
-
-@pytest.mark.guarantee("damaged-checkpoint-bit")
-def test_a_flipped_bit_in_an_object_store_falls_back(
-    run_file: str, moto: S3, tmp_path: Path
-) -> None:
-    overrides = on_s3(moto, moto.new_bucket())
-    first = Trainer(load_run(run_file, overrides), CPU)
-    first.run()
-    place = first.checkpoints.store
-    assert place.folder is None
-    files = place.files(place.find(6).name)
-    for name in (METADATA, "__0_0.distcp"):
-        (tmp_path / name).write_bytes(files.read(name))
-    flip(tmp_path)
-    files.put("__0_0.distcp", (tmp_path / "__0_0.distcp").read_bytes())
-    second = resumed(run_file, *overrides)
-    assert second.step == 4
-    second.close()
 
 
 @pytest.mark.guarantee("out-dir-ranks")
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(run_file: str, moto: S3) -> None:
     with pytest.raises(StorageError, match="bucket s3://no-such-bucket does not exist"):
-        Trainer(load_run(run_file, on_s3(moto, "no-such-bucket")), CPU)
+        Trainer(load_run(run_file, in_bucket("s3://no-such-bucket", moto)), CPU)
 
 
 @pytest.fixture
@@ -684,9 +664,7 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
         published = [int(line) for line in done.read_text().split()] if done.exists() else [0]
         trainer = resumed(run_file, *place(fatal))
         assert trainer.step in (published[-1], published[-1] + 1), (fatal, published)
-        assert all(
-            torch.equal(a, b) for a, b in zip(weights(trainer), truth[trainer.step], strict=True)
-        ), fatal
+        assert_same(trainer, truth[trainer.step])
         # killed before the old one went, which goes with the next save
         left = [2, 3] if trainer.step == 3 else [3]
         trainer.run()
@@ -698,20 +676,18 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
 def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_another_layout(
     gang: Gang, run_file: str, truth: dict[int, list[torch.Tensor]], moto: S3, tmp_path: Path
 ) -> None:
-    overrides = on_s3(moto, moto.new_bucket())
+    overrides = in_bucket(f"s3://{moto.new_bucket()}", moto)
     begun = tmp_path / "begun"
     sharded = ["parallel.optimizer=sharded", "parallel.bucket_size=2000"]
     assert gang.run_until(
         begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.05, str(begun)
     )
-    place = CheckpointStore.open(
-        load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage
-    )
+    config = load_run(run_file, overrides)
+    place = CheckpointStore.open(config.train.out_dir, config.data.storage)
     assert place.steps() == [2]
     trainer = resumed(run_file, *overrides)
     assert trainer.step == 2
-    for a, b in zip(weights(trainer), truth[2], strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    assert_same(trainer, truth[2], atol=1e-5)
     trainer.run()
     assert gang.run(2, train_steps, run_file, [*overrides, *sharded]) == [6, 6]
     assert place.steps() == [2, 4, 6]
@@ -882,6 +858,18 @@ def test_a_resumed_optimizer_has_the_state_that_it_would_make_itself(
         steps = {int(state["step"]) for state in again.optimizer.state.values()}
         assert steps == {6}
         again.close()
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_state_of_another_optimizer_is_refused(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file), CPU)
+    parameters = trainer.model.chunks[0].parameters()
+    trainer.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    with pytest.raises(
+        StateError, match=r"keeps \['exp_avg', .*\] of .* in the checkpoint, \['momentum_buffer'\]"
+    ):
+        trainer.resume()
+    trainer.close()
 
 
 def test_a_save_before_the_first_step_of_an_optimizer_is_no_step(run_file: str) -> None:

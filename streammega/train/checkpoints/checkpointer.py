@@ -81,7 +81,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last: tuple[int, float] | None = None
-        """The step of the last save that was begun, and when (time.monotonic)."""
+        """The step of the last save, and when it started (time.monotonic)."""
         # One rank without torchrun rightly saves in a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         # First: a second job must write nothing there.
@@ -152,8 +152,8 @@ class Checkpointer:
             """The step of the last checkpoint on this rank, if it is recent."""
             if self.last is None:
                 return None
-            step, began = self.last
-            age = time.monotonic() - began
+            step, started = self.last
+            age = time.monotonic() - started
             return step if age <= seconds else None
 
         return self._rank_sync.run_on_first(look)
@@ -178,7 +178,7 @@ class Checkpointer:
         None where there is none.
 
         One that is damaged is set aside, with a warning, and the one before is taken. `accept` is
-        given each position first, and raises StateError for one of another run. `rewind`: the
+        called with each position first, and raises StateError for one of another run. `rewind`: the
         newest up to this step, or of those that were trained after rewinding to it.
 
         Raises ConfigError if there is none to rewind to, StateError if none can be read or it is
@@ -208,7 +208,7 @@ class Checkpointer:
             steps = ", ".join(str(step) for step in damaged)
             raise StateError(
                 f"{self.store.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
-                f"restore one, or start anew in another train.out_dir"
+                f"restore one, or start in another train.out_dir"
             )
         return None
 

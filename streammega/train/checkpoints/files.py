@@ -1,5 +1,5 @@
 """The files of a checkpoint: one of each rank's tensors, and `.metadata`, in the format of
-torch.distributed.checkpoint's FileSystemWriter. They lie in a folder of any store.
+torch.distributed.checkpoint's FileSystemWriter, in a folder of any store.
 
 Ranks read by ranges of files what fills their own memory, and each checks what it reads.
 """
@@ -42,11 +42,11 @@ from streammega.train.rank_sync import RankSync
 
 METADATA = ".metadata"
 REQUEST_BYTES = 8 << 20
-"""Of one request, and of one write: small enough to see that something moves."""
+"""The size of one request or write: small enough to see that something moves."""
 MAX_GAP_BYTES = 64 << 10
 """Between two items that one request reads: another request would cost more than the gap."""
 BATCH_BYTES = 256 << 20
-"""Read at a time by a rank, unless one item is larger: what loading needs beside the tensors."""
+"""A rank reads so much at a time, or one item if that is larger: memory that loading needs."""
 
 
 class CheckpointFiles(NamedTuple):
@@ -148,7 +148,7 @@ class CheckpointWriter(StorageWriter):
                 serialized = io.BytesIO()
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
-                # Of a view torch would write all that it is a view of.
+                # torch would write all of the buffer that a view is a part of.
                 torch.save(tensor.clone(), serialized)
                 data = serialized.getbuffer()
                 for piece_start in range(0, len(data), REQUEST_BYTES):
@@ -164,7 +164,7 @@ class CheckpointWriter(StorageWriter):
         return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: write what says which items there are and where they lie."""
+        """On the first rank: write the metadata, which says where each item is."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {}
         for results_of_rank in results:
@@ -229,7 +229,7 @@ class CheckpointReader(StorageReader):
         return done
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """File by file, from its begin to its end, some items at a time."""
+        """File by file, from start to end, some items at a time."""
         # One stored part may fill several of ours: it is read once.
         items_of: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
@@ -248,8 +248,8 @@ class CheckpointReader(StorageReader):
             self._rank_sync.check()
 
     def _fetch(self, batch: Sequence[_Stored]) -> Iterator[tuple[_Stored, memoryview]]:
-        """The bytes of parts of one file. Those that lie near together share a request, and long
-        ones take several.
+        """The bytes of parts of one file. Parts near each other share a request; a long one takes
+        several.
         """
         runs = _runs(batch)
         requests: list[Span] = []

@@ -1,8 +1,8 @@
 """Whether a checkpoint is whole: checksums, and metadata that is read without trust.
 
-`.metadata`, which says what lies where, is a pickle of torch.distributed.checkpoint. An unpickler
-reads it that knows its few classes and nothing else. Bits that changed are seen by checksums
-(xxh3_64) in the position of the run: one of each item, and one of the position with all of them.
+`.metadata`, which says where each tensor is, is a pickle of torch.distributed.checkpoint. Our unpickler
+makes its few classes and nothing else. Checksums (xxh3_64) in the position of the run show bits that
+changed: one of each item, and one of the position with all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DamagedError(StateError):
 
 
 class Checksums:
-    """Of the items of a checkpoint, as they left memory.
+    """The checksums of the items of a checkpoint, as they left memory.
 
     hex_of: by the name of a file, and by the offset, as text, at which an item begins in it.
     """
@@ -57,7 +57,7 @@ class Checksums:
 
 
 def checksum_of(data: bytes | memoryview) -> str:
-    """Of an item."""
+    """The checksum of an item."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -67,7 +67,7 @@ def checksum_matches(position: Mapping[str, Any]) -> bool:
 
 
 def _checksum_of_position(position: Mapping[str, Any]) -> str:
-    """Of what it says, not of its bytes, which spaces and the order of names change."""
+    """The checksum of its values, which does not depend on spaces or the order of names."""
     checked = {name: value for name, value in position.items() if name != CHECKSUM}
     # Twice through JSON: a key that is a number becomes text, as in the file, before names are
     # sorted.
@@ -139,6 +139,6 @@ def one_line(error: BaseException) -> str:
         if not error.filename:
             return error.strerror
         return f"{os.fspath(error.filename)}: {error.strerror}"
-    # Of others the last line: torch's own are tracebacks, which end with what went wrong.
+    # Texts of torch's errors are tracebacks, whose last line says what went wrong.
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__

@@ -41,7 +41,7 @@ the second write.
 """
 
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Of file systems without locks."""
+"""Errors of file systems without locks."""
 _STAT_STATE = 0
 _STAT_STARTTIME = 19
 """Fields of /proc/PID/stat behind the name: the third and the 22nd of proc_pid_stat(5)."""
@@ -97,7 +97,7 @@ class ObjectLock:
         self._owner = _process_record()
         self._renewals = 0
         self._etag = ""
-        """Of what was read last; empty: there was no object."""
+        """The version that was read last; empty: there was no object."""
         self._next_owner: str | None = None
         """The job that has taken over, if any."""
         self._wait_until_abandoned()
@@ -138,7 +138,7 @@ class ObjectLock:
         if first is None or _is_over(first):
             return
         log.warning(
-            "%s: held by %s; watching %.0f s whether it is renewed",
+            "%s: is the lock of %s; watching it for %.0f s, in case that job has ended",
             self._url,
             _process_name(first),
             PATIENCE_SECONDS,

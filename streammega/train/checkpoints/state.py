@@ -20,20 +20,20 @@ from streammega.train.stages import canonical
 
 
 def state_to_save(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state that this rank has to write: live tensors, of which DTensors are parts of a whole.
+    """The live tensors that this rank has to write. A DTensor is a part of a whole tensor.
 
-    Of replicas the first one writes. What tensor-parallel ranks and pipeline stages have in common
-    is left to the planner, which lets one of them write it.
+    The first replica writes for all. The planner lets one rank write what tensor-parallel ranks and
+    pipeline stages have in common.
     """
     inner = _inner_optimizer(optimizer)
     is_first_replica = model.ranks.members("dp-cp")[0] == model.ranks.rank
     state: dict[str, Tensor] = {}
     if model.is_sharded or is_first_replica:
         state |= _model_state(model)
-    # Each rank of a ZeroRedundancyOptimizer has the state of some parameters.
-    has_state_of_its_own = model.is_sharded or is_first_replica or inner is not optimizer
+    # Each rank of a ZeroRedundancyOptimizer has the state of other parameters.
+    writes_optimizer = model.is_sharded or is_first_replica or inner is not optimizer
     # torch would step an optimizer that has no state yet, which counts as a step of the run.
-    if has_state_of_its_own and inner.state:
+    if writes_optimizer and inner.state:
         state |= _optimizer_state(model, inner)
     return state
 
@@ -46,27 +46,36 @@ def state_to_load(
     Raises StateError for one of another model or optimizer.
     """
     shapes: dict[str, list[int]] = {}
+    stored_states: dict[str, set[str]] = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             shapes[name] = list(stored.size)
+            if name.startswith("optimizer."):
+                parameter_name, _, state_name = name.removeprefix("optimizer.").rpartition(".")
+                stored_states.setdefault(parameter_name, set()).add(state_name)
     _check_parameters(shapes, model.all_names)
+    state = _model_state(model)
     inner = _inner_optimizer(optimizer)
     of_optimizer = _optimizer_state(model, inner)
-    state = _model_state(model)
+    stepped_here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     for name, parameter in names_of(model).items():
-        names = [f"optimizer.{name}.{state_name}" for state_name in inner.state.get(parameter, ())]
-        if any(full_name in shapes for full_name in names):
-            state |= {full_name: of_optimizer[full_name] for full_name in names}
-        else:
+        if id(parameter) not in stepped_here:
+            continue
+        if name not in stored_states:
             # It was never stepped, and must not be counted as if it was.
             inner.state.pop(parameter, None)
-    for name, tensor in state.items():
-        if name not in shapes:
-            raise StateError(f"{name} is missing in the checkpoint")
-        if shapes[name] != list(tensor.shape):
+            continue
+        state_names = set(inner.state.get(parameter, ()))
+        if state_names != stored_states[name]:
             raise StateError(
-                f"{name} is {shapes[name]} in the checkpoint, {list(tensor.shape)} in this run"
+                f"the optimizer keeps {sorted(stored_states[name])} of {name} in the checkpoint, "
+                f"{sorted(state_names)} in this run"
             )
+        for state_name in sorted(state_names):
+            full_name = f"optimizer.{name}.{state_name}"
+            state[full_name] = of_optimizer[full_name]
+            if shapes[full_name] != list(state[full_name].shape):
+                raise StateError(f"{full_name} has another shape in the checkpoint")
     return state
 
 
@@ -86,7 +95,7 @@ def _optimizer_state(model: ParallelModel, inner: torch.optim.Optimizer) -> dict
 
 
 def _name_in_model(name: str) -> str:
-    """Of a parameter in a list of stages, which numbers them."""
+    """The name of a parameter without the number of its stage in a list of stages."""
     _, _, name_in_stage = name.partition(".")
     return canonical(name_in_stage)
 

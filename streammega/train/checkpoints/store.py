@@ -37,13 +37,13 @@ from streammega.train.rank_sync import RankSync
 log = logging.getLogger(__name__)
 
 SHARED_SIGN = ".shared-"
-"""How the names of small files begin by which ranks see whether they share the store."""
+"""The prefix of small files by which ranks check that they share the store."""
 _RECORD = re.compile(r"step-(?P<step>\d{8})")
 _SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
 """The record of a checkpoint that is kept, and resumed from no more."""
 _FOLDER = re.compile(r"step-\d{8}-[0-9a-f]{8}")
 _NAMED_FILES = re.compile(r"step-\d{8}-([0-9a-f]{8})?")
-"""The folder that a record names, or how the names of all folders of a step begin."""
+"""The folder that a record names, or the prefix of all folders of a step."""
 MAX_DELETES = 16
 """At once: each takes a round trip of tens of milliseconds, and there may be a thousand files."""
 VISIBLE_SECONDS = 60.0
@@ -51,7 +51,7 @@ VISIBLE_SECONDS = 60.0
 minute.
 """
 LOOK_SECONDS = 0.2
-"""Between two looks: a network file system is not to be asked all the time."""
+"""Between two looks, for the sake of network file systems."""
 
 
 class SavedCheckpoint(NamedTuple):
@@ -94,7 +94,7 @@ class CheckpointStore:
         if self.folder is not None:
             return FileLock(self.folder.parent / ".lock")
         parent, _, _ = self._prefix.rpartition("/")
-        # A run at the root of a bucket has no parent, and keys begin with no slash.
+        # A run at the root of a bucket has no parent, and keys start with no slash.
         return ObjectLock(self._store, f"{parent}/lock.json".lstrip("/"))
 
     def prepare(self) -> None:
@@ -183,7 +183,7 @@ class CheckpointStore:
 
     def touch(self, name: str) -> None:
         """Write a small file."""
-        self._files.put(name, b"seen by all ranks\n")
+        self._files.put(name, b"all ranks see this\n")
 
     def exists(self, name: str) -> bool:
         """Whether a file is there."""
@@ -201,7 +201,7 @@ class CheckpointStore:
         return self._files.url(f"{name}.json")
 
     def _record_names(self) -> list[str]:
-        """Of all records, without their suffix."""
+        """The names of all records, without their suffix."""
         names: list[str] = []
         for info in self._store.list(self._files.key("step-"), recursive=False):
             _, _, file_name = info.key.rpartition("/")
@@ -236,23 +236,22 @@ class CheckpointStore:
         self.delete(f"{name}.json")
         self._remove_orphans(folder)
 
-    def _remove_orphans(self, begin: str) -> None:
-        """Remove the files that no record names, of folders whose names begin so.
+    def _remove_orphans(self, folder_prefix: str) -> None:
+        """Remove the files that no record names, of folders whose names start so.
 
         One folder may be named twice, by what was killed while it set a checkpoint aside. A record
         of all that was written for a step names the files of later checkpoints of it too.
         """
         named = tuple(self._read_record(name)["files"] for name in self._record_names())
         orphans: list[str] = []
-        for info in self._store.list(self._files.key(begin)):
+        for info in self._store.list(self._files.key(folder_prefix)):
             folder, _, _ = info.key.removeprefix(f"{self._prefix}/").partition("/")
             if _FOLDER.fullmatch(folder) and not folder.startswith(named):
                 orphans.append(info.key)
         self._delete(orphans)
         if self.folder is not None:
             for path in self.folder.glob("step-*-*"):
-                # Of empty folders alone.
-                with suppress(OSError):
+                with suppress(OSError):  # it is not empty
                     path.rmdir()
 
     def _delete(self, keys: list[str]) -> None:
@@ -266,7 +265,7 @@ def check_shared_filesystem(store: CheckpointStore, rank_sync: RankSync) -> None
     """
     if rank_sync.group is None:
         return
-    # A new name every time: one that an earlier start left would be seen by all.
+    # A new name every time: all would see one that an earlier start left.
     sign, first_host = rank_sync.run_on_first(
         lambda: (f"{SHARED_SIGN}{secrets.token_hex(6)}", socket.gethostname())
     )
