@@ -108,7 +108,7 @@ def trace(
         if skipped:
             report = skipped_report(run, last)
         elif find is not None:
-            report = readings_report(run, _documents(run, find, model), last)
+            report = uses_report(run, _documents(run, find, model), last)
         else:
             samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
             decode = None if model is None else model.decode
@@ -362,14 +362,14 @@ def trace_report(
     return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
 
 
-def readings_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: int) -> Report:
+def uses_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: int) -> Report:
     """In which steps documents are read, up to a step."""
     end = run.end_of(last_step)
     documents = []
     for name in names:
         entry = document_entry(run.provenance, name)
         since = run.provenance.skipped_from(name)
-        entry["readings"] = _readings(run, name, end, since)
+        entry["uses"] = _uses(run, name, end, since)
         documents.append(entry)
     return {"split": run.split, "last_step": last_step, "documents": documents}
 
@@ -381,16 +381,16 @@ def skipped_report(run: TracedRunFile, last_step: int) -> Report:
     end = run.end_of(last_step)
     documents = []
     for name, since in run.provenance.skipped_documents().items():
-        readings = _readings(run, name, min(since, end), None)
+        uses = _uses(run, name, min(since, end), None)
         documents.append(
             {
                 **document_entry(run.provenance, name),
                 "skipped_from": run.place(since),
-                "tokens_seen": _distinct([tuple(reading["tokens"]) for reading in readings]),
-                "readings": readings,
+                "tokens_seen": _distinct([tuple(use["tokens"]) for use in uses]),
+                "uses": uses,
             }
         )
-    seen = [document for document in documents if document["readings"]]
+    seen = [document for document in documents if document["uses"]]
     return {
         "split": run.split,
         "last_step": last_step,
@@ -401,21 +401,21 @@ def skipped_report(run: TracedRunFile, last_step: int) -> Report:
     }
 
 
-def _readings(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -> list[Report]:
+def _uses(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -> list[Report]:
     """Where tokens of a document are read before a sample. since: the one from which on they are
     not seen.
     """
-    readings = []
-    for reading in run.provenance.readings(name, end):
-        place = run.place(reading.sample)
+    uses = []
+    for use in run.provenance.uses(name, end):
+        place = run.place(use.sample)
         # Of samples that are skipped, nothing is seen.
         if place["step"] is None:
             continue
-        entry = {**place, "tokens": [reading.start, reading.stop]}
-        if since is not None and reading.sample >= since:
+        entry = {**place, "tokens": [use.start, use.stop]}
+        if since is not None and use.sample >= since:
             entry["skipped"] = True
-        readings.append(entry)
-    return readings
+        uses.append(entry)
+    return uses
 
 
 def _distinct(ranges: Sequence[tuple[int, ...]]) -> int:

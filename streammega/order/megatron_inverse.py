@@ -19,10 +19,10 @@ ROWS_AT_ONCE = 1 << 22
 """Entries of an index that are compared at once: what bounds the memory."""
 
 
-def gpt_readings(
+def gpt_token_uses(
     indices: GptIndices, length: int, extra: int, sequence: int, start: int, stop: int
 ) -> TokenUses:
-    """All readings of tokens [start, stop) of a sequence, which has `length`, in the order of
+    """The uses of tokens [start, stop) of a sequence, which has `length`, in the order of
     samples; `start` and `stop` of what is returned count from the beginning of the sequence.
 
     The inverse of `locate_gpt`. extra: 1 if samples carry one token more than the next begins at.

@@ -33,7 +33,7 @@ from streammega.order.megatron import (
     index_kinds,
     locate_gpt,
 )
-from streammega.order.megatron_inverse import gpt_readings
+from streammega.order.megatron_inverse import gpt_token_uses
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.samples.document_names import DocumentName
 from streammega.samples.documents import DocumentBounds
@@ -264,7 +264,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         found = []
         for unit in _units_of(self, shards, name):
             extra = int(self._has_extra_token)
-            uses = gpt_readings(
+            uses = gpt_token_uses(
                 self.indices, unit.length, extra, unit.number, unit.start, unit.stop
             )
             before = uses.sample < end

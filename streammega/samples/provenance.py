@@ -1,7 +1,7 @@
 """Where samples come from, and where documents go: computed of the order, without a log of a run.
 
 step, sample  ──►  dataset, shard, document, its tokens     trace
-document      ──►  samples, and which tokens they read      readings
+document      ──►  samples, and which tokens they read      uses
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TracedSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentReading:
+class DocumentUse:
     """One sample that reads tokens [start, stop) of a document."""
 
     sample: int
@@ -173,7 +173,7 @@ class Provenance:
         stored = self.shards(name.dataset)[name.shard].origins
         return None if stored is None else stored[name.document]
 
-    def readings(self, name: DocumentName, end: int | None = None) -> list[DocumentReading]:
+    def uses(self, name: DocumentName, end: int | None = None) -> list[DocumentUse]:
         """Every sample before `end` that reads tokens of a document, in order.
 
         In the stream order in closed form. In the others the built indices are looked through.
@@ -185,7 +185,7 @@ class Provenance:
         last = min(limit for limit in (end, samples) if limit is not None)
         uses = self.source.document_uses(self.shards(name.dataset), name, last)
         columns = zip(uses.sample.tolist(), uses.start.tolist(), uses.stop.tolist(), strict=True)
-        return [DocumentReading(sample=sample, start=a, stop=b) for sample, a, b in columns]
+        return [DocumentUse(sample=sample, start=a, stop=b) for sample, a, b in columns]
 
     def dataset_name(self, dataset: int) -> str:
         """A dataset as the config names it, without secrets."""

@@ -355,7 +355,7 @@ def test_a_longer_sample_is_batched_and_traced_as_it_is_read(data: Path) -> None
         for run in sample.runs:
             scanned.setdefault(run.name, []).append((sample.sample, run.start, run.stop))
     for name, expected in scanned.items():
-        readings = provenance.readings(name, 480)
+        readings = provenance.uses(name, 480)
         found = [(reading.sample, reading.start, reading.stop) for reading in readings]
         assert covered(found) == covered(expected)
 
@@ -489,7 +489,7 @@ def test_documents_are_traced_over_all_phases(data: Path) -> None:
         for sample in (first, last):
             (traced,) = provenance.trace([sample])
             assert all(run.dataset == f"{data}/{name}" for run in traced.runs)
-            readings = provenance.readings(traced.runs[0].name, END)
+            readings = provenance.uses(traced.runs[0].name, END)
             assert sample in [reading.sample for reading in readings]
 
 

@@ -185,10 +185,10 @@ def test_a_report_of_what_is_skipped_counts_each_token_once(
     }
     assert [report["skipped_documents"], report["seen_before"]] == [2, 2]
     for entry in report["documents"]:
-        found = readings[entry["id"]]["readings"]
-        assert entry["readings"] == [place for place in found if not place.get("skipped")]
+        found = readings[entry["id"]]["uses"]
+        assert entry["uses"] == [place for place in found if not place.get("skipped")]
         assert entry["skipped_from"]["sample"] == {"a-2": 8, "a-3": 40}[entry["id"]]
-        seen = {token for place in entry["readings"] for token in range(*place["tokens"])}
+        seen = {token for place in entry["uses"] for token in range(*place["tokens"])}
         assert entry["tokens_seen"] == len(seen)
     assert report["tokens_seen"] == sum(entry["tokens_seen"] for entry in report["documents"])
     (page,) = [run(f"{command} --skipped --html skipped.html", capsys)]

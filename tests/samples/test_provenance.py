@@ -140,7 +140,7 @@ def test_the_readings_of_a_document_are_those_of_a_scan(
                 name = DocumentName(dataset=dataset, shard=shard, document=document)
                 found = [
                     (reading.sample, reading.start, reading.stop)
-                    for reading in provenance.readings(name, SAMPLES)
+                    for reading in provenance.uses(name, SAMPLES)
                 ]
                 assert joined(found) == joined(sorted(scanned.get(name, [])))
 

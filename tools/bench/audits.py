@@ -140,8 +140,8 @@ def report(samples: int, datasets: int, compared: int) -> None:
     chosen = np.concatenate([behind, rng.integers(0, end, compared - compared // 2)])
     traced = timed(f"trace {compared:,} samples", lambda: list(provenance.trace(chosen)))
     (name,) = provenance.find(f"{provenance.datasets[datasets // 2]}#100")
-    title = "find a document of 1,000,003 tokens: readings"
-    timed(title, lambda: len(provenance.readings(name, end)))
+    title = "find a document of 1,000,003 tokens: uses"
+    timed(title, lambda: len(provenance.uses(name, end)))
     began = time.perf_counter()
     same, joined = same_as_ranks(config, traced)
     print(f"{same:,} of {len(traced):,} samples are what {RANKS} ranks read, by hashes; {joined:,} "
