@@ -5,7 +5,7 @@ those that a trace looks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -82,22 +82,16 @@ class DocumentNames:
         by_number, in_full = self._by_number(names, datasets)
         # Origins are read from the first to the last: not for names that need none.
         by_origin = self._by_origin([name for name in names if name not in in_full], datasets)
-        for name in by_number.keys() & by_origin.keys():
-            if by_number[name] != by_origin[name]:
+        found = {name: self._in_all_places(documents) for name, documents in by_number.items()}
+        for name, documents in by_origin.items():
+            places = self._in_all_places(documents)
+            if found.setdefault(name, places) != places:
                 raise ConfigError(
                     f"{redact_urls(name)!r} is the number of a document, and another came from a place "
                     "of that name; write it as NAME#NUMBER with the whole name of the dataset, or give "
                     "another name of the document"
                 )
-        found = {}
-        for name, documents in (by_number | by_origin).items():
-            places = [
-                DocumentName(dataset, shard, document.document)
-                for document in documents
-                for dataset, shard in self._same_shards[document.dataset, document.shard]
-            ]
-            found[name] = sorted(set(places))
-        return found
+        return {name: sorted(places) for name, places in found.items()}
 
     def describe_missing(self, names: Sequence[str], prefix: str | None = None) -> str:
         """Why no document has these names, for a message."""
@@ -220,6 +214,14 @@ class DocumentNames:
                 len(without),
             )
         return found
+
+    def _in_all_places(self, documents: Collection[DocumentName]) -> set[DocumentName]:
+        """Documents, in each place of the blend that has their shard."""
+        return {
+            DocumentName(dataset, shard, name.document)
+            for name in documents
+            for dataset, shard in self._same_shards[name.dataset, name.shard]
+        }
 
     @cached_property
     def _same_shards(self) -> dict[tuple[int, int], list[tuple[int, int]]]:

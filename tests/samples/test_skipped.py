@@ -659,6 +659,20 @@ def test_a_number_that_is_also_a_place_is_refused(
 
 
 @pytest.mark.guarantee("skipped-documents-go")
+def test_a_number_and_a_place_of_one_stored_document_are_no_contradiction(tmp_path: Path) -> None:
+    write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
+    origins = ProvenanceWriter()
+    for number in range(4):
+        place = DocumentOrigin(path=f"{tmp_path}/a", kind=LINE, place=number, id="")
+        origins.add(collect_origins([place]))
+    (tmp_path / "a.origins").write_bytes(origins.finish())
+    # its shard is in the blend twice: the number is of one dataset, the place of both
+    config = config_of(tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/./a"])
+    provenance = Provenance(config, global_batch_size=GLOBAL)
+    assert provenance.find(f"{tmp_path}/a:1") == [(0, 0, 1), (1, 0, 1)]
+
+
+@pytest.mark.guarantee("skipped-documents-go")
 def test_numbers_of_datasets_named_in_full_need_no_origins(tmp_path: Path) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     (tmp_path / "a.origins").write_bytes(b"damaged")  # so that it is told who reads it
