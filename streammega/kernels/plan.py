@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from numba import carray, types  # type: ignore[attr-defined]
 
-from streammega.kernels.intrinsics import LINE_BYTES, LINE_IDS, fence, pointer_to, write_line
+from streammega.kernels.intrinsics import pointer_to
 from streammega.kernels.jit import kernel
 
 ZSTD_SYMBOL = "streammega_zstd_decompress"
@@ -94,76 +94,6 @@ def gather_rows(
             target = out[i, first : first + tokens]
             for k in range(len(target)):  # this form is vectorised, whole-array assignment is not
                 target[k] = source[k]
-    return True
-
-
-@kernel
-def _widen(like, source, out) -> None:
-    """Elements of like's dtype from address `source` on into `out` int64 [ids], past the caches.
-
-    Other threads see them after a fence.
-    """
-    count = len(out)
-    ids = carray(pointer_to(source, like), (count,))
-    target = out.ctypes.data
-    # whole lines lie at multiples of their size; what is before and after them goes one by one
-    k = min(count, (-target % LINE_BYTES) // out.itemsize)
-    for j in range(k):
-        out[j] = ids[j]
-    while k + LINE_IDS <= count:
-        write_line(like, source + k * like.itemsize, target + k * out.itemsize)
-        k += LINE_IDS
-    for j in range(k, count):
-        out[j] = ids[j]
-
-
-@kernel
-def gather_shifted(
-    like,
-    dtype_number,
-    dtype_of_file,
-    addresses,
-    slot,
-    offset,
-    size,
-    file,
-    column,
-    splits,
-    tokens,
-    labels,
-    valid,
-):
-    """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S
-    into labels [samples, S].
-
-    Each is contiguous, and written past the caches: slabs that wait to be handed out are larger than
-    those, and would drive out of them what the transport is about to copy. Cost: two writes for
-    each read.
-    """
-    width = tokens.shape[1] + 1
-    for i in range(len(valid)):
-        valid[i] = 0
-        for r in range(splits[i], splits[i + 1]):
-            count = size[r]
-            first = column[r]
-            valid[i] += count
-            if first < 0 or count < 0 or first + count > width:
-                return False
-            if count == 0 or dtype_of_file[file[r]] != dtype_number:
-                continue
-            source_address = addresses[slot[r]] + offset[r]
-            source = carray(pointer_to(source_address, like), (count,))
-            # the first id of a sample is no label, the last no token: [low, high) is both
-            low = 1 if first == 0 else 0
-            high = count - 1 if first + count == width else count
-            if low == 1:
-                tokens[i, 0] = source[0]
-            if high < count:
-                labels[i, width - 2] = source[count - 1]
-            begin = source_address + low * like.itemsize
-            _widen(like, begin, tokens[i, first + low : first + high])
-            _widen(like, begin, labels[i, first + low - 1 : first + high - 1])
-    fence()
     return True
 
 

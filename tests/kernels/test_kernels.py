@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig
 from streammega.kernels.batch import document_bounds, sequence_bounds
-from streammega.kernels.plan import gather_rows, gather_shifted
+from streammega.kernels.plan import gather_rows
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fetch import coalesce
@@ -176,7 +177,7 @@ def test_fields_are_what_numpy_says(
     width=st.integers(2, 9),
     dtype=st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
 )
-def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(
+def test_rows_of_ids_are_gathered_and_widened(
     samples: list[list[int]], width: int, dtype: Any
 ) -> None:
     """Samples of several runs, some of them empty, some samples short."""
@@ -210,43 +211,16 @@ def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(
         *rows,
         np.array(splits),
     )
-    whole, tokens, labels = (
-        np.full((len(samples), n), -9, np.int64) for n in (width, width - 1, width - 1)
-    )
+    whole = np.full((len(samples), width), -9, np.int64)
     counts = np.empty(len(samples), np.int64)
-    again = np.empty(len(samples), np.int64)
     assert gather_rows(*common, whole, counts)
-    assert gather_shifted(*common, tokens, labels, again)
-    np.testing.assert_array_equal(again, counts)
-    np.testing.assert_array_equal(tokens, whole[:, :-1])
-    np.testing.assert_array_equal(labels, whole[:, 1:])
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64, np.float32])
-def test_whole_lines_of_tokens_and_labels_are_the_ids_that_were_stored(dtype: Any) -> None:
-    """Runs of every length around a line of 64 bytes, at every place of one."""
-    stored = np.random.default_rng(5).integers(-128, 128, 400).astype(dtype)
-    width = 42
-    first = np.arange(width + 1)
-    samples = len(first)
-    size = np.stack([first, width - first], axis=1).reshape(-1)
-    column = np.stack([np.zeros_like(first), first], axis=1).reshape(-1)
-    start = np.random.default_rng(6).integers(0, 400 - width, 2 * samples)
-    zeros = np.zeros(2 * samples, np.int64)
-    # one id more before them, so that rows begin at every place of a line
-    memory = np.full((2, samples * (width - 1) + 1), -9)
-    tokens, labels = (part[1:].reshape(samples, width - 1) for part in memory)
-    assert gather_shifted(
-        np.empty(0, dtype), 0, zeros[:1], np.array([stored.ctypes.data]),
-        zeros, start * stored.itemsize, size, zeros, column, np.arange(samples + 1) * 2,
-        tokens, labels, np.empty(samples, np.int64),
-    )  # fmt: skip
-    runs = zip(start.tolist(), size.tolist(), strict=True)
-    ids = np.concatenate([stored[begin : begin + count] for begin, count in runs]).astype(np.int64)
-    whole = ids.reshape(samples, width)
-    np.testing.assert_array_equal(tokens, whole[:, :-1])
-    np.testing.assert_array_equal(labels, whole[:, 1:])
-    np.testing.assert_array_equal(memory[:, 0], -9)
+    for row, (first, stop) in enumerate(pairwise(splits)):
+        places = range(first, stop)
+        runs = [stored[start[place] : start[place] + size[place]] for place in places]
+        expected = np.concatenate([np.empty(0, dtype), *runs])
+        assert counts[row] == len(expected)
+        np.testing.assert_array_equal(whole[row, : len(expected)], expected)
+        assert (whole[row, len(expected) :] == -9).all()
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))

@@ -154,9 +154,10 @@ class HandingOut:
 
     def __init__(self, mode: str, size: int) -> None:
         self._rows = size // STORED_BYTES // S
+        width = S + 1 if mode == "int64" else S
+        self._ids = np.empty((self._rows, width), np.uint16)
         shape = (self._rows, S)
-        wide = np.int64 if mode == "int64" else np.uint16
-        self._ids = [np.empty(shape, wide), np.empty(shape, wide)]
+        self._fields = [np.empty(shape, np.int64), np.empty(shape, np.int64)]
         self._mask = np.empty(shape, np.float32)
         self._positions = np.empty(shape, np.int64)
         self._mode = mode
@@ -172,21 +173,21 @@ class HandingOut:
 
     def _make(self, address: np.ndarray[Any, Any]) -> None:
         from streammega.kernels.batch import count_up
-        from streammega.kernels.plan import gather_rows, gather_shifted
+        from streammega.kernels.plan import gather_rows
 
-        rows = self._rows
+        rows, width = self._ids.shape
         zeros = np.zeros(rows, np.int64)
-        width = S + 1 if self._mode == "int64" else S
         size = np.full(rows, width)
         size[-1] = S  # the token after the last belongs to another body
-        out = self._ids if self._mode == "int64" else self._ids[:1]
-        kernel = gather_shifted if self._mode == "int64" else gather_rows
-        kernel(
+        gather_rows(
             np.empty(0, np.uint16), 0, zeros[:1], address, zeros,
-            np.arange(rows) * S * STORED_BYTES, size, zeros, zeros, np.arange(rows + 1), *out,
+            np.arange(rows) * S * STORED_BYTES, size, zeros, zeros, np.arange(rows + 1), self._ids,
             np.empty(rows, np.int64),
         )  # fmt: skip
         if self._mode == "int64":
+            tokens, labels = self._fields
+            tokens[:] = self._ids[:, :-1]
+            labels[:] = self._ids[:, 1:]
             self._mask.fill(1)
             count_up(self._positions)
 
