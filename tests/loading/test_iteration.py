@@ -566,13 +566,13 @@ def test_weights_of_the_same_shares_are_the_same_order(
 
 
 @pytest.mark.guarantee("state-refused-changes")
-@pytest.mark.parametrize("version", [1, 3, 5, True, "4", None])
+@pytest.mark.parametrize("version", [0, 2, 4, True, "1", None])
 def test_a_state_of_another_version_is_refused_by_its_version(
     config: DataConfig, version: Any
 ) -> None:
     with StreamLoader(config, **SIZES) as loader:
         state = loader.state_dict()
-        with pytest.raises(StateError, match=r"has version .*, this release reads version 4"):
+        with pytest.raises(StateError, match=r"has version .*, this release reads version 1"):
             loader.load_state_dict({**state, "version": version})
 
 

@@ -157,7 +157,7 @@ def test_of_many_datasets_the_message_names_those_where_one_was_replaced(
     assert len(json.dumps(state)) < 1024
     put(names[20], tokens_of(100, 200))
     words = refusal(state, blend, order, tmp_path / "cache")
-    assert f"numbers 18 ({names[18]!r}) to 23 ({names[23]!r})" in words
+    assert f"some of 18 ({names[18]!r}) to 23 ({names[23]!r}) differ" in words
 
 
 @pytest.mark.guarantee("state-belongs-datasets")
@@ -195,7 +195,7 @@ def test_orders_of_a_dataset_before_and_after_it_was_replaced_differ_from_its_fi
     assert compare_orders(before, provenance(), 200).same
     put(code, tokens_of(7))
     found = compare_orders(before, provenance(), 200)
-    assert list(found.settings) == ["datasets"]
+    assert list(found.settings) == ["datasets[1]"]
     assert not found.same
     assert 0 < found.shared < found.looked_at, "samples of the other dataset are the same ones"
 
