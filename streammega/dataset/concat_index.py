@@ -29,8 +29,8 @@ from streammega.dataset.local_cache import (
     ArrayKind,
     ArrayParts,
     cached_arrays,
-    damaged_array,
-    remove_former,
+    corrupt_cache_error,
+    remove_stale,
 )
 from streammega.errors import CacheError, FormatError
 
@@ -107,13 +107,13 @@ def kept_indices(
         return join_indices(parts, token_bytes)
     joined = _arrays_of(arrays)
     if opened:
-        remove_former(folder, key_of_dataset, key)
+        remove_stale(folder, key_of_dataset, key)
     # Rows of one file are looked up in the others.
     counts = {joined.num_sequences, len(joined.sequence_offsets)}
     if joined.sequence_modes is not None:
         counts.add(len(joined.sequence_modes))
     if len(counts) > 1:
-        raise damaged_array(f"{folder / key}-*.npy: are not of the same number of sequences")
+        raise corrupt_cache_error(f"{folder / key}-*.npy: are not of the same number of sequences")
     return joined
 
 

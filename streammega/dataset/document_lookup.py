@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.provenance import ProvenanceReader, open_provenance
-from streammega.dataset.resolve import open_shards
+from streammega.dataset.resolve import open_resolved
 from streammega.dataset.shard import Shard
 from streammega.errors import FormatError
 
@@ -111,7 +111,7 @@ class ShardDocuments:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(
-                f"document {document} of {self.files.index.url}, which has {self.num_documents}"
+                f"document {document} of {self.files.index_url}, which has {self.num_documents}"
             )
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
@@ -130,13 +130,13 @@ class ShardDocuments:
         bounds = self._arrays.document_indices
         if len(documents) and not 0 <= documents.min() <= documents.max() < self.num_documents:
             raise FormatError(
-                f"{self.files.index.url}: has {self.num_documents} documents, and not number "
+                f"{self.files.index_url}: has {self.num_documents} documents, and not number "
                 f"{documents.max()}; does what names it belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
-            raise FormatError(f"{self.files.index.url}: its documents overlap; rebuild the .idx")
+            raise FormatError(f"{self.files.index_url}: its documents overlap; rebuild the .idx")
         before = np.cumsum(count) - count
         # the sequences of all of them, one after the other
         sequences = np.repeat(first - before, count) + np.arange(count.sum())
@@ -153,7 +153,7 @@ class ShardDocuments:
         last = int(bounds[document + 1])
         if not 0 <= first <= last <= self._arrays.num_sequences:
             raise FormatError(
-                f"{self.files.index.url}: document {document} has the sequences [{first}, {last}) "
+                f"{self.files.index_url}: document {document} has the sequences [{first}, {last}) "
                 f"of {self._arrays.num_sequences}; rebuild the .idx"
             )
         return range(first, last)
@@ -165,7 +165,7 @@ class ShardDocuments:
         is_one = 0 <= document < self.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
-                f"{self.files.index.url}: sequence {sequence} belongs to no document; rebuild the "
+                f"{self.files.index_url}: sequence {sequence} belongs to no document; rebuild the "
                 ".idx"
             )
         return document
@@ -201,7 +201,7 @@ class ShardDocuments:
 
     @cached_property
     def _arrays(self) -> IndexArrays:
-        return self.files.index.arrays()
+        return self.files.arrays()
 
     @cached_property
     def _by_offset(self) -> Integers:
@@ -222,12 +222,12 @@ def open_documents(
     StorageError.
     """
 
-    def open_all(shards: list[Shard]) -> list[ShardDocuments]:
-        # That a name stands for a manifest shows when its own pair is looked up, and is not there.
-        _ = shards[0].index_info
+    def open_all(datasets: list[list[Shard]]) -> list[ShardDocuments]:
+        (shards,) = datasets
+        _ = shards[0].index_info  # what is not there is an error now
         return [ShardDocuments(shard) for shard in shards]
 
-    return open_shards(name, storage, cache_dir, open_all)
+    return open_resolved([name], storage, cache_dir, open_all)
 
 
 def _append(runs: list[DocumentRun], run: DocumentRun) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from streammega.dataset.idx import IndexArrays
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
 from streammega.dataset.names import strip_suffix
-from streammega.dataset.resolve import open_shards
+from streammega.dataset.resolve import open_resolved
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
@@ -63,7 +63,7 @@ def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
     """
     shard = Shard(str(path_prefix), storage or StorageConfig())
     try:
-        _ = shard.index.info, shard.stored
+        shard.look_up()
     except ObjectNotFoundError:
         return False
     return True
@@ -155,9 +155,7 @@ class IndexedDataset(Sequence["Item"]):
         self.storage = storage
         self._with_modes = multimodal
         self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
-        self.shards: list[str] = open_shards(
-            name, self.storage, self._cache_dir, self._open, self._open_index
-        )
+        self.shards: list[str] = open_resolved([name], self.storage, self._cache_dir, self._open)
         """The names of what it is made of."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -165,9 +163,9 @@ class IndexedDataset(Sequence["Item"]):
                 "multimodal=True"
             )
 
-    def _open(self, shards: list[Shard]) -> list[str]:
-        """Look up the tokens of all shards; returns the shards' names."""
-        self._files = shards
+    def _open(self, datasets: list[list[Shard]]) -> list[str]:
+        """Open all shards; returns their names."""
+        (self._files,) = datasets
         opened = parallel_map(Shard.tokens, self._files, OPENERS)
         self._opened = opened
         self._sizes = [info.size for _, info in opened]
@@ -181,13 +179,10 @@ class IndexedDataset(Sequence["Item"]):
             self.store = ConcatStore(opened, self.prefix)
             self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
-        return [shard.name for shard in shards]
-
-    def _open_index(self) -> None:
         # Looked up together, and kept: one after the other they would take a round trip each.
-        at_ends = end_shards(self._sizes)
-        jobs = [partial(getattr, files, "index_info") for files in self._files]
-        jobs.append(partial(read_ends, [self._files[number] for number in at_ends]))
+        at_ends = end_shards(self._files)
+        jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._files]
+        jobs.append(partial(read_ends, at_ends))
         parallel_map(lambda job: job(), jobs, OPENERS)
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
@@ -195,11 +190,12 @@ class IndexedDataset(Sequence["Item"]):
         self.content = content_digest(
             dtypes=[self.dtype] * len(self._sizes),
             tokens=[size // self.dtype.itemsize for size in self._sizes],
-            ends=[self._files[number].ends for number in at_ends],
+            ends=[shard.ends for shard in at_ends],
             sequences=len(self),
             documents=len(self.document_indices) - 1,
         )
         """A digest of what it holds, the same wherever it lies."""
+        return [shard.name for shard in self._files]
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)
@@ -216,17 +212,16 @@ class IndexedDataset(Sequence["Item"]):
         """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles
         the dataset.
         """
-        indices = [files.index for files in self._files]
-        if len(indices) == 1:
-            return indices[0].checked_arrays(self._sizes[0])
-        infos = [index.info for index in indices]
+        if len(self._files) == 1:
+            return self._open_part(0)
+        infos = [shard.index_info for shard in self._files]
         all_bytes = sum(info.size for info in infos)
         # Without ETags nothing would tell a joined index on disk from that of former shards.
         kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
         try:
             if not kept:
                 return join_indices(self._open_indices(), self._sizes)
-            urls = [index.url for index in indices]
+            urls = [shard.index_url for shard in self._files]
             versions = []
             for info, token_bytes in zip(infos, self._sizes, strict=True):
                 version = Version(etag=info.etag, size=info.size, token_bytes=token_bytes)
@@ -241,7 +236,7 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_part(self, number: int) -> IndexArrays:
         """The `.idx` of one of its shards."""
-        return self._files[number].index.checked_arrays(self._sizes[number])
+        return self._files[number].checked_arrays(self._sizes[number])
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -58,7 +58,7 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     return local_folder(cache_dir) if cache_dir else default_cache_dir()
 
 
-def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
+def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
     """The bytes of a remote object: its local copy, mapped, downloaded by at most one process of
     this node. A copy that is damaged is downloaded again.
 
@@ -141,7 +141,7 @@ def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
 
 
-def remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
+def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
     """Remove what `cached_arrays` keeps under keys that begin alike, but for what is of `key`;
     whoever has it mapped keeps it.
     """
@@ -150,7 +150,7 @@ def remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
             _remove(path)
 
 
-def note_use(path: Path) -> None:
+def touch(path: Path) -> None:
     """Have `remove_unused` know that a file is in use; another user's file may not be marked."""
     with suppress(OSError):
         os.utime(path)
@@ -259,7 +259,9 @@ def cached_arrays(
                         write_atomically(path, _with_checksum(_npy_bytes(array)), num_bytes)
                 kept = _all_sound(paths)
     if kept is None:
-        raise damaged_array(f"{folder / key}-*.npy: their checksums are not those of their bytes")
+        raise corrupt_cache_error(
+            f"{folder / key}-*.npy: their checksums are not those of their bytes"
+        )
     return {name: _array_of(kept[name], path, kinds[name]) for name, path in paths.items()}
 
 
@@ -321,11 +323,11 @@ def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[n
         if num_bytes != len(body):
             raise ValueError(f"it holds {len(body)} bytes, not {num_bytes}")
     except (ValueError, EOFError) as error:
-        raise damaged_array(f"{path}: is no readable array ({error})") from None
+        raise corrupt_cache_error(f"{path}: is no readable array ({error})") from None
     dtypes, expected = kind
     known_dtypes = [np.dtype(known) for known in dtypes]
     if by_columns or dtype not in known_dtypes or not _fits(shape, expected):
-        raise damaged_array(
+        raise corrupt_cache_error(
             f"{path}: is {dtype} {list(shape)}, not {known_dtypes[-1]} {list(expected)}"
         )
     # Users know mapped arrays by this type; np.load would keep a descriptor for each.
@@ -339,7 +341,7 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
 
 
-def damaged_array(what: str) -> CacheError:
+def corrupt_cache_error(what: str) -> CacheError:
     """For a cached array that is not what was built."""
     return CacheError(
         f"{what}; remove the file and start again (publish it anew, if it came from "

@@ -20,7 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
-from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, named, strip_suffix
+from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.thread_pool import parallel_map
@@ -50,9 +50,9 @@ class ShardEntry:
     sequences: int
     tokens: int
     bytes: int
-    checksums: list[str]
+    checksums: Sequence[str]
     index_bytes: int
-    index_checksums: list[str]
+    index_checksums: Sequence[str]
 
 
 _TYPE_OF_FIELD: dict[str, type] = {
@@ -354,7 +354,7 @@ def _check(manifest: Manifest, url: str) -> None:
 
 def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     """Raises FormatError for another kind of JSON, ValueError or DaciteError for what is none."""
-    stored: Any = json.loads(raw)
+    stored: Any = json.loads(raw, object_hook=_entry_or_dict)
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
         raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
     version = stored.pop("version", None)
@@ -371,37 +371,31 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
         # a line ends: each parent has a smaller number
         if of_version is not None and not 0 < parent.number < of_version[1]:
             raise FormatError(f"{url}: is a damaged manifest: it builds on {parent.number}")
-    shards = _plain_shards(stored.get("shards"))
-    if shards is None:
-        # It says what is wrong.
-        return dacite.from_dict(Manifest, stored, settings), parent
+    shards = stored.get("shards")
+    if not isinstance(shards, list):
+        raise ValueError("it lists no shards")
+    for number, shard in enumerate(shards):
+        if type(shard) is not ShardEntry:
+            raise ValueError(f"its shard {number} lacks a field, or has one of another type")
+    # dacite would take a second for 10,000 shards.
     manifest = dacite.from_dict(Manifest, stored | {"shards": []}, settings)
     return replace(manifest, shards=shards), parent
 
 
-def _plain_shards(stored: Any) -> list[ShardEntry] | None:
-    """The shards of what is stored, if it is plainly a list of them; None: it is for dacite, which
-    takes a second for 10,000.
+def _entry_or_dict(stored: dict[str, Any]) -> Any:
+    """A shard of a manifest, made as soon as it is parsed: the collector would count thousands of
+    dicts and lists. Anything else as it is.
     """
-    if type(stored) is not list:
-        return None
-    shards = []
-    for shard in stored:
-        if not _is_plain(shard):
-            return None
-        shards.append(ShardEntry(**shard))
-    return shards
-
-
-def _is_plain(stored: Any) -> bool:
-    """Whether something stored is a shard, by the types of all that it holds."""
-    if type(stored) is not dict or stored.keys() != _TYPE_OF_FIELD.keys():
-        return False
+    if stored.keys() != _TYPE_OF_FIELD.keys():
+        return stored
     for name, value in stored.items():
         if type(value) is not _TYPE_OF_FIELD[name]:
-            return False
-    checksums = [*stored["checksums"], *stored["index_checksums"]]
-    return all(type(checksum) is str for checksum in checksums)
+            return stored
+    for name in ("checksums", "index_checksums"):
+        if not all(type(checksum) is str for checksum in stored[name]):
+            return stored
+        stored[name] = tuple(stored[name])
+    return ShardEntry(**stored)
 
 
 def check_counts(manifest: Manifest, url: str) -> Manifest:
@@ -421,4 +415,4 @@ def shard_names(manifest: Manifest, url: str) -> list[str]:
     """The shards of the manifest that lies at `url`, beside it, in order."""
     folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
-    return [join_url(folder, named(shard.name, kind)) for shard in manifest.shards]
+    return [join_url(folder, with_suffix(shard.name, kind)) for shard in manifest.shards]

@@ -31,15 +31,14 @@ class TokenizerLabel:
 
 
 def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:
-    """The modes whose sequences are to be learned; None where no manifest names any.
+    """The modes whose sequences are to be learned; None where no manifest names any. shards: those
+    that have modes, or a manifest.
 
     Raises FormatError where shards differ, StorageError.
     """
     manifests: dict[str, Manifest | None] = {}
     prefix_of_modes: dict[LossModes, str] = {}
     for shard in shards:
-        if shard.manifest is None and not shard.multimodal:
-            continue
         manifest = _manifest_of(shard, name, manifests)
         modes = None if manifest is None or manifest.loss_modes is None else manifest.loss_modes
         prefix_of_modes[None if modes is None else tuple(modes)] = shard.prefix

@@ -36,7 +36,7 @@ def split_name(name: str) -> tuple[str, Kind]:
     return name, "bin"
 
 
-def named(prefix: str, kind: Kind) -> str:
+def with_suffix(prefix: str, kind: Kind) -> str:
     """The name of a shard: a `.bin`'s is its prefix."""
     return prefix if kind == "bin" else prefix + SUFFIXES[kind]
 

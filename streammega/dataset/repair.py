@@ -145,7 +145,7 @@ def _rebuild(
             f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id"
         )
     try:
-        head = stored.index.head()
+        head = stored.read_head()
     except ObjectNotFoundError:
         head = memoryview(b"")
     if not force and _has_sequences(head, expected, manifest):
@@ -164,7 +164,7 @@ def _rebuild(
     bounds = np.arange(len(lengths) + 1)
     data = b"".join(encode_index(dtype, lengths, bounds, None))
     checksums = checksums_of(data)
-    if expected is None or checksums == expected.index_checksums:
+    if expected is None or checksums == list(expected.index_checksums):
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
     if not force:
         raise ConfigError(

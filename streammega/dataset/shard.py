@@ -1,12 +1,9 @@
-"""A shard of a dataset: `Shard`, its tokens and what is known of them, and `ShardIndex`, its `.idx`.
-
-A shard is `.bin`, `.bin.zst` or `.tar` with an `.idx`.
-"""
+"""A shard of a dataset: `.bin`, `.bin.zst` or `.tar` with an `.idx`. `Shard` is an open one."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +24,7 @@ from streammega.dataset.idx import (
     parse_header,
     parse_index,
 )
-from streammega.dataset.local_cache import cache_folder, cached_copy, local_view
+from streammega.dataset.local_cache import cache_folder, cached_copy, map_local_copy
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES, split_name
 from streammega.dataset.tar import layout, stored_bytes
@@ -35,58 +32,50 @@ from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import DerivedStore, LazyView, Members
 from streammega.storage.seekable_zstd import Frames, read_frames
+from streammega.storage.store import Span
 
-
-def check_expected(url: str, what: str, found: object, expected: object) -> None:
-    """Raise FormatError unless something of a shard is what its manifest says."""
-    if found != expected:
-        raise FormatError(
-            f"{url}: has {found} {what}, its manifest says {expected}; it is cut short, or another "
-            "dataset's: copy or convert it again (where the manifest is the stale one, remove that)"
-        )
-
-
+READ_WHOLE = 8 << 10
+"""Bytes of an `.idx` that is read whole when its header is needed: it costs no more than that."""
+Version = tuple[int, str]
+"""Bytes and ETag of an object. Of many thousands, plain tuples are not tracked by the collector."""
 Shown = TypeVar("Shown", Frames, Members)
 
 
 class Shard:
-    """One shard of a dataset: its tokens, and `index`, its `.idx`. Nothing is asked of the storage
-    before it is needed, and nothing that is known already.
+    """One shard of a dataset.
+
+    Nothing is requested before it is needed, nor what is known already. What is looked up is
+    compared with the manifest at once: FormatError where they differ.
 
     Args:
         name: its prefix, or with the suffix of its kind.
         cache_dir: where copies of remote `.idx` files go; None: `default_cache_dir()`.
-        manifest: the manifest that lists it, whose own list of shards is not needed here.
+        manifest: the manifest that lists it. Its own list of shards is not needed here.
         entry: what that manifest says of this shard.
         opened: the store that serves the tokens, and their key there, where they are known.
-
-    What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
     __slots__ = (
-        "_index_info",
-        "_stored",
-        "_tokens",
+        "_view",
         "cache_dir",
         "dtype",
         "ends",
         "entry",
         "header",
-        "index_header",
-        "is_listed",
+        "index_body",
+        "index_version",
         "key",
         "kind",
-        "known_index",
-        "known_tokens",
         "manifest",
+        "multimodal",
         "name",
         "num_documents",
         "num_sequences",
         "num_tokens",
         "prefix",
-        "read_before",
         "storage",
         "store",
+        "version",
     )
 
     def __init__(
@@ -106,29 +95,24 @@ class Shard:
         self.entry = entry
         self.prefix, self.kind = split_name(name)
         self.store, self.key = opened or open_store(self.prefix + SUFFIXES[self.kind], storage)
-        self.known_tokens: ObjectInfo | None = None
-        self.known_index: ObjectInfo | None = None
-        """Both objects, where a listing or an earlier request told them."""
-        self.is_listed = False
-        """Whether they are from a listing of many: then it is one of many shards."""
+        self.version: Version | None = None
+        self.index_version: Version | None = None
+        """Both objects, once a listing or a request told of them."""
         self.header: IndexHeader | None = None
-        """Its dtype and counts, once its `.idx` was checked against its tokens."""
-        self.index_header: IndexHeader | None = None
-        """The same, as it was read and not checked."""
-        self.read_before: dict[int, Buffer] = {}
-        """What was read ahead of the `.idx`, by its first byte."""
+        """That of the `.idx`, once it was compared with the tokens."""
+        self.index_body: bytes | None = None
+        """All of a small `.idx`, while its pointers may be needed."""
         self.ends: int | None = None
         """A digest of its first and last tokens, once they were read."""
+        self._view: tuple[Store, ObjectInfo] | None = None
         # What `open` sets: the dtype is little-endian, and tokens are those of the whole shard.
         self.dtype: np.dtype[Any]
+        self.multimodal: bool
         self.num_sequences: int
         self.num_documents: int
         self.num_tokens: int
-        # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
-        # be looked up one by one.
-        self._stored: ObjectInfo | None = None
-        self._index_info: ObjectInfo | None = None
-        self._tokens: tuple[Store, ObjectInfo] | None = None
+
+    # --- its two objects
 
     @property
     def url(self) -> str:
@@ -136,10 +120,14 @@ class Shard:
         return self.store.url(self.key)
 
     @property
-    def index(self) -> ShardIndex:
-        """Its `.idx`."""
-        # Not kept: two objects that hold each other would be left to the collector.
-        return ShardIndex(self)
+    def index_key(self) -> str:
+        """The key of the `.idx`."""
+        return f"{self.key.removesuffix(SUFFIXES[self.kind])}.idx"
+
+    @property
+    def index_url(self) -> str:
+        """Of the `.idx`, for messages."""
+        return self.store.url(self.index_key)
 
     @property
     def stored(self) -> ObjectInfo:
@@ -147,32 +135,37 @@ class Shard:
 
         Raises ObjectNotFoundError, FormatError, StorageError.
         """
-        if self._stored is None:
-            known = self.known_tokens
-            entry = self.entry
-            info = self.store.info(self.key) if known is None else _with_key(known, self.key)
-            # Compared first: the URL of each of thousands of shards would be made for nothing.
-            if entry is not None and info.size != entry.bytes:
-                check_expected(self.url, "bytes", info.size, entry.bytes)
-            self._stored = info
-        return self._stored
+        if self.version is None:
+            info = self.store.info(self.key)
+            self.version = info.size, info.etag
+        size, etag = self.version
+        # Compared first: the URL of each of thousands of shards would be made for nothing.
+        if self.entry is not None and size != self.entry.bytes:
+            check_expected(self.url, "bytes", size, self.entry.bytes)
+        return ObjectInfo(key=self.key, size=size, etag=etag)
 
     @property
     def index_info(self) -> ObjectInfo:
         """The `.idx` as it is stored. Raises ObjectNotFoundError, FormatError, StorageError."""
-        if self._index_info is None:
-            known = self.known_index
-            entry = self.entry
-            info = self.index.look_up() if known is None else _with_key(known, self.index_key)
-            if entry is not None and info.size != entry.index_bytes:
-                check_expected(self.index.url, "bytes", info.size, entry.index_bytes)
-            self._index_info = info
-        return self._index_info
+        if self.index_version is None:
+            try:
+                info = self.store.info(self.index_key)
+            except ObjectNotFoundError:
+                raise ObjectNotFoundError(
+                    f"{self.index_url}: no such .idx beside {self.url}; was its conversion "
+                    "interrupted? convert again"
+                ) from None
+            self.index_version = info.size, info.etag
+        size, etag = self.index_version
+        if self.entry is not None and size != self.entry.index_bytes:
+            check_expected(self.index_url, "bytes", size, self.entry.index_bytes)
+        return ObjectInfo(key=self.index_key, size=size, etag=etag)
 
-    @property
-    def index_key(self) -> str:
-        """The key of the `.idx`."""
-        return f"{self.key.removesuffix(SUFFIXES[self.kind])}.idx"
+    def look_up(self) -> None:
+        """Look up both objects where they are not known. Raises as they do."""
+        _ = self.stored, self.index_info
+
+    # --- tokens
 
     def tokens(self) -> tuple[Store, ObjectInfo]:
         """The store that shows the tokens as one little-endian array, whatever the kind, and how
@@ -183,85 +176,20 @@ class Shard:
         """
         if self.kind == "bin":
             return self.store, self.stored
-        if self._tokens is None:
+        if self._view is None:
+            make: Callable[[], Frames | Members]
             make = self._frames if self.kind == "zst" else self._members
             size = self._token_bytes
             # Reading the table costs requests: put off where the size is known without it.
             view = make() if size is None or self.store.is_local else LazyView(size, make)
             store = DerivedStore(self.store, self.stored, view)
-            self._tokens = store, store.info(self.key)
-        return self._tokens
-
-    # --- counts: of a shard that is open
-
-    def open(self) -> Shard:
-        """Look up the sizes and counts. Returns itself.
-
-        What a manifest says of a remote shard, the sizes of both objects must bear out. Otherwise
-        the last sequence of the `.idx` must end where the tokens do. Raises ObjectNotFoundError,
-        FormatError, StorageError.
-        """
-        _, info = self.tokens()
-        # A remote header costs a request for each shard; a local one costs none.
-        is_local = self.store.is_local
-        if self.entry is not None and (self.bin_tokens is not None or not is_local):
-            assert self.manifest is not None
-            _ = self.index_info  # its size is compared
-            self.dtype = self.manifest.token_dtype
-            self.num_sequences = self.entry.sequences
-            self.num_documents = self.entry.documents
-        else:
-            header = self.header or self.read_header(info.size)
-            self.dtype = little_endian(header.dtype)
-            self.num_sequences = header.sequence_count
-            self.num_documents = header.document_count - 1
-        self.num_tokens = info.size // self.dtype.itemsize
-        return self
-
-    def read_header(self, token_bytes: int) -> IndexHeader:
-        """Set `header` to that of the `.idx`, which ends where its tokens do."""
-        index = self.index
-        index.read_ahead()
-        check_end(index.read_end(), token_bytes, index.url, self.url)
-        self.header = index.header
-        return self.header
-
-    @property
-    def multimodal(self) -> bool:
-        """Whether its sequences have modes: by sizes alone, where a manifest has the counts."""
-        entry = self.entry
-        if entry is None or self.header is not None:
-            return (self.header or self.index.header).multimodal
-        if entry.sequences == 0:  # of no sequences, both sizes are the same
-            return False
-        with_modes = index_bytes(entry.sequences, entry.documents + 1, multimodal=True)
-        return entry.index_bytes == with_modes
+            self._view = store, store.info(self.key)
+        return self._view
 
     @property
     def bin_tokens(self) -> int | None:
         """Tokens of its bins, as its manifest says; None where documents lie end to end."""
         return None if self.manifest is None else self.manifest.bin_tokens
-
-    def token_at(self, sequence: int) -> int:
-        """The token at which a sequence starts; past the last sequence, how many there are."""
-        # Both ends are known without a read: most splits begin or end there.
-        if sequence >= self.num_sequences:
-            return self.num_tokens
-        if sequence == 0:
-            return 0
-        index = self.index
-        offset = index.read_offset(sequence)
-        _, info = self.tokens()
-        if not 0 <= offset <= info.size or offset % self.dtype.itemsize:
-            raise FormatError(
-                f"{index.url}: sequence {sequence} starts at byte {offset} of {info.size}; "
-                "rebuild the .idx"
-            )
-        return offset // self.dtype.itemsize
-
-    def forget(self) -> None:
-        """Free what was read ahead of the `.idx`."""
-        self.read_before = {}
 
     @property
     def _token_bytes(self) -> int | None:
@@ -274,13 +202,13 @@ class Shard:
         return self._sized(read_frames(self.store, self.stored))
 
     def _members(self) -> Members:
-        arrays = self.index.arrays()
+        arrays = self.arrays()
         lengths = arrays.sequence_lengths
         # Where members lie is computed from the lengths, and a negative one would lead anywhere.
         if len(lengths) and int(lengths.min()) < 0:
             bad = int(np.argmax(lengths < 0))
             raise FormatError(
-                f"{self.index.url}: sequence {bad} has the negative length {lengths[bad]}; "
+                f"{self.index_url}: sequence {bad} has the negative length {lengths[bad]}; "
                 "rebuild the .idx"
             )
         itemsize = arrays.dtype.itemsize
@@ -299,199 +227,174 @@ class Shard:
             check_expected(self.url, "bytes of tokens", view.size, self._token_bytes)
         return view
 
+    # --- counts, of a shard that is open
 
-@functools.cache
-def little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """One object for all shards, and not one for each."""
-    return dtype.newbyteorder("<")
+    def open(self) -> None:
+        """Set dtype and counts.
 
-
-def _with_key(info: ObjectInfo, key: str) -> ObjectInfo:
-    """An object under the key that its store has for it."""
-    return info if info.key == key else replace(info, key=key)
-
-
-READ_WHOLE = 8 << 10
-"""Bytes of an `.idx` that is read whole when it is opened, if it is one of many, which a listing
-has: they cost no more than its header, and the requests of thousands add up.
-"""
-
-
-class ShardIndex:
-    """The `.idx` of one shard. Nothing is asked of the storage before it is needed, and nothing
-    that is known already.
-
-    What is looked up is compared with the manifest at once: FormatError where they differ.
-    """
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.prefix = shard.prefix
-        self.store = shard.store
-        self.key = shard.index_key
-
-    @property
-    def cache_dir(self) -> Path:
-        """Where copies go."""
-        return cache_folder(self.shard.cache_dir)
-
-    @property
-    def url(self) -> str:
-        """For messages."""
-        return self.store.url(self.key)
-
-    @property
-    def tokens_url(self) -> str:
-        """Of the tokens beside it, for messages."""
-        return self.url.removesuffix(".idx") + SUFFIXES[self.shard.kind]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a local file, of which small reads cost no request."""
-        return self.store.is_local
-
-    @property
-    def info(self) -> ObjectInfo:
-        """Its size and ETag. Raises ObjectNotFoundError, FormatError, StorageError."""
-        return self.shard.index_info
-
-    @property
-    def header(self) -> IndexHeader:
-        """What it begins with: one small read. Raises FormatError, StorageError."""
-        if self.shard.header is not None:
-            return self.shard.header
-        if self.shard.index_header is None:
-            header = parse_header(self.head(), self.info.size, self.url)
-            self._check_counts(header.dtype, header.sequence_count, header.document_count - 1)
-            self.shard.index_header = header
-        return self.shard.index_header
-
-    def read_ahead(self) -> None:
-        """Read of a remote one what opening will ask for, by requests that go out together: its
-        header, and its end where that most likely is; all of a small one of many.
-
-        It is kept until `forget`. Raises ObjectNotFoundError, FormatError, StorageError.
+        What a manifest says of a remote shard, the sizes of both objects must bear out. Otherwise
+        the last sequence of the `.idx` must end where the tokens do. Raises ObjectNotFoundError,
+        FormatError, StorageError.
         """
-        if self.is_local or self.shard.read_before:
-            return
-        size = self.info.size
-        is_small = size <= READ_WHOLE
-        spans = [(0, size)] if is_small and self.shard.is_listed else likely_ends(size)
-        for (start, _), stored in zip(spans, self._read(spans), strict=True):
-            self.shard.read_before[start] = stored
+        # A remote header costs a request for each shard; a local one costs none.
+        is_free = self.store.is_local and self.bin_tokens is None
+        if self.entry is None or is_free:
+            header = self.read_header()
+            self.dtype = little_endian(header.dtype)
+            self.num_sequences = header.sequence_count
+            self.num_documents = header.document_count - 1
+            self.multimodal = header.multimodal
+        else:
+            assert self.manifest is not None
+            size = self.index_info.size
+            self.dtype = self.manifest.token_dtype
+            self.num_sequences = self.entry.sequences
+            self.num_documents = self.entry.documents
+            # Of no sequences, both sizes are the same.
+            bounds = self.num_documents + 1
+            plain = index_bytes(self.num_sequences, bounds, multimodal=False)
+            self.multimodal = self.num_sequences > 0 and size != plain
+        _, info = self.tokens()
+        self.num_tokens = info.size // self.dtype.itemsize
 
-    def keep(self, body: Buffer) -> None:
-        """Take all of it, which was read before, until `forget`."""
-        self.shard.read_before[0] = body
+    def token_at(self, sequence: int) -> int:
+        """The token at which a sequence starts; past the last sequence, how many there are."""
+        # Both ends are known without a read: most splits begin or end there.
+        if sequence >= self.num_sequences:
+            return self.num_tokens
+        if sequence == 0:
+            return 0
+        start = self.read_header().offsets_at + OFFSET.itemsize * sequence
+        (stored,) = self._read_index([(start, start + OFFSET.itemsize)])
+        offset = _integer(stored)
+        _, info = self.tokens()
+        if not 0 <= offset <= info.size or offset % self.dtype.itemsize:
+            raise FormatError(
+                f"{self.index_url}: sequence {sequence} starts at byte {offset} of {info.size}; "
+                "rebuild the .idx"
+            )
+        return offset // self.dtype.itemsize
 
-    def head(self) -> Buffer:
-        """The bytes of the header, fewer where the file is shorter; not looked at.
+    def read_header(self) -> IndexHeader:
+        """The header of the `.idx`, read once. Its last sequence ends where the tokens do.
 
-        Raises ObjectNotFoundError, FormatError, StorageError.
+        Of a remote `.idx`, the header and the likely places of that end are one read; a small one
+        is read whole. Raises ObjectNotFoundError, FormatError, StorageError.
         """
-        stop = min(HEADER_BYTES, self.info.size)
-        return self._read([(0, stop)])[0]
+        if self.header is not None:
+            return self.header
+        size = self.index_info.size
+        bodies = {}
+        if not self.store.is_local and self.index_body is None:
+            if size <= READ_WHOLE:
+                self.index_body = bytes(self._read_index([(0, size)])[0])
+            else:
+                spans = likely_ends(size)
+                bodies = dict(zip(spans, self._read_index(spans), strict=True))
+        span = (0, min(HEADER_BYTES, size))
+        header = self._parse_header(bodies.get(span) or self._read_index([span])[0])
+        if self.bin_tokens is None:
+            _, tokens = self.tokens()
+            check_end(self._read_end(header, bodies), tokens.size, self.index_url, self.url)
+        self.header = header
+        return header
 
-    def data(self) -> memoryview:
-        """All of it, mapped: of a remote one, this node's copy; not looked at.
-
-        Raises ObjectNotFoundError, CacheError, FormatError, StorageError.
-        """
-        if self.store.is_local:
-            return self.store.view(self.key, self.info.etag)
-        return local_view(self.store, self.info, self.cache_dir, self.shard.storage.part_bytes)
-
-    def arrays(self) -> IndexArrays:
-        """Its arrays, as views of `data`. Raises as `data` does."""
-        if not self.is_local and not self._is_known_copy():
-            _ = self.header  # before a large foreign file is downloaded
-        arrays = parse_index(self.data(), self.url)
-        self._check_counts(arrays.dtype, arrays.num_sequences, arrays.num_documents)
-        return arrays
-
-    def checked_arrays(self, token_bytes: int) -> IndexArrays:
-        """Its arrays, every sequence of which lies within `token_bytes`, and the last one ends
-        there. Raises as `data` does.
-        """
-        arrays = self.arrays()
-        # Not only the header: bounds that a forged or cut file holds would be read past the tokens.
-        end = check_index(arrays, token_bytes, self.url, self.tokens_url)
-        if self.shard.bin_tokens is None:
-            check_whole_end(arrays, end, token_bytes, self.url, self.tokens_url)
-        return arrays
-
-    def read_offset(self, sequence: int) -> int:
-        """The byte of the tokens at which a sequence starts, as it is stored: a read of 8 bytes."""
-        start = self.header.offsets_at + OFFSET.itemsize * sequence
-        stored = self._read([(start, start + OFFSET.itemsize)])[0]
-        return _integer(stored)
-
-    def read_end(self) -> int:
-        """One past the last byte of the last sequence, as it is stored: two reads, of 4 and 8
-        bytes. Raises FormatError.
-        """
-        header = self.header
+    def _read_end(self, header: IndexHeader, bodies: dict[Span, Buffer]) -> int:
+        """One past the last byte of the last sequence. bodies: what was read of the `.idx`."""
         last = header.sequence_count - 1
         if last < 0:
             return 0
         length_at = header.lengths_at + LENGTH.itemsize * last
         offset_at = header.offsets_at + OFFSET.itemsize * last
-        stored_length, stored_offset = self._read(
-            [
-                (length_at, length_at + LENGTH.itemsize),
-                (offset_at, offset_at + OFFSET.itemsize),
-            ]
-        )
-        length = _integer(stored_length)
-        offset = _integer(stored_offset)
+        spans = [(length_at, length_at + LENGTH.itemsize), (offset_at, offset_at + OFFSET.itemsize)]
+        if all(span in bodies for span in spans):
+            length, offset = [_integer(bodies[span]) for span in spans]
+        else:
+            length, offset = [_integer(body) for body in self._read_index(spans)]
         if length < 0 or offset < 0:
             raise FormatError(
-                f"{self.url}: its last sequence lies at byte {offset} and has {length} tokens; "
+                f"{self.index_url}: its last sequence lies at byte {offset} and has {length} tokens; "
                 "rebuild the .idx"
             )
         return offset + length * header.dtype.itemsize
 
-    def look_up(self) -> ObjectInfo:
-        """Its size and ETag, by a request. Raises as `info` does."""
-        try:
-            return self.store.info(self.key)
-        except ObjectNotFoundError:
-            raise ObjectNotFoundError(
-                f"{self.url}: no such .idx beside {self.tokens_url}; was its conversion "
-                "interrupted? convert again"
-            ) from None
+    # --- the `.idx`
 
-    def _is_known_copy(self) -> bool:
-        """Whether a listing has it, and this node has a copy of that version: what was
-        copied once was looked at then.
+    def read_head(self) -> Buffer:
+        """The bytes of the header, fewer where the file is shorter; not checked.
+
+        Raises ObjectNotFoundError, FormatError, StorageError.
         """
-        if not self.shard.is_listed:
-            return False
-        return cached_copy(self.store, self.info, self.cache_dir).exists()
+        return self._read_index([(0, min(HEADER_BYTES, self.index_info.size))])[0]
 
-    def _read(self, spans: list[tuple[int, int]]) -> list[Buffer]:
-        known = [self._known(start, stop) for start, stop in spans]
-        if None not in known:
-            return [part for part in known if part is not None]
-        starts = [start for start, _ in spans]
-        stops = [stop for _, stop in spans]
-        return self.store.read(self.key, list(zip(starts, stops, strict=True)), self.info.etag)
+    def index_data(self) -> memoryview:
+        """All of the `.idx`, mapped: of a remote one, this node's copy; not checked.
 
-    def _known(self, start: int, stop: int) -> Buffer | None:
-        """Bytes [start, stop), if they were read ahead."""
-        for first, stored in self.shard.read_before.items():
-            if first <= start and stop <= first + len(stored):
-                return stored[start - first : stop - first]
-        return None
+        Raises ObjectNotFoundError, CacheError, FormatError, StorageError.
+        """
+        info = self.index_info
+        if self.store.is_local:
+            return self.store.view(info.key, info.etag)
+        folder = cache_folder(self.cache_dir)
+        return map_local_copy(self.store, info, folder, self.storage.part_bytes)
+
+    def arrays(self) -> IndexArrays:
+        """The arrays of the `.idx`, as views of `index_data`. Raises as that does."""
+        # A large foreign file is not downloaded. A copy was checked when it was made.
+        if not (self.store.is_local or self.header is not None or self._has_copy()):
+            self._parse_header(self.read_head())
+        arrays = parse_index(self.index_data(), self.index_url)
+        self._check_counts(arrays.dtype, arrays.num_sequences, arrays.num_documents)
+        return arrays
+
+    def _has_copy(self) -> bool:
+        folder = cache_folder(self.cache_dir)
+        return cached_copy(self.store, self.index_info, folder).exists()
+
+    def checked_arrays(self, token_bytes: int) -> IndexArrays:
+        """The arrays, every sequence of which lies within `token_bytes`, and the last one ends
+        there. Raises as `index_data` does.
+        """
+        arrays = self.arrays()
+        # Not only the header: bounds that a forged or cut file holds would be read past the tokens.
+        end = check_index(arrays, token_bytes, self.index_url, self.url)
+        if self.bin_tokens is None:
+            check_whole_end(arrays, end, token_bytes, self.index_url, self.url)
+        return arrays
+
+    def _parse_header(self, head: Buffer) -> IndexHeader:
+        header = parse_header(head, self.index_info.size, self.index_url)
+        self._check_counts(header.dtype, header.sequence_count, header.document_count - 1)
+        return header
 
     def _check_counts(self, dtype: np.dtype[Any], sequences: int, documents: int) -> None:
-        entry = self.shard.entry
-        manifest = self.shard.manifest
-        if entry is None or manifest is None:
+        if self.entry is None or self.manifest is None:
             return
-        check_expected(self.url, "as dtype", dtype, manifest.token_dtype)
-        check_expected(self.url, "sequences", sequences, entry.sequences)
-        check_expected(self.url, "documents", documents, entry.documents)
+        check_expected(self.index_url, "as dtype", dtype, self.manifest.token_dtype)
+        check_expected(self.index_url, "sequences", sequences, self.entry.sequences)
+        check_expected(self.index_url, "documents", documents, self.entry.documents)
+
+    def _read_index(self, spans: list[Span]) -> list[Buffer]:
+        if self.index_body is not None:
+            body = memoryview(self.index_body)
+            return [body[start:stop] for start, stop in spans]
+        info = self.index_info
+        return self.store.read(info.key, spans, info.etag)
+
+
+def check_expected(url: str, what: str, found: object, expected: object) -> None:
+    """Raise FormatError unless something of a shard is what its manifest says."""
+    if found != expected:
+        raise FormatError(
+            f"{url}: has {found} {what}, its manifest says {expected}; it is cut short, or another "
+            "dataset's: copy or convert it again (where the manifest is the stale one, remove that)"
+        )
+
+
+@functools.cache
+def little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """One object for all shards, and not one for each."""
+    return dtype.newbyteorder("<")
 
 
 def _integer(stored: Buffer) -> int:

@@ -26,11 +26,11 @@ from streammega.dataset.manifest import (
     read_manifest,
     shard_names,
 )
-from streammega.dataset.names import strip_suffix
+from streammega.dataset.names import split_name, strip_suffix, with_suffix
 from streammega.dataset.provenance import ENDING
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.shard import Shard
-from streammega.dataset.versions import read_between_versions, resolve_version
+from streammega.dataset.versions import read_named_manifest
 from streammega.errors import (
     FormatError,
     MissingShardsError,
@@ -342,17 +342,14 @@ def shards_of(
 
     Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
-    appended = read_between_versions(name, storage)
-    if appended is not None:
-        manifest, url = appended
+    named = read_named_manifest(name, storage)
+    if named is not None:
+        manifest, url = named
         return shard_names(manifest, url), manifest
-    name = resolve_version(name, storage)
     url = manifest_url(name)
     try:
         manifest = read_manifest(url, storage)
     except ObjectNotFoundError:
-        if url == name:
-            raise
         try:
             return find_pairs(name, storage), None
         except MissingShardsError as error:
@@ -361,7 +358,7 @@ def shards_of(
     except FormatError as error:
         report.problems.append(str(error))
         # What can be had without it is still looked at: a pair of the very name.
-        return find_pairs(strip_suffix(name), storage), None
+        return [with_suffix(*split_name(name))], None
     return shard_names(manifest, url), manifest
 
 
@@ -450,12 +447,14 @@ class ShardCheck:
         Raises ObjectNotFoundError without tokens.
         """
         shard = self._shard
-        index_url = shard.index.url
+        index_url = shard.index_url
         problems = self._report.problems
         try:
             # Before its header: of a damaged one, both faults are noted.
-            data = shard.index.data()
-            if self._expected is not None and checksums_of(data) != self._expected.index_checksums:
+            data = shard.index_data()
+            if self._expected is not None and checksums_of(data) != list(
+                self._expected.index_checksums
+            ):
                 problems.append(
                     f"{index_url}: is not the .idx that the manifest speaks of; --repair rebuilds it"
                 )

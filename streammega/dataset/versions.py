@@ -93,46 +93,24 @@ def check_no_version(name: str, advice: str) -> None:
     raise ConfigError(f"{redact_urls(name)}: is the name of a version, and {advice}")
 
 
-def resolve_version(name: str, storage: StorageConfig) -> str:
-    """The manifest that `web@2` means; any other name as it is.
-
-    Raises ObjectNotFoundError for a version that is not there.
-    """
-    version = VersionName.parse(name)
-    if version is None or version.after is not None:
-        return name
-    if exists(version.url, storage):
-        return version.url
-    newest = newest_version(version.prefix, storage)
-    if newest or exists(version_url(version.prefix, 0), storage):
-        found = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
-    else:
-        found = (
-            f"and no dataset {redact_urls(version.prefix)}; check the path, and write the name of a "
-            f"folder with a slash: {redact_urls(name)}/"
-        )
-    raise ObjectNotFoundError(f"{redact_urls(name)}: there is no such version, {found}")
-
-
-def read_between_versions(name: str, storage: StorageConfig) -> tuple[Manifest, str] | None:
-    """(manifest, its URL) of `web@2..5`: that of version 5 without the shards of version 2; None
-    for any other name.
+def read_named_manifest(name: str, storage: StorageConfig) -> tuple[Manifest, str] | None:
+    """(manifest, its URL) of `x.json`, of the version `web@2`, or of `web@2..5`: that of version 5
+    without the shards of version 2. None for any other name.
 
     Raises ConfigError for what can have no shards, ObjectNotFoundError, FormatError.
     """
     version = VersionName.parse(name)
-    if version is None or version.after is None:
-        return None
+    if version is None:
+        return (read_manifest(name, storage), name) if name.endswith(".json") else None
+    if version.after is None:
+        return _read_version(version, storage), version.url
     if version.after >= version.number:
         raise ConfigError(
             f"{redact_urls(name)}: nothing was appended from {version.after} to {version.number}"
         )
-    first_url, last_url = [
-        resolve_version(f"{version.prefix}@{number}", storage)
-        for number in (version.after, version.number)
-    ]
-    before = read_manifest(first_url, storage).shards
-    last = read_manifest(last_url, storage)
+    first = replace(version, number=version.after)
+    before = _read_version(first, storage).shards
+    last = _read_version(version, storage)
     if [shard.name for shard in last.shards[: len(before)]] != [shard.name for shard in before]:
         raise FormatError(
             f"{redact_urls(name)}: version {version.number} does not begin with version "
@@ -140,7 +118,24 @@ def read_between_versions(name: str, storage: StorageConfig) -> tuple[Manifest, 
         )
     origins = None if last.origins is None else last.origins[len(before) :]
     appended = replace(last.with_shards(last.shards[len(before) :]), origins=origins)
-    return appended, last_url
+    return appended, version.url
+
+
+def _read_version(version: VersionName, storage: StorageConfig) -> Manifest:
+    """Raises ObjectNotFoundError for a version that is not there, FormatError."""
+    try:
+        return read_manifest(version.url, storage)
+    except ObjectNotFoundError:
+        name = redact_urls(f"{version.prefix}@{version.number}")
+    newest = newest_version(version.prefix, storage)
+    if newest or exists(version_url(version.prefix, 0), storage):
+        found = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
+    else:
+        found = (
+            f"and no dataset {redact_urls(version.prefix)}; check the path, and write the name of a "
+            f"folder with a slash: {name}/"
+        )
+    raise ObjectNotFoundError(f"{name}: there is no such version, {found}")
 
 
 # --- history --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streammega.config import MOST_DATASETS, DataConfig
 from streammega.dataset import cached_arrays
 from streammega.dataset.document_lookup import ShardDocuments
-from streammega.dataset.local_cache import ArrayKind, damaged_array
+from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.extents import merge_extents
@@ -127,12 +127,12 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         # whatever came from a file is looked at before it is used as a place
         num_datasets = len(self.datasets)
         if dataset.min() < 0 or dataset.max() >= num_datasets:
-            raise damaged_array(
+            raise corrupt_cache_error(
                 f"{dataset_file}: names a dataset that is not one of the {num_datasets}"
             )
         past_the_end = sample >= self._lengths[dataset]
         if sample.min() < 0 or past_the_end.any():
-            raise damaged_array(f"{sample_file}: names a sample that its dataset has not")
+            raise corrupt_cache_error(f"{sample_file}: names a sample that its dataset has not")
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:

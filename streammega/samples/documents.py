@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset import IndexedDataset
-from streammega.dataset.shard import ShardIndex
+from streammega.dataset.shard import Shard
 from streammega.errors import FormatError
 from streammega.storage.thread_pool import parallel_map
 
@@ -39,7 +39,7 @@ class DocumentBounds:
     node's copy where the `.idx` is remote.
     """
 
-    index: IndexedDataset | ShardIndex
+    index: IndexedDataset | Shard
     bin_tokens: int | None = None
 
     @property
@@ -55,7 +55,7 @@ class DocumentBounds:
         lengths = source.sequence_lengths.view()
         bounds = source.document_indices.view()
         if (offsets[1:] < offsets[:-1]).any():
-            name = self.index.url if isinstance(self.index, ShardIndex) else self.index.prefix
+            name = self.index.index_url if isinstance(self.index, Shard) else self.index.prefix
             raise FormatError(
                 f"{name}: its sequences lie in no order, so it does not tell where documents "
                 "begin; convert it again"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
 from streammega.dataset.document_lookup import ShardDocuments
-from streammega.dataset.local_cache import SharedFolder, damaged_array
+from streammega.dataset.local_cache import SharedFolder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -238,7 +238,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             )
         except FormatError as error:
             folder = order_dir(self.config)
-            raise damaged_array(f"{folder / self._files_key}-{error}") from None
+            raise corrupt_cache_error(f"{folder / self._files_key}-{error}") from None
         if not self.is_packed:
             return extents
         ((file,),) = self.files

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
 from streammega.dataset.manifest_metadata import loss_modes_of
-from streammega.dataset.shard import Shard, ShardIndex
+from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.batch import LEAST_MODE
@@ -39,7 +39,7 @@ class TokenModes:
     files.
     """
 
-    index: IndexedDataset | ShardIndex
+    index: IndexedDataset | Shard
     learned: NDArray[np.bool_]
 
     @cached_property
@@ -83,10 +83,11 @@ def modes_of_shards(
     if config.loss_from_modes is False:
         return [None] * len(shards)
     multimodal = all(shard.multimodal for shard in shards)
-    table = _table(name, multimodal, loss_modes_of(shards, name), config)
+    labelled = [shard for shard in shards if shard.manifest is not None or shard.multimodal]
+    table = _table(name, multimodal, loss_modes_of(labelled, name), config)
     if table is None:
         return [None] * len(shards)
-    return [TokenModes(index=shard.index, learned=table) for shard in shards]
+    return [TokenModes(index=shard, learned=table) for shard in shards]
 
 
 def _table(

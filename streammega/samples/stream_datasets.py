@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streammega.config import DataConfig
-from streammega.dataset.headers import LISTED_AT_ONCE, content_of, read_datasets
+from streammega.dataset.headers import READERS, content_of, read_datasets
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
@@ -72,7 +72,7 @@ def open_datasets(
     datasets = list(zip(missing, shards_of, strict=True))
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
     # Of whole ones no pointer is read: threads would only take turns.
-    at_once = 1 if is_whole else min(LISTED_AT_ONCE, config.storage.max_requests)
+    at_once = 1 if is_whole else min(READERS, config.storage.max_requests)
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:
@@ -111,7 +111,7 @@ def _cut_dataset(
     ]
     parts = _parts_of(shards, units, bin_tokens, *bounds)
     for shard in shards:
-        shard.forget()
+        shard.index_body = None
     if bin_tokens is None:
         _warn_of_short(name, parts, len(shards), config)
     # in bytes, blocks are as long as the widest tokens make them
@@ -144,7 +144,7 @@ def _documents_of(shard: Shard, config: DataConfig) -> DocumentBounds | None:
     """Where the documents of a file lie, if anything depends on it."""
     if shard.bin_tokens is None and not config.balance_batches:
         return None
-    return DocumentBounds(index=shard.index, bin_tokens=shard.bin_tokens)
+    return DocumentBounds(index=shard, bin_tokens=shard.bin_tokens)
 
 
 def _parts_of(

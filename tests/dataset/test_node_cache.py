@@ -27,8 +27,8 @@ from streammega.dataset.local_cache import (
     cache_error,
     cached_arrays,
     cached_copy,
-    local_view,
-    remove_former,
+    map_local_copy,
+    remove_stale,
     write_atomically,
 )
 from streammega.errors import CacheError
@@ -98,7 +98,7 @@ def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataO
         info = objects.info(str(source))
 
         def views() -> tuple[bytes, list[int]]:
-            copy = local_view(objects, info, folder / "cache", 64)
+            copy = map_local_copy(objects, info, folder / "cache", 64)
             rows: Any = cached_arrays(folder / "cache" / "idx", "key", KIND, lambda: build(1))["a"]
             return bytes(copy), rows.tolist()
 
@@ -113,7 +113,7 @@ def test_a_flipped_bit_or_a_cut_in_what_is_kept_is_never_believed(data: st.DataO
             path.write_bytes(kept[: len(kept) - cut])
         assert views() == expected
         source.unlink()
-        copy = local_view(objects, info, folder / "cache", 64)
+        copy = map_local_copy(objects, info, folder / "cache", 64)
         assert bytes(copy) == expected[0], "the copy is mended"
 
 
@@ -128,7 +128,7 @@ def test_a_copy_that_takes_long_says_how_far_it_is(
     info = store.info(str(stored))
     for name, line_every in (("quick", 30.0), ("slow", 0.0)):
         monkeypatch.setattr("streammega.dataset.local_cache.LINE_EVERY", line_every)
-        local_view(store, info, tmp_path / name, 1 << 20)
+        map_local_copy(store, info, tmp_path / name, 1 << 20)
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (2 if name == "slow" else 0)
     assert lines[0].startswith(f"{stored}: 1 of 3 MB are copied to this node; about ")
@@ -171,7 +171,7 @@ def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
         for content in (b"first", b"second"):
             source.write_bytes(content)
             info = objects.info(str(source))
-            assert bytes(local_view(objects, info, cache, 1 << 20)) == content
+            assert bytes(map_local_copy(objects, info, cache, 1 << 20)) == content
             copies.append(cached_copy(objects, info, cache))
         assert [copy.exists() for copy in copies] == [False, True]
         source.write_bytes(b"and the third")
@@ -183,15 +183,15 @@ def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
             try:
                 os.setuid(NOBODY)
                 cached_arrays(cache / "idx", "web-2", KIND, lambda: build(2))
-                remove_former(cache / "idx", "web-", "web-2")
-                copy = local_view(objects, objects.info(str(source)), cache, 1 << 20)
+                remove_stale(cache / "idx", "web-", "web-2")
+                copy = map_local_copy(objects, objects.info(str(source)), cache, 1 << 20)
                 code = bytes(copy) != b"and the third"
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert copies[1].exists()
         assert (cache / "idx" / "web-1-a.npy").exists()
-        remove_former(cache / "idx", "web-", "web-2")
+        remove_stale(cache / "idx", "web-", "web-2")
         kept = sorted(path.name for path in (cache / "idx").glob("web-*"))
         assert kept == ["web-2-a.npy", "web-2.lock"]
     finally:

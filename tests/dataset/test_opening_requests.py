@@ -18,11 +18,11 @@ import pytest
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
-from streammega.dataset.headers import read_dataset
+from streammega.dataset.headers import read_datasets
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.mock import MockStore
 from streammega.dataset.names import MANIFEST, SUFFIXES, shard_name
-from streammega.dataset.resolve import find_pairs, find_shards, list_pairs
+from streammega.dataset.resolve import find_pairs, resolve
 from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
 from streammega.storage.backends.obstore import ObstoreStore
@@ -172,25 +172,33 @@ def test_where_too_much_lies_between_datasets_they_are_looked_up(
     blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _, names = blend
-    monkeypatch.setattr("streammega.dataset.resolve.MOST_OBJECTS", 10)
+    monkeypatch.setattr("streammega.dataset.resolve.MAX_OBJECTS", 10)
     requests, listed = asked(server, blend_of(server, names, tmp_path))
     assert requests >= 4 * len(names)
     assert listed <= 1000, "more than one answer was asked for in vain"
 
 
 def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    list_between = ObstoreStore.list_between
+    listings: list[Any] = []
+
+    def replaced_after(*arguments: Any) -> Any:
+        listings.append(list_between(*arguments))
+        if len(listings) == 1:
+            write(str(tmp_path / "b" / "d7.bin"), [30])
+        return listings[-1]
+
+    monkeypatch.setattr(ObstoreStore, "list_between", replaced_after)
     names = [f"s3://b/d{number}" for number in range(12)]
     for number in range(12):
         write(str(tmp_path / "b" / f"d{number}.bin"), [20])
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        listed = list_pairs(names, storage)
-        assert list(listed) == names
-        write(str(tmp_path / "b" / "d7.bin"), [30])
-        (pair,) = read_dataset(names[7], storage, tmp_path / "cache", listed[names[7]])
-        assert pair.num_tokens == 30
+        pairs = read_datasets(names, storage, tmp_path / "cache")
+        assert len(listings) == 2
+        assert [pair.num_tokens for (pair,) in pairs] == [20] * 7 + [30] + [20] * 4
 
 
 def test_an_object_that_was_removed_after_the_listing_is_no_error_of_others(
@@ -236,10 +244,10 @@ def test_pairs_of_any_size_of_index_are_bounded_alike(
                 writer.end_document()
         if documents == "one":
             writer.end_document()
-    (local,) = read_dataset(str(tmp_path / "b" / "web"), StorageConfig())
+    ((local,),) = read_datasets([str(tmp_path / "b" / "web")], StorageConfig())
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache")
+        ((pair,),) = read_datasets(["s3://b/web"], storage, tmp_path / "cache")
         numbers = range(0, sequences + 1, 100)
         assert [pair.token_at(number) for number in numbers] == [
             local.token_at(number) for number in numbers
@@ -458,11 +466,10 @@ def test_listings_of_more_than_a_thousand_objects_are_whole(tmp_path: Path) -> N
         (tmp_path / "b" / "w" / f"{number:04d}.bin").write_bytes(b"x")
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        found = find_shards("s3://b/w/", storage)
+        (found,) = resolve(["s3://b/w/"], storage)
         assert server.counts()["lists"] == 3
-    assert found is not None
     assert len(found) == 1101
-    assert all(shard.known_index and shard.known_tokens for shard in found)
+    assert all(shard.version and shard.index_version for shard in found)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from streammega import (
     StorageConfig,
     StreamLoader,
 )
-from streammega.dataset.headers import content_of, read_dataset
+from streammega.dataset.headers import content_of, read_datasets
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import MANIFEST, SUFFIXES
 from streammega.errors import StateError
@@ -42,6 +42,13 @@ def put(name: str, tokens: np.ndarray[Any, Any], length: int = LENGTH) -> str:
 
 def tokens_of(seed: int, count: int = DOCUMENTS * LENGTH) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 1000, count).astype(np.uint16)
+
+
+def content_of_dataset(
+    name: str, storage: StorageConfig | None = None, cache: Path | None = None
+) -> str:
+    (shards,) = read_datasets([name], storage or StorageConfig(), cache)
+    return content_of(shards)
 
 
 def put_manifest(folder: Path, stem: str, kind: Any, names: list[str]) -> None:
@@ -221,7 +228,7 @@ def test_the_content_is_the_same_in_every_form_and_place(tmp_path: Path, shards:
         for form in KINDS:
             for place, storage in ((f"{root}/", StorageConfig()), ("s3://b/", remote)):
                 for name in (f"{place}{form}/", f"{place}{form}-manifest/web"):
-                    found.add(content_of(read_dataset(name, storage, cache)))
+                    found.add(content_of_dataset(name, storage, cache))
                     dataset = IndexedDataset(name, storage=storage, index_cache_dir=cache)
                     found.add(dataset.content)
     assert len(found) == 1
@@ -242,7 +249,7 @@ def test_datasets_of_few_or_no_tokens_have_a_content_too(
             for number, size in enumerate(sizes):
                 put(f"{folder}/s{number}{SUFFIXES[kind]}", tokens_of(1, size))
             name = f"s3://b/{case}/" if remote else f"{folder}/"
-            contents.add(content_of(read_dataset(name, storage, tmp_path / "cache")))
+            contents.add(content_of_dataset(name, storage, tmp_path / "cache"))
     assert len(contents) == 8, "each is another dataset"
 
 
@@ -251,7 +258,7 @@ def test_an_empty_shard_at_an_end_hides_no_replaced_tokens(tmp_path: Path) -> No
     for seed in (1, 2):
         for number, tokens in enumerate([tokens_of(0, 0), tokens_of(seed), tokens_of(0, 0)]):
             put(f"{tmp_path}/s{number}", tokens)
-        contents.add(content_of(read_dataset(f"{tmp_path}/", StorageConfig())))
+        contents.add(content_of_dataset(f"{tmp_path}/"))
     assert len(contents) == 2
 
 
@@ -272,7 +279,7 @@ def test_any_token_within_the_first_or_last_kib_tells_datasets_apart(
         changed = tokens.copy()
         changed[place] += change
         put(str(tmp_path / "web"), changed, length=count)
-        contents.append(content_of(read_dataset(str(tmp_path / "web"), StorageConfig())))
+        contents.append(content_of_dataset(str(tmp_path / "web")))
     assert contents[0] == contents[2] != contents[1]
 
 

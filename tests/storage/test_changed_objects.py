@@ -23,8 +23,8 @@ from streammega import (
     StreamingDataset,
     build_datasets,
 )
-from streammega.dataset.headers import read_dataset
-from streammega.dataset.local_cache import SharedFolder, cached_arrays, local_view
+from streammega.dataset.headers import read_datasets
+from streammega.dataset.local_cache import SharedFolder, cached_arrays, map_local_copy
 from streammega.errors import ObjectChangedError
 from streammega.storage import ObjectInfo, Store, open_store
 from tests.support.kept_files import save_kept
@@ -50,8 +50,8 @@ class Place:
     endpoint: Running
     storage: StorageConfig
 
-    def replace(self, suffix: str = ".bin") -> None:
-        write_pair(self.root / "made", 7)
+    def replace(self, suffix: str = ".bin", documents: int = 50) -> None:
+        write_pair(self.root / "made", 7, documents)
         os.replace(f"{self.root}/made{suffix}", f"{self.root}/data/web{suffix}")
 
     def config(self, order: str, blend: list[Any]) -> DataConfig:
@@ -149,16 +149,18 @@ def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
     info = store.info(key)
     place.replace(".idx")
     with pytest.raises(ObjectChangedError, match=r"web\.idx"):
-        local_view(store, info, tmp_path / "idx-cache", 1 << 20)
+        map_local_copy(store, info, tmp_path / "idx-cache", 1 << 20)
     assert not list((tmp_path / "idx-cache").rglob("*.idx"))
 
 
 def test_pointers_are_read_from_the_index_that_was_opened(place: Place) -> None:
-    (bounds,) = read_dataset("s3://data/web", place.storage)
-    assert bounds.token_at(2) == 2 * TOKENS
-    place.replace(".idx")
+    # More than is read whole when it is opened.
+    write_pair(place.root / "data" / "web", 5, 1000)
+    ((shard,),) = read_datasets(["s3://data/web"], place.storage)
+    assert shard.token_at(2) == 2 * TOKENS
+    place.replace(".idx", 1000)
     with pytest.raises(ObjectChangedError, match=r"web\.idx"):
-        bounds.token_at(2)
+        shard.token_at(2)
 
 
 @pytest.mark.guarantee("11-bytes-used")
