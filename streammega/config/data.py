@@ -22,7 +22,7 @@ from streammega.config.phases import (
     skipped_names,
 )
 from streammega.config.storage import MiB, StorageConfig, with_prefixes
-from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder
+from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
@@ -56,6 +56,7 @@ NO_MASK = (
 )
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class FieldsConfig:
     """Which fields are made of the ids of a sample: what `batch_fields` needs of a DataConfig, for
@@ -175,6 +176,7 @@ class FieldsConfig:
         return self.pad_id
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(FieldsConfig):
     """What is read, and in which order."""

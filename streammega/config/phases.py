@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
-from streammega.config.validate import Ge, check_fields
+from streammega.config.validate import Ge, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls, redacted_repr
 
@@ -81,6 +81,7 @@ def check_ranges(skipped: Any) -> None:
             )
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
     """What holds from a sample of the stream on; what is not given stays as in the phase before."""
@@ -229,6 +230,7 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
         )
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class FollowConfig:
     """Take in by itself what is appended to datasets that the blend names by a version (`web@7`)."""

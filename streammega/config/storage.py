@@ -15,6 +15,7 @@ from streammega.config.validate import (
     check_fields,
     local_folder,
     read_toml,
+    refuse_unknown,
     unknown_setting,
 )
 from streammega.errors import ConfigError
@@ -34,6 +35,7 @@ SETTINGS_OF_A_STORE = (
 _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
@@ -111,6 +113,13 @@ class StorageConfig:
         """The settings of the longest prefix that a URL begins with; these, where none does."""
         prefixes = [prefix for prefix in self._by_prefix if url.startswith(prefix)]
         return self._by_prefix[max(prefixes, key=len)] if prefixes else self
+
+    def changed(self, **settings: Any) -> StorageConfig:
+        """The same with other settings, also for URLs that have settings of their own."""
+        storage = replace(self, **settings)
+        by_prefix = {url: replace(other, **settings) for url, other in self._by_prefix.items()}
+        object.__setattr__(storage, "_by_prefix", MappingProxyType(by_prefix))
+        return storage
 
 
 def load_storage(path: str) -> StorageConfig:

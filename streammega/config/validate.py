@@ -12,15 +12,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
 from streammega.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=type)
 
 
 class Bound(NamedTuple):
@@ -188,6 +200,22 @@ def unknown_setting(name: str, settings: type, section: str = "") -> str:
     if nearest:
         hint = f"did you mean {section}{nearest[0]}?"
     return f"unknown setting {section}{name}; {hint}"
+
+
+def refuse_unknown(settings: Settings) -> Settings:
+    """A class of settings, which refuses an unknown one by a ConfigError that names the nearest."""
+    init = settings.__init__  # type: ignore[misc]
+    known = {item.name for item in fields(settings)}
+
+    @wraps(init)
+    def checked_init(self: Any, *values: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                raise ConfigError(unknown_setting(name, settings))
+        init(self, *values, **named)
+
+    settings.__init__ = checked_init  # type: ignore[misc]
+    return settings
 
 
 @cache

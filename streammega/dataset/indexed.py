@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -145,10 +144,10 @@ class IndexedDataset(Sequence["Item"]):
             mmap = None
         storage = storage or StorageConfig()
         if mmap is not None:
-            storage = replace(storage, local="mmap" if mmap else "pread")
+            storage = storage.changed(local="mmap" if mmap else "pread")
         if object_storage_config is not None:
             folder, chunk_bytes = _read_object_storage_config(object_storage_config)
-            storage = replace(storage, chunk_bytes=chunk_bytes)
+            storage = storage.changed(chunk_bytes=chunk_bytes)
             index_cache_dir = index_cache_dir or folder
         self._name = name
         self.prefix = strip_suffix(name)

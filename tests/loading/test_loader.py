@@ -373,6 +373,7 @@ def test_settings_that_cannot_work_are_refused(
     ("change", "message"),
     [
         ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"sequence_lenght": 8}, "sequence_lenght; did you mean sequence_length"),
         ({"seed": -1}, "seed is -1"),
         ({"blend": []}, "one prefix"),
         ({"order": "random"}, "order is 'random'"),

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.errors import ConfigError, StorageError
 from streammega.train.config import load_run
@@ -96,6 +97,20 @@ def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3])
         assert config.storage.for_url(url).timeout == timeout
     assert config.storage.for_url("s3://far/x").retries == 1, "as all of the loader"
     assert replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").timeout == 60.0
+
+
+def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
+    servers: tuple[S3, S3], tmp_path: Path
+) -> None:
+    storage = config_of(servers, "stream", tmp_path).storage
+    chunks = SimpleNamespace(path_to_idx_cache=str(tmp_path / "idx"), bin_chunk_nbytes=4 << 20)
+    cases: list[dict[str, Any]] = [{}, {"mmap": False}, {"object_storage_config": chunks}]
+    for options in cases:
+        dataset = IndexedDataset(
+            "s3://far/data/web", storage=storage, index_cache_dir=tmp_path, **options
+        )
+        assert len(dataset) > 0
+    assert dataset.storage.for_url("s3://far/data/web").chunk_bytes == 4 << 20
 
 
 @pytest.mark.parametrize(
