@@ -1,4 +1,4 @@
-"""The `.idx` of several shards as one: made once per node, in files that all of its processes map.
+"""The `.idx` of several shards as one: made once per node, in a file that all of its processes map.
 
 A sequence takes 20 bytes of an index. Joined in memory, they would be taken by every rank and
 worker of a node; a dataset of one shard takes them once, as its `.idx` is mapped.
@@ -11,27 +11,24 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.idx import (
     DOCUMENT_BOUND,
-    DTYPE_OF_CODE,
+    HEADER,
     LENGTH,
+    MAGIC,
     MODE,
     OFFSET,
+    VERSION,
     IndexArrays,
     dtype_code,
+    parse_index,
 )
-from streammega.dataset.local_cache import (
-    ArrayKind,
-    ArrayParts,
-    cached_arrays,
-    corrupt_cache_error,
-    remove_stale,
-)
+from streammega.dataset.local_cache import corrupt_cache_error, map_kept_file, remove_stale
 from streammega.errors import CacheError, FormatError
 
 log = logging.getLogger(__name__)
@@ -42,25 +39,6 @@ cost more than they save.
 """
 ROWS = 1 << 17
 """Sequences that are joined at once: what bounds the memory."""
-KIND = np.dtype("<i8")
-
-
-class Version(NamedTuple):
-    """What tells an `.idx` from all others at its URL."""
-
-    etag: str
-    size: int
-    token_bytes: int
-    """Of the tokens that it speaks of."""
-
-
-_KINDS: dict[str, ArrayKind] = {
-    "kind": ((KIND,), (2,)),  # the code of the token dtype, and whether there are modes
-    "sequence_lengths": ((LENGTH,), (None,)),
-    "sequence_offsets": ((OFFSET,), (None,)),
-    "document_indices": ((DOCUMENT_BOUND,), (None,)),
-    "sequence_modes": ((MODE,), (None,)),
-}
 
 
 def join_indices(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> IndexArrays:
@@ -68,57 +46,51 @@ def join_indices(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> Inde
 
     Raises FormatError for shards of different kinds.
     """
-    joined = _joined(parts, bin_bytes)
-    return _arrays_of({name: source.filled() for name, source in joined.items()})
+    return parse_index(memoryview(b"".join(_joined(parts, bin_bytes))), "the joined index")
 
 
-def kept_indices(
+def map_joined_index(
     folder: Path,
     urls: Sequence[str],
-    versions: Sequence[Version],
+    versions: Sequence[tuple[str, int, int]],
     open_parts: Callable[[], Sequence[IndexArrays]],
 ) -> IndexArrays:
-    """The same as read-only maps of files in `folder`, which are made of what `open_parts` gives if
-    they are not there.
+    """The same as a read-only map of a file in `folder`, which is made of what `open_parts` gives if
+    it is not there.
 
-    `urls` of the shards' `.idx` files. Where the files cannot be kept, every process joins in its
-    memory, with a warning. Raises FormatError, StorageError, CacheError for files that are damaged.
+    `urls` of the shards' `.idx` files; versions: the ETag and the bytes of each, and of its tokens.
+    Where the file cannot be kept, every process joins in its memory, with a warning. Raises
+    FormatError, StorageError, CacheError for a file that is damaged.
     """
-    token_bytes = [version.token_bytes for version in versions]
-    key_of_dataset = f"{_digest(list(urls))}-"
+    token_bytes = [size for _, _, size in versions]
+    key_of_dataset = f"joined-{_digest(list(urls))}-"
     key = key_of_dataset + _digest(list(versions))
+    path = folder / f"{key}.idx"
     opened: list[Sequence[IndexArrays]] = []
 
-    def build() -> dict[str, ArrayParts]:
+    def make() -> Iterator[bytes]:
         opened.append(open_parts())
         return _joined(opened[0], token_bytes)
 
     try:
-        arrays = cached_arrays(folder, key, _KINDS, build)
+        data = map_kept_file(path, folder / f"{key}.lock", make)
     except CacheError as error:
-        if all((folder / f"{key}-{name}.npy").exists() for name in _KINDS):
-            raise  # what is there is damaged: to be named, not passed over
         log.warning(
             "%s; until then every process joins the indices of %d shards in its memory",
             error,
             len(urls),
         )
-        parts = opened[0] if opened else open_parts()
-        return join_indices(parts, token_bytes)
-    joined = _arrays_of(arrays)
+        return join_indices(opened[0] if opened else open_parts(), token_bytes)
     if opened:
         remove_stale(folder, key_of_dataset, key)
-    # Rows of one file are looked up in the others.
-    counts = {joined.num_sequences, len(joined.sequence_offsets)}
-    if joined.sequence_modes is not None:
-        counts.add(len(joined.sequence_modes))
-    if len(counts) > 1:
-        raise corrupt_cache_error(f"{folder / key}-*.npy: are not of the same number of sequences")
-    return joined
+    try:
+        return parse_index(data, str(path))
+    except FormatError as error:
+        raise corrupt_cache_error(str(error)) from None
 
 
-def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str, ArrayParts]:
-    """What a merge of the shards would have, to be made a few rows at a time."""
+def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> Iterator[bytes]:
+    """The `.idx` of a merge of the shards, a few rows at a time."""
     dtypes = {str(part.dtype) for part in parts}
     modes = [part.sequence_modes for part in parts if part.sequence_modes is not None]
     if len(dtypes) > 1 or len(modes) not in (0, len(parts)):
@@ -129,47 +101,24 @@ def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str,
     lengths = [part.sequence_lengths for part in parts]
     offsets = [part.sequence_offsets for part in parts]
     bytes_before = np.cumsum([0, *bin_bytes[:-1]]).tolist()
-    sequences_before = np.cumsum([0, *map(len, lengths[:-1])]).tolist()
+    sequences_before = np.cumsum([0, *map(len, lengths)]).tolist()
     # Each part begins with the bound 0, which is the last bound of the part before it.
     bounds = [np.zeros(1, np.int64), *(part.document_indices[1:] for part in parts)]
-    kind = np.array([dtype_code(parts[0].dtype), len(modes) > 0], np.int64)
-    unshifted = [0] * len(parts)
-    return {
-        "kind": _shifted([kind], [0], KIND),
-        "sequence_lengths": _shifted(lengths, unshifted, LENGTH),
-        "sequence_offsets": _shifted(offsets, bytes_before, OFFSET),
-        "document_indices": _shifted(bounds, [0, *sequences_before], DOCUMENT_BOUND),
-        "sequence_modes": _shifted(modes, unshifted[: len(modes)], MODE),
-    }
+    code = dtype_code(parts[0].dtype)
+    yield HEADER.pack(MAGIC, VERSION, code, sequences_before[-1], sum(map(len, bounds)))
+    yield from _shifted(lengths, [0] * len(parts), LENGTH)
+    yield from _shifted(offsets, bytes_before, OFFSET)
+    yield from _shifted(bounds, [0, *sequences_before[:-1]], DOCUMENT_BOUND)
+    yield from _shifted(modes, [0] * len(modes), MODE)
 
 
 def _shifted(
     arrays: Sequence[NDArray[Any]], shifts: Sequence[int], dtype: np.dtype[Any]
-) -> ArrayParts:
+) -> Iterator[bytes]:
     """Arrays end to end, each plus its shift."""
-
-    def parts() -> Iterator[NDArray[Any]]:
-        """The rows of all arrays, a few at a time, each moved by its shift."""
-        for array, shift in zip(arrays, shifts, strict=True):
-            for first_row in range(0, len(array), ROWS):
-                rows = array[first_row : first_row + ROWS]
-                yield rows + shift if shift else rows  # a sum is a copy
-
-    size = sum(len(array) for array in arrays)
-    return ArrayParts(dtype=dtype, size=size, parts=parts)
-
-
-def _arrays_of(arrays: dict[str, NDArray[Any]]) -> IndexArrays:
-    code, modes = arrays["kind"].tolist()
-    # no subclass: rows of it are asked for one by one
-    plain = {name: np.asarray(array) for name, array in arrays.items()}
-    return IndexArrays(
-        dtype=DTYPE_OF_CODE[code],
-        sequence_lengths=plain["sequence_lengths"],
-        sequence_offsets=plain["sequence_offsets"],
-        document_indices=plain["document_indices"],
-        sequence_modes=plain["sequence_modes"] if modes else None,
-    )
+    for array, shift in zip(arrays, shifts, strict=True):
+        for first_row in range(0, len(array), ROWS):
+            yield (array[first_row : first_row + ROWS] + shift).astype(dtype).tobytes()
 
 
 def _digest(value: Any) -> str:

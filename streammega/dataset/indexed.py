@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import MiB, StorageConfig, local_folder
-from streammega.dataset.concat_index import KEEP_BYTES, Version, join_indices, kept_indices
+from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined_index
 from streammega.dataset.headers import content_digest, end_shards, read_ends
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.local_cache import default_cache_dir
@@ -221,11 +221,11 @@ class IndexedDataset(Sequence["Item"]):
             if not kept:
                 return join_indices(self._open_indices(), self._sizes)
             urls = [shard.index_url for shard in self._files]
-            versions = []
-            for info, token_bytes in zip(infos, self._sizes, strict=True):
-                version = Version(etag=info.etag, size=info.size, token_bytes=token_bytes)
-                versions.append(version)
-            return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
+            versions = [
+                (info.etag, info.size, token_bytes)
+                for info, token_bytes in zip(infos, self._sizes, strict=True)
+            ]
+            return map_joined_index(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 

@@ -69,38 +69,57 @@ def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: 
         tell_unversioned(store.url(info.key))
         return memoryview(b"".join(_download(store, info, part_bytes)))
     path = cached_copy(store, info, cache_dir)
-    data = _sound_bytes(path)
-    if data is None:
-        digest_of_url = digest_of(store.url(info.key))
-        with node_lock(path.parent / f"{digest_of_url}.lock"):
-            data = _sound_bytes(path)  # another process may have had the lock before this one
-            if data is None:
-                _warn_of_damage([path])
-                data = _download_copy(store, info, path, digest_of_url, part_bytes)
-    return memoryview(data)  # type: ignore[arg-type]
+    digest_of_url = digest_of(store.url(info.key))
+    downloads = []
+
+    def download() -> Iterator[memoryview]:
+        downloads.append(path)
+        return _download(store, info, part_bytes)
+
+    data = map_kept_file(path, path.parent / f"{digest_of_url}.lock", download, info.size)
+    if downloads:
+        _remove_former_copy(path, path.parent / f"{digest_of_url}.latest")
+    return data
 
 
-def _download_copy(
-    store: Store, info: ObjectInfo, path: Path, digest_of_url: str, part_bytes: int
-) -> NDArray[np.uint8]:
-    """Download an object, and remove the copy of its former version."""
-    # Which copy to remove next is noted: a look through the folder for each of its files would be
-    # quadratic.
-    latest = path.parent / f"{digest_of_url}.latest"
+def _remove_former_copy(path: Path, latest: Path) -> None:
+    """Remove the copy of an object's former version. latest: a file that names the newest copy.
+
+    A look through the folder for each of its files would be quadratic.
+    """
     former = _read_name(latest)
-    write_atomically(path, _with_checksum(_download(store, info, part_bytes)), info.size)
     # In a sticky folder the note may be another user's: this copy is whole all the same.
     with suppress(CacheError):
         write_atomically(latest, [path.name.encode()], len(path.name))
         if former and former != path.name:
             _remove(path.parent / former)
+
+
+def map_kept_file(
+    path: Path,
+    lock: Path,
+    make: Callable[[], Iterable[bytes | memoryview]],
+    expected_bytes: int = 0,
+) -> memoryview:
+    """The bytes of a file of this node's cache, mapped. Where it is missing or damaged, it is made
+    of the chunks that `make` gives, by one process of those that share the lock.
+
+    Raises CacheError when the cache cannot hold it, and what `make` raises.
+    """
     data = _sound_bytes(path)
     if data is None:
+        with node_lock(lock):
+            data = _sound_bytes(path)  # another process may have had the lock before this one
+            if data is None:
+                _warn_of_damage([path])
+                write_atomically(path, _with_checksum(make()), expected_bytes)
+                data = _sound_bytes(path)
+    if data is None:
         raise CacheError(f"{path}: is damaged as soon as it is written; check the disk")
-    return data
+    return memoryview(data)  # type: ignore[arg-type]
 
 
-def _with_checksum(chunks: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+def _with_checksum(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The chunks of a kept file, and behind them their checksum."""
     checksum = xxhash.xxh3_64()
     for chunk in chunks:
@@ -208,31 +227,11 @@ do.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArrayParts:
-    """An array of one dimension that is made while it is written, so that it need not fit the
-    memory: parts, end to end.
-    """
-
-    dtype: np.dtype[Any]
-    size: int
-    parts: Callable[[], Iterator[NDArray[Any]]]
-
-    def filled(self) -> NDArray[Any]:
-        """The array in memory."""
-        array = np.empty(self.size, self.dtype)
-        filled = 0
-        for part in self.parts():
-            array[filled : filled + len(part)] = part
-            filled += len(part)
-        return array
-
-
 def cached_arrays(
     folder: Path,
     key: str,
     kinds: Mapping[str, ArrayKind],
-    build: Callable[[], Mapping[str, NDArray[Any] | ArrayParts]],
+    build: Callable[[], Mapping[str, NDArray[Any]]],
     published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is
@@ -255,8 +254,7 @@ def cached_arrays(
                     arrays = build()
                     for name, path in paths.items():
                         array = arrays[name]
-                        num_bytes = array.size * array.dtype.itemsize
-                        write_atomically(path, _with_checksum(_npy_bytes(array)), num_bytes)
+                        write_atomically(path, _with_checksum(_npy_bytes(array)), array.nbytes)
                 kept = _all_sound(paths)
     if kept is None:
         raise corrupt_cache_error(
@@ -349,25 +347,16 @@ def corrupt_cache_error(what: str) -> CacheError:
     )
 
 
-def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
+def _npy_bytes(array: NDArray[Any]) -> Iterator[memoryview]:
     """The bytes of a `.npy`, in chunks."""
-    parts: Iterable[NDArray[Any]]
-    shape: tuple[int, ...]
-    if isinstance(array, ArrayParts):
-        shape = (array.size,)
-        parts = array.parts()
-    else:
-        shape = array.shape
-        parts = [array]
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
-        header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
+        header, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
     )
     yield header.getbuffer()
-    for part in parts:
-        flat = np.ascontiguousarray(part, array.dtype).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, DOWNLOAD_BYTES):
-            yield flat[start : start + DOWNLOAD_BYTES].data
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for start in range(0, flat.size, DOWNLOAD_BYTES):
+        yield flat[start : start + DOWNLOAD_BYTES].data
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:

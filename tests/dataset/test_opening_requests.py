@@ -19,7 +19,6 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
 from streammega.dataset.headers import read_datasets
-from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.mock import MockStore
 from streammega.dataset.names import MANIFEST, SUFFIXES, shard_name
 from streammega.dataset.resolve import find_pairs, resolve
@@ -28,6 +27,7 @@ from streammega.storage import ObjectInfo
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.open import register_scheme
 from tests.dataset.test_opening import KINDS, write
+from tests.support.builders import write_manifest
 from tools.bench.object_server import Running, running
 
 SHARDS = 60
@@ -37,20 +37,11 @@ def write_set(folder: Path, stem: str, kind: Any, count: int = SHARDS) -> None:
     """So many equal shards, and their manifest."""
     write(str(folder / "one") + SUFFIXES[kind], [30, 50, 20])
     tokens, index = ((folder / f"one{suffix}").read_bytes() for suffix in (SUFFIXES[kind], ".idx"))
-    shards = []
-    for number in range(count):
-        name = shard_name(stem, number, count)
+    names = [shard_name(stem, number, count) for number in range(count)]
+    for name in names:
         (folder / f"{name}{SUFFIXES[kind]}").write_bytes(tokens)
         (folder / f"{name}.idx").write_bytes(index)
-        shard = ShardEntry(
-            name=name, documents=3, sequences=3, tokens=100, bytes=len(tokens), checksums=[], index_bytes=len(index),
-            index_checksums=[],
-        )  # fmt: skip
-        shards.append(shard)
-    made = Manifest(
-        kind=kind, dtype="uint16", documents=3 * count, sequences=3 * count, tokens=100 * count, shards=shards
-    )  # fmt: skip
-    (folder / f"{stem}{MANIFEST}").write_bytes(made.to_json())
+    write_manifest(folder / stem, names, kind)
     for suffix in (SUFFIXES[kind], ".idx"):
         (folder / f"one{suffix}").unlink()
 
@@ -418,21 +409,11 @@ def test_shards_that_are_not_the_manifests_are_refused(
 def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(
     tmp_path: Path, order: Any
 ) -> None:
-    write(str(tmp_path / "a"), [20, 30, 50], np.int32)
-    write(str(tmp_path / "web"), [40, 60, 100], np.uint16)
-    index = (tmp_path / "web.idx").read_bytes()
-    entry = ShardEntry(
-        name="web",
-        documents=3,
-        sequences=3,
-        tokens=100,
-        bytes=400,
-        checksums=[],
-        index_bytes=len(index),
-        index_checksums=[],
-    )
-    made = Manifest(kind="bin", dtype="int32", documents=3, sequences=3, tokens=100, shards=[entry])
-    (tmp_path / "web.bin").write_bytes((tmp_path / "a.bin").read_bytes())
+    write(str(tmp_path / "web"), [20, 30, 50], np.int32)
+    write(str(tmp_path / "other"), [40, 60, 100], np.uint16)
+    write_manifest(tmp_path / "web", ["web"])
+    (tmp_path / f"web{MANIFEST}").rename(tmp_path / "kept")
+    (tmp_path / "other.idx").rename(tmp_path / "web.idx")
     config = DataConfig(
         blend=[str(tmp_path / "web")],
         sequence_length=8,
@@ -442,7 +423,7 @@ def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the
     )
     # nothing tells them apart
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
-    (tmp_path / f"web{MANIFEST}").write_bytes(made.to_json())
+    (tmp_path / "kept").rename(tmp_path / f"web{MANIFEST}")
     with pytest.raises(
         FormatError, match=r"web\.idx: has uint16 as dtype, its manifest says int32"
     ):

@@ -20,13 +20,12 @@ from streammega import (
     StreamLoader,
 )
 from streammega.dataset.headers import content_of, read_datasets
-from streammega.dataset.manifest import Manifest, ShardEntry
-from streammega.dataset.names import MANIFEST, SUFFIXES
+from streammega.dataset.names import SUFFIXES
 from streammega.errors import StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
 from tests.dataset.test_opening import KINDS
-from tests.support.builders import write_dataset
+from tests.support.builders import write_dataset, write_manifest
 from tools.bench.object_server import running
 
 DOCUMENTS = 40
@@ -49,33 +48,6 @@ def content_of_dataset(
 ) -> str:
     (shards,) = read_datasets([name], storage or StorageConfig(), cache)
     return content_of(shards)
-
-
-def put_manifest(folder: Path, stem: str, kind: Any, names: list[str]) -> None:
-    shards = []
-    for name in names:
-        stored = (folder / f"{name}{SUFFIXES[kind]}").stat().st_size
-        opened = IndexedDataset(str(folder / name) + ("" if kind == "bin" else SUFFIXES[kind]))
-        shard = ShardEntry(
-            name=name,
-            documents=len(opened.document_indices) - 1,
-            sequences=len(opened),
-            tokens=int(opened.sequence_lengths.sum()),
-            bytes=stored,
-            checksums=[],
-            index_bytes=(folder / f"{name}.idx").stat().st_size,
-            index_checksums=[],
-        )
-        shards.append(shard)
-    manifest = Manifest(
-        kind=kind,
-        dtype="uint16",
-        documents=sum(shard.documents for shard in shards),
-        sequences=sum(shard.sequences for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        shards=shards,
-    )
-    (folder / f"{stem}{MANIFEST}").write_bytes(manifest.to_json())
 
 
 def loader_of(blend: Any, order: Any, cache: Path, **options: Any) -> StreamLoader:
@@ -220,7 +192,7 @@ def test_the_content_is_the_same_in_every_form_and_place(tmp_path: Path, shards:
             put(f"{root / kind / name}{suffix}", tokens_of(number, 30_000))
         for path in list((root / kind).iterdir()):
             shutil.copy(path, root / f"{kind}-manifest" / path.name)
-        put_manifest(root / f"{kind}-manifest", "web", kind, names)
+        write_manifest(root / f"{kind}-manifest" / "web", names, kind)
     cache = tmp_path / "cache"
     found = set()
     with running(tmp_path / "served") as server:

@@ -9,36 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
-from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega import DataConfig, IndexedDataset, StorageConfig
 from streammega.dataset.names import shard_name
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.store import ObjectInfo
+from tests.support.builders import write_dataset, write_manifest
 from tests.support.streams import stream
 from tools.bench.object_server import running
 
 
 def write_shards(root: Path, ids: list[int]) -> None:
     """Shards of one id each, all of the same size, and their manifest."""
-    shards = []
-    for number, one in enumerate(ids):
-        with IndexedDatasetWriter(
-            str(root / "data" / shard_name("web", number, len(ids))), np.uint16
-        ) as writer:
-            for _ in range(40):
-                writer.add_item(np.full(500, one, np.uint16))
-                writer.end_document()
-        shards.append(
-            ShardEntry(
-                name=shard_name("web", number, len(ids)), documents=40, sequences=40, tokens=20_000,
-                bytes=40_000, checksums=[], index_bytes=writer.index.size, index_checksums=[],
-            )
-        )  # fmt: skip
-    manifest = Manifest(
-        kind="bin", dtype="uint16", documents=80, sequences=80, tokens=40_000, shards=shards
-    )
-    (root / "data" / "web.manifest.json").write_bytes(manifest.to_json())
+    names = [shard_name("web", number, len(ids)) for number in range(len(ids))]
+    for name, one in zip(names, ids, strict=True):
+        write_dataset(root / "data" / name, [np.full(500, one)] * 40)
+    write_manifest(root / "data" / "web", names)
 
 
 @pytest.mark.guarantee("cached-pages-belong")

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 from numpy.typing import DTypeLike
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
+from streammega.dataset.checksums import checksums_of
 from streammega.dataset.manifest import Manifest, ShardEntry
-from streammega.dataset.names import MANIFEST
+from streammega.dataset.names import MANIFEST, SUFFIXES, Kind
 
 TOKENS = 50
 """Tokens in a document of `put_dataset`."""
@@ -52,24 +52,43 @@ def write_random_pair(
     return documents
 
 
+def write_manifest(prefix: str | Path, shards: Sequence[str], kind: Kind = "bin") -> str:
+    """The manifest of shards in its folder, as convert writes it; returns the prefix."""
+    folder = Path(prefix).parent
+    entries = []
+    for name in shards:
+        indexed = IndexedDataset(str(folder / name) + ("" if kind == "bin" else SUFFIXES[kind]))
+        stored = (folder / f"{name}{SUFFIXES[kind]}").read_bytes()
+        index = (folder / f"{name}.idx").read_bytes()
+        entry = ShardEntry(
+            name=name,
+            documents=len(indexed.document_indices) - 1,
+            sequences=len(indexed),
+            tokens=int(indexed.sequence_lengths.sum()),
+            bytes=len(stored),
+            checksums=checksums_of(stored),
+            index_bytes=len(index),
+            index_checksums=checksums_of(index),
+        )
+        entries.append(entry)
+    manifest = Manifest(
+        kind=kind,
+        dtype=str(indexed.dtype),
+        multimodal=indexed.multimodal,
+        documents=0,
+        sequences=0,
+        tokens=0,
+        shards=[],
+    )
+    Path(f"{prefix}{MANIFEST}").write_bytes(manifest.with_shards(entries).to_json())
+    return str(prefix)
+
+
 def put_dataset(prefix: str, *, seed: int, documents: int = 40) -> str:
     """Random documents on a local disk with a manifest, as convert leaves them; returns the prefix."""
     tokens = np.random.default_rng(seed).integers(0, 60_000, (documents, TOKENS))
     write_dataset(prefix, tokens.astype(np.uint16))
-    stored = Path(f"{prefix}.bin").read_bytes()
-    index = Path(f"{prefix}.idx").read_bytes()
-    counts: Any = {"documents": documents, "sequences": documents, "tokens": documents * TOKENS}
-    shard = ShardEntry(
-        name=prefix.rpartition("/")[2],
-        bytes=len(stored),
-        checksums=[xxhash.xxh3_128_hexdigest(stored)],
-        index_bytes=len(index),
-        index_checksums=[xxhash.xxh3_128_hexdigest(index)],
-        **counts,
-    )
-    manifest = Manifest(kind="bin", dtype="uint16", shards=[shard], **counts)
-    Path(prefix + MANIFEST).write_bytes(manifest.to_json())
-    return prefix
+    return write_manifest(prefix, [Path(prefix).name])
 
 
 def jsonl(records: Iterable[Any]) -> bytes:
