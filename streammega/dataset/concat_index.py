@@ -6,7 +6,6 @@ worker of a node; a dataset of one shard takes them once, as its `.idx` is mappe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,12 @@ from streammega.dataset.idx import (
     dtype_code,
     parse_index,
 )
-from streammega.dataset.local_cache import corrupt_cache_error, map_kept_file, remove_stale
+from streammega.dataset.local_cache import (
+    corrupt_cache_error,
+    digest_of,
+    map_kept_file,
+    remove_stale,
+)
 from streammega.errors import CacheError, FormatError
 
 log = logging.getLogger(__name__)
@@ -63,8 +67,8 @@ def map_joined_index(
     FormatError, StorageError, CacheError for a file that is damaged.
     """
     token_bytes = [size for _, _, size in versions]
-    key_of_dataset = f"joined-{_digest(list(urls))}-"
-    key = key_of_dataset + _digest(list(versions))
+    key_of_dataset = f"joined-{digest_of(json.dumps(urls))}-"
+    key = key_of_dataset + digest_of(json.dumps(versions))
     path = folder / f"{key}.idx"
     opened: list[Sequence[IndexArrays]] = []
 
@@ -119,7 +123,3 @@ def _shifted(
     for array, shift in zip(arrays, shifts, strict=True):
         for first_row in range(0, len(array), ROWS):
             yield (array[first_row : first_row + ROWS] + shift).astype(dtype).tobytes()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from streammega.dataset.local_cache import (
     cache_folder,
     cached_arrays,
     corrupt_cache_error,
+    digest_of,
     remove_stale,
     remove_unused,
     touch,
@@ -171,8 +172,8 @@ def _open_many(
         return {"headers": built[0]}
 
     versions = [f"{shard.prefix} {shard.version} {shard.index_version}" for shard in shards]
-    key_of_datasets = f"{_PREFIX}{_digest(names)}-"
-    key = key_of_datasets + _digest(versions)
+    key_of_datasets = f"{_PREFIX}{digest_of(json.dumps(names))}-"
+    key = key_of_datasets + digest_of(json.dumps(versions))
     path = folder / f"{key}-headers.npy"
     try:
         arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
@@ -209,11 +210,6 @@ def _header_of(row: Sequence[int], shard: Shard, path: Path) -> IndexHeader:
         document_count=documents,
         multimodal=bool(modes),
     )
-
-
-def _digest(texts: Iterable[str]) -> str:
-    # A zero byte is in no URL and no ETag.
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=12).hexdigest()
 
 
 def _read_rows(
