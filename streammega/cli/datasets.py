@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line, pluralize, without_controls
@@ -85,6 +86,7 @@ def gc(
     remove: Annotated[
         bool, typer.Option("--remove", help="Remove them; without it they are only listed.")
     ] = False,
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -98,17 +100,15 @@ def gc(
 
     settings = storage_config(storage, storage_file, looks_only=True)
     leftovers = find_leftovers(prefix, settings)
-    for info in leftovers:
-        typer.echo(f"{info.size:>18,} bytes  {in_one_line(info.key)}")
-    size = sum(info.size for info in leftovers)
-    if not remove or not leftovers:
-        how_to_remove = "; --remove removes them" if leftovers else ""
-        typer.echo(f"{pluralize(len(leftovers), 'file')}, {pluralize(size, 'byte')}{how_to_remove}")
-        return
-    if is_locked(prefix):
-        raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
-    remove_leftovers(prefix, leftovers, settings)
-    typer.echo(f"{pluralize(len(leftovers), 'file')} removed, {pluralize(size, 'byte')}")
+    if remove and leftovers:
+        if is_locked(prefix):
+            raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
+        remove_leftovers(prefix, leftovers, settings)
+    files = pluralize(len(leftovers), "file")
+    size = pluralize(sum(info.size for info in leftovers), "byte")
+    summary = f"{files} removed, {size}" if remove else f"{files}, {size}; --remove removes them"
+    report = {"files": [{"bytes": info.size, "file": info.key} for info in leftovers]}
+    show_report(report, summary=summary if leftovers else f"{files}, {size}", as_json=as_json)
 
 
 def append(
@@ -173,21 +173,24 @@ CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir name
 
 
 @cache_app.command(name="ls", no_args_is_help=True)
-def cache_ls(folder: CacheFolder) -> None:
+def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
     """List cached objects, the most recently used first."""
     from streammega.storage import cache as page_cache
 
     entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    objects = []
     for entry in entries:
-        state = "in use"
-        if not entry.in_use:
-            used = time.localtime(entry.used)
-            state = f"last used {time.strftime('%Y-%m-%d %H:%M', used)}"
-        typer.echo(
-            f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {in_one_line(entry.url)}"
-        )
-    cached_bytes = sum(entry.cached_bytes for entry in entries)
-    typer.echo(f"{pluralize(len(entries), 'object')}, {pluralize(cached_bytes, 'byte')}")
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        row = {
+            "cached_bytes": entry.cached_bytes,
+            "bytes": entry.size,
+            "last_used": "in use" if entry.in_use else used,
+            "object": entry.url,
+        }
+        objects.append(row)
+    size = pluralize(sum(entry.cached_bytes for entry in entries), "byte")
+    summary = f"{pluralize(len(entries), 'object')}, {size}"
+    show_report({"objects": objects}, summary=summary, as_json=as_json)
 
 
 @cache_app.command(name="verify", no_args_is_help=True)
