@@ -122,10 +122,11 @@ def _open_datasets(
             plain.append(shard)
     # Without ETags, nothing would tell kept headers from those of earlier shards.
     if len(plain) >= MANY and all(shard.stored.etag for shard in plain):
-        _open_many(plain, [shard for shard in at_ends if shard.kind == "bin"], names, storage)
+        are_plain = {id(shard) for shard in plain}
+        _open_many(plain, [shard for shard in at_ends if id(shard) in are_plain], names, storage)
     unread = [shard for shard in shards if shard.entry is None and shard.header is None]
     jobs: list[Callable[[], Any]] = [shard.read_header for shard in unread]
-    jobs += [partial(read_ends, [shard]) for shard in at_ends]
+    jobs += [partial(read_ends, [shard]) for shard in at_ends if shard.ends is None]
     _run(jobs, shards, at_once)
     for shard in shards:
         shard.open()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, StorageConfig
 from streammega.dataset.headers import (
     SMALL_READERS,
+    content_of,
     read_bodies,
     read_datasets,
     rows_of,
@@ -31,6 +32,7 @@ from streammega.order.epoch_layout import FilePart
 from streammega.samples.stream_datasets import open_datasets
 from streammega.storage import Buffer
 from tests.dataset.test_opening import write
+from tests.support.builders import write_manifest
 from tests.support.kept_files import save_kept
 from tools.bench.object_server import Running, running
 
@@ -272,6 +274,27 @@ def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
     tokens = 87 if split == "1,0,0" else 78
     assert after[5] == ([FilePart(file=0, start=0, tokens=tokens)], 4)
     assert after[:5] + after[6:] == first[:5] + first[6:]
+
+
+def test_a_folder_is_blended_with_datasets_that_are_opened_in_other_ways(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, folder = served
+    write(str(folder.parent / "own" / "a.bin"), [40, 50])
+    write_manifest(folder.parent / "own" / "a", ["a"])
+    write(str(folder.parent / "other" / "b.bin.zst"), [60])
+    write(str(tmp_path / "near" / "c"), [70])
+    storage = StorageConfig(storage_options=server.storage_options)
+    names = ["s3://b/own/a", "s3://b/web/", "s3://b/other/b.bin.zst", str(tmp_path / "near" / "c")]
+    for _ in range(2):
+        datasets = read_datasets(names, storage, tmp_path / "cache")
+        assert [sum(shard.num_tokens for shard in shards) for shards in datasets] == [
+            90,
+            sum(30 + number for number in range(PAIRS)),
+            60,
+            70,
+        ]
+        assert len({content_of(shards) for shards in datasets}) == 4
 
 
 def test_a_blend_with_a_pair_that_is_cut_short_says_so_by_the_dataset(
