@@ -31,8 +31,7 @@ from streammega.errors import CacheError, FormatError, ObjectNotFoundError
 from streammega.order.epoch_layout import FilePart
 from streammega.samples.stream_datasets import open_datasets
 from streammega.storage import Buffer
-from tests.dataset.test_opening import write
-from tests.support.builders import write_manifest
+from tests.support.builders import write_lengths, write_manifest
 from tests.support.kept_files import save_kept
 from tools.bench.object_server import Running, running
 
@@ -46,7 +45,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ru
     monkeypatch.setattr("streammega.dataset.headers.MANY", PAIRS)
     folder = tmp_path / "objects" / "b" / "web"
     for number in range(PAIRS):
-        write(str(folder / f"p{number:02d}.bin"), [10 + number, 20])
+        write_lengths(str(folder / f"p{number:02d}.bin"), [10 + number, 20])
     with running(tmp_path / "objects") as server:
         yield server, folder
 
@@ -85,7 +84,7 @@ def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
             (folder / f"p11{suffix}").unlink()
     else:
         name = "p05" if change == "another" else "p99"
-        write(str(folder / f"{name}.bin"), [7, 8, 9], np.int32)
+        write_lengths(str(folder / f"{name}.bin"), [7, 8, 9], np.int32)
     after, _ = opened(server, tmp_path / "cache")
     expected = list(before)
     if change == "another":
@@ -114,7 +113,7 @@ def test_headers_that_nobody_used_for_long_are_removed(
         os.utime(path, (0, 0))
     opened_blend(server, tmp_path / "cache", "1,0,0", BLEND)
     assert sorted(idx.glob("headers-*")) == kept, "nothing is looked through without need"
-    write(str(folder / "q.bin"), [7, 8, 9])
+    write_lengths(str(folder / "q.bin"), [7, 8, 9])
     opened(server, tmp_path / "cache")
     left = [path for path in kept if path.exists()]
     assert [path.suffix for path in left] == [".npy"], "what was used just now"
@@ -269,7 +268,7 @@ def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
     with monkeypatch.context() as unkept:
         unkept.setattr("streammega.dataset.headers.MANY", PAIRS + 1)
         assert opened_blend(server, tmp_path / "cache", split)[0] == first
-    write(str(folder / "p05.bin"), [70, 8, 9], np.int32)
+    write_lengths(str(folder / "p05.bin"), [70, 8, 9], np.int32)
     after, _ = opened_blend(server, tmp_path / "cache", split)
     tokens = 87 if split == "1,0,0" else 78
     assert after[5] == ([FilePart(file=0, start=0, tokens=tokens)], 4)
@@ -280,10 +279,10 @@ def test_a_folder_is_blended_with_datasets_that_are_opened_in_other_ways(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
     server, folder = served
-    write(str(folder.parent / "own" / "a.bin"), [40, 50])
+    write_lengths(str(folder.parent / "own" / "a.bin"), [40, 50])
     write_manifest(folder.parent / "own" / "a", ["a"])
-    write(str(folder.parent / "other" / "b.bin.zst"), [60])
-    write(str(tmp_path / "near" / "c"), [70])
+    write_lengths(str(folder.parent / "other" / "b.bin.zst"), [60])
+    write_lengths(str(tmp_path / "near" / "c"), [70])
     storage = StorageConfig(storage_options=server.storage_options)
     names = ["s3://b/own/a", "s3://b/web/", "s3://b/other/b.bin.zst", str(tmp_path / "near" / "c")]
     for _ in range(2):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
 from streammega.config import parse_blend
 from streammega.convert.job import Segment
 from streammega.convert.options import ConvertOptions
@@ -21,16 +21,7 @@ from streammega.dataset.resolve import find_pairs
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, MissingShardsError
 from streammega.order.blend_tree import tree_fractions
-
-KINDS = ["bin", "zst", "tar"]
-
-
-def write(name: str, lengths: list[int], dtype: Any = np.uint16) -> None:
-    """A shard of sequences of so many tokens, one document each."""
-    with IndexedDatasetWriter(name, dtype) as writer:
-        for length in lengths:
-            writer.add_item(np.arange(length) % 1000)
-            writer.end_document()
+from tests.support.builders import KINDS, write_lengths
 
 
 def open_in(order: Any, name: str, cache: Path) -> None:
@@ -47,7 +38,7 @@ def open_in(order: Any, name: str, cache: Path) -> None:
 def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(
     tmp_path: Path, order: str, size: int
 ) -> None:
-    write(str(tmp_path / "a"), [30, 50, 20])
+    write_lengths(str(tmp_path / "a"), [30, 50, 20])
     path = tmp_path / "a.bin"
     data = path.read_bytes()
     path.write_bytes(data[:size] if size < 0 else data + bytes(size))
@@ -64,8 +55,8 @@ def test_the_index_of_another_dataset_is_refused(
     tmp_path: Path, order: str, kind: Any, other: list[int]
 ) -> None:
     name = str(tmp_path / "a") + SUFFIXES[kind]
-    write(name, [30, 50, 20])
-    write(str(tmp_path / "b") + SUFFIXES[kind], other)
+    write_lengths(name, [30, 50, 20])
+    write_lengths(str(tmp_path / "b") + SUFFIXES[kind], other)
     (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
     with pytest.raises(FormatError, match=r"a\.(idx|tar)"):
         open_in(order, name, tmp_path)
@@ -73,15 +64,15 @@ def test_the_index_of_another_dataset_is_refused(
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_an_index_without_sequences_over_tokens_is_refused(tmp_path: Path, order: str) -> None:
-    write(str(tmp_path / "a"), [30])
-    write(str(tmp_path / "b"), [])
+    write_lengths(str(tmp_path / "a"), [30])
+    write_lengths(str(tmp_path / "b"), [])
     (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
     with pytest.raises(FormatError, match=r"end at byte 0, but .*a\.bin has 60 bytes"):
         open_in(order, str(tmp_path / "a"), tmp_path)
 
 
 def test_an_index_of_sequences_that_end_before_they_begin_is_refused(tmp_path: Path) -> None:
-    write(str(tmp_path / "a"), [30, 50, 20])
+    write_lengths(str(tmp_path / "a"), [30, 50, 20])
     data = bytearray((tmp_path / "a.idx").read_bytes())
     data[34 + 8 : 34 + 12] = (-1).to_bytes(4, "little", signed=True)
     (tmp_path / "a.idx").write_bytes(data)
@@ -93,7 +84,7 @@ def test_an_index_of_sequences_that_end_before_they_begin_is_refused(tmp_path: P
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dataset_of_no_sequence_opens(tmp_path: Path, kind: Any) -> None:
     name = str(tmp_path / "a") + SUFFIXES[kind]
-    write(name, [])
+    write_lengths(name, [])
     assert len(IndexedDataset(name)) == 0
 
 
@@ -117,7 +108,7 @@ assert store.info(key).size == 4000
 
 def test_shards_that_are_missing_are_known_by_their_error_not_by_its_words(tmp_path: Path) -> None:
     folder = tmp_path / "what are missing"
-    write(str(folder / "a-00000-of-00002"), [30])
+    write_lengths(str(folder / "a-00000-of-00002"), [30])
     with pytest.raises(MissingShardsError):
         find_pairs(str(folder), StorageConfig())
     assert any("a-00001-of-00002" in problem for problem in verify(str(folder)).problems)

@@ -26,8 +26,7 @@ from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.open import register_scheme
-from tests.dataset.test_opening import KINDS, write
-from tests.support.builders import write_manifest
+from tests.support.builders import KINDS, write_lengths, write_manifest
 from tools.bench.object_server import Running, running
 
 SHARDS = 60
@@ -35,7 +34,7 @@ SHARDS = 60
 
 def write_set(folder: Path, stem: str, kind: Any, count: int = SHARDS) -> None:
     """So many equal shards, and their manifest."""
-    write(str(folder / "one") + SUFFIXES[kind], [30, 50, 20])
+    write_lengths(str(folder / "one") + SUFFIXES[kind], [30, 50, 20])
     tokens, index = ((folder / f"one{suffix}").read_bytes() for suffix in (SUFFIXES[kind], ".idx"))
     names = [shard_name(stem, number, count) for number in range(count)]
     for name in names:
@@ -119,7 +118,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, P
     root = tmp_path_factory.mktemp("blend")
     names = [f"d{number}" for number in range(28)] + ["a", "a-b", "zz/deep", "a.b"]
     for number, name in enumerate(names):
-        write(str(root / "b" / "data" / f"{name}.bin"), [30 + number, 50, 20])
+        write_lengths(str(root / "b" / "data" / f"{name}.bin"), [30 + number, 50, 20])
     others = root / "b" / "data" / "zzz"
     others.mkdir()
     for number in range(1200):
@@ -178,13 +177,13 @@ def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
     def replaced_after(*arguments: Any) -> Any:
         listings.append(list_between(*arguments))
         if len(listings) == 1:
-            write(str(tmp_path / "b" / "d7.bin"), [30])
+            write_lengths(str(tmp_path / "b" / "d7.bin"), [30])
         return listings[-1]
 
     monkeypatch.setattr(ObstoreStore, "list_between", replaced_after)
     names = [f"s3://b/d{number}" for number in range(12)]
     for number in range(12):
-        write(str(tmp_path / "b" / f"d{number}.bin"), [20])
+        write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [20])
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
         pairs = read_datasets(names, storage, tmp_path / "cache")
@@ -214,7 +213,7 @@ def test_an_object_that_was_removed_after_the_listing_is_no_error_of_others(
 def test_a_missing_object_of_a_listed_blend_is_named(tmp_path: Path, gone: str) -> None:
     names = [f"d{number}" for number in range(12)]
     for name in names:
-        write(str(tmp_path / "b" / f"{name}.bin"), [30])
+        write_lengths(str(tmp_path / "b" / f"{name}.bin"), [30])
     (tmp_path / "b" / f"d7{gone}").unlink()
     with running(tmp_path) as server:
         config = blend_of(server, [f"s3://b/{name}" for name in names], tmp_path / "cache")
@@ -409,8 +408,8 @@ def test_shards_that_are_not_the_manifests_are_refused(
 def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(
     tmp_path: Path, order: Any
 ) -> None:
-    write(str(tmp_path / "web"), [20, 30, 50], np.int32)
-    write(str(tmp_path / "other"), [40, 60, 100], np.uint16)
+    write_lengths(str(tmp_path / "web"), [20, 30, 50], np.int32)
+    write_lengths(str(tmp_path / "other"), [40, 60, 100], np.uint16)
     write_manifest(tmp_path / "web", ["web"])
     (tmp_path / f"web{MANIFEST}").rename(tmp_path / "kept")
     (tmp_path / "other.idx").rename(tmp_path / "web.idx")
@@ -461,9 +460,9 @@ ODD = ["br[1]", "a?b", "s*r", "[", "[!x]"]
 @pytest.mark.parametrize("odd", ODD)
 def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
     folder = tmp_path / odd
-    write(str(folder / "one"), [30])
-    write(str(folder / odd), [40])
-    write(str(folder / "bx"), [50])
+    write_lengths(str(folder / "one"), [30])
+    write_lengths(str(folder / odd), [40])
+    write_lengths(str(folder / "bx"), [50])
     assert find_pairs(str(folder), StorageConfig()) == sorted(
         str(folder / name) for name in ("bx", odd, "one")
     )
@@ -506,7 +505,7 @@ def test_keys_that_are_there_are_no_patterns(
 def test_commands_take_odd_names_and_mock_datasets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(str(tmp_path / "br[1]" / "a[1]"), [30])
+    write_lengths(str(tmp_path / "br[1]" / "a[1]"), [30])
     for name in (tmp_path / "br[1]" / "a[1]", tmp_path / "br[1]"):
         assert main(["describe", str(name)]) == 0
         assert "tokens: 30\n" in capsys.readouterr().out

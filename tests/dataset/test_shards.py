@@ -31,10 +31,8 @@ from streammega.dataset.names import SUFFIXES, missing_shards, split_name
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.verify import verify
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError, StreammegaError
-from tests.support.builders import write_random_pair
+from tests.support.builders import KINDS, write_random_pair
 from tests.support.typed import map_style
-
-KINDS = ["bin", "zst", "tar"]
 
 
 def fill(writer: IndexedDatasetWriter, documents: list[list[tuple[list[int], int]]]) -> None:

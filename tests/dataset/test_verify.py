@@ -23,10 +23,9 @@ from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage.progress import ProgressObserver
 from tests.convert.test_inputs import PEERS, jsonl, parquet, tar
-from tests.support.builders import write_random_pair
+from tests.support.builders import KINDS, write_random_pair
 from tests.support.servers import S3
 
-KINDS = ["bin", "zst", "tar"]
 EOD = 256
 
 

@@ -24,8 +24,7 @@ from streammega.dataset.names import SUFFIXES
 from streammega.errors import StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
-from tests.dataset.test_opening import KINDS
-from tests.support.builders import write_dataset, write_manifest
+from tests.support.builders import KINDS, write_dataset, write_manifest
 from tools.bench.object_server import running
 
 DOCUMENTS = 40

@@ -23,6 +23,8 @@ from streammega.dataset.checksums import checksums_of
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind
 
+KINDS = list(SUFFIXES)
+"""All kinds of shards."""
 TOKENS = 50
 """Tokens in a document of `put_dataset`."""
 
@@ -38,6 +40,11 @@ def write_dataset(
         for tokens in documents:
             writer.add_document(tokens, [len(tokens)])
     return str(prefix)
+
+
+def write_lengths(prefix: str, lengths: Sequence[int], dtype: DTypeLike = np.uint16) -> None:
+    """A shard of documents of so many tokens each."""
+    write_dataset(prefix, [np.arange(length) % 1000 for length in lengths], dtype)
 
 
 def write_random_pair(
