@@ -415,9 +415,8 @@ def loader_hashes(config: RunConfig) -> list[str]:
     with open_plain(config, "train", 0, 1) as loader:
         before = 0
         for batch in loader:
-            digests.update(
-                zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True)
-            )
+            ids = loader.dataset.sample_ids(before).tolist()
+            digests.update(zip(ids, sample_digests(batch).tolist(), strict=True))
             before = loader.consumed_samples
             if before % size == 0:
                 hashes.append(global_batch_hash(digests))

@@ -22,52 +22,38 @@ from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch
 
-Digests = NDArray[np.uint64]
 FIELDS = ("tokens", "labels")
 
 
-def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) -> list[int]:
-    """A 64-bit digest of the tokens and labels of each sample, or of the part of them that is
-    there; parts add up modulo 2**64.
+def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) -> NDArray[np.uint64]:
+    """A digest of the tokens and labels of each sample, uint64 [samples], or of the part of them
+    that is there; parts add up modulo 2**64.
 
     places: of the columns in the whole sample, int64 [kept]; None: all of it.
     """
     some_field = next(iter(batch.values()))
-    digests: Digests = np.zeros(len(some_field), np.uint64)
+    digests = np.zeros(len(some_field), np.uint64)
     for number, name in enumerate(FIELDS):
-        if name in batch:
-            digests += _field_digests(batch[name], places, number)
-    return [int(digest) for digest in digests]
-
-
-def _field_digests(values: Tensor, places: Tensor | None, number: int) -> Digests:
-    """Of each row the sum of its elements, each mixed with where it stands and in which field."""
-    elements = values.cpu().numpy().astype(np.uint64)
-    _, width = elements.shape
-    columns = np.arange(width) if places is None else places.cpu().numpy()
-    # A number of its own for each column of each field.
-    number_of_fields = np.uint64(len(FIELDS))
-    position = columns.astype(np.uint64) * number_of_fields
-    position += np.uint64(number)
-    salt = mix(position + GOLDEN)
-    mixed: Digests = mix(elements + salt + GOLDEN)
-    digests: Digests = mixed.sum(axis=1, dtype=np.uint64)
+        if name not in batch:
+            continue
+        elements = batch[name].cpu().numpy().astype(np.uint64)
+        columns = np.arange(elements.shape[1]) if places is None else places.cpu().numpy()
+        # Each element is mixed with a number of its own for each column of each field.
+        position = columns.astype(np.uint64) * np.uint64(len(FIELDS)) + np.uint64(number)
+        mixed = mix(elements + mix(position + GOLDEN) + GOLDEN)
+        digests += mixed.sum(axis=1, dtype=np.uint64)
     return digests
 
 
 def global_batch_hash(digests: Mapping[int, int]) -> str:
     """The hash of a global batch from {global sample id: digest}, 32 hex digits."""
-    pairs: list[tuple[int, int]] = []
-    for sample, digest in sorted(digests.items()):
-        pairs.append((sample, digest % 2**64))
-    little_endian = np.array(pairs, np.uint64).astype("<u8")
-    data = little_endian.tobytes()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    little_endian = np.array(sorted(digests.items()), np.uint64).astype("<u8")
+    return hashlib.blake2b(little_endian.tobytes(), digest_size=16).hexdigest()
 
 
 def hash_over_ranks(
     batches: Sequence[Batch],
-    sample_ids: Sequence[int],
+    sample_ids: NDArray[np.int64],
     samples: range,
     bounds: Sequence[tuple[int, int]],
     ranks: Ranks,
@@ -86,15 +72,12 @@ def hash_over_ranks(
     Raises RuntimeError where tensor-parallel ranks were given different tokens.
     """
     places = torch.cat([torch.arange(start, stop) for start, stop in bounds])
-    rows: list[int] = []
-    for batch in batches:
-        if batch:
-            rows += sample_digests(batch, places)
-    digests = torch.zeros(len(samples), dtype=torch.int64)
-    # Pipeline stages without tokens have no rows; all others one for each sample.
-    for sample, digest in zip(sample_ids, rows, strict=bool(rows)):
-        digests[sample - samples.start] += _as_int64(digest)
-    digests = digests.to(device)
+    rows = [sample_digests(batch, places) for batch in batches if batch]
+    own = np.zeros(len(samples), np.uint64)
+    if rows:  # pipeline stages without tokens have none
+        own[sample_ids - samples.start] = np.concatenate(rows)
+    # The same bits in torch's widest integers: it adds no unsigned ones.
+    digests = torch.from_numpy(own.view(np.int64)).to(device)
     lowest = digests.clone()
     highest = digests.clone()
     ranks.all_reduce(lowest, "tp", dist.ReduceOp.MIN)
@@ -108,9 +91,5 @@ def hash_over_ranks(
         # Copies of the same tokens count once.
         digests.zero_()
     ranks.all_reduce(digests, WORLD)
-    return global_batch_hash(dict(zip(samples, digests.tolist(), strict=True)))
-
-
-def _as_int64(digest: int) -> int:
-    """The same bits as torch's widest integers have them: torch adds no unsigned ones."""
-    return digest - 2**64 if digest >= 2**63 else digest
+    of_all = digests.cpu().numpy().view(np.uint64)
+    return global_batch_hash(dict(zip(samples, of_all.tolist(), strict=True)))

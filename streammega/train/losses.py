@@ -115,7 +115,7 @@ def add_over_ranks(
     num_sources = len(sources)
     sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
     sizes = [3, 2, num_sources, num_sources]
-    flags, loss_and_tokens, loss_by_source, tokens_by_source = sums.split(sizes)
+    flags, loss_and_tokens, loss_by_source, tokens_by_source = torch.split(sums, sizes)
     flags[0] = stop_signal is not None
     flags[1] = stop_signal == signal.SIGINT
     flags[2] = failed_save
@@ -130,7 +130,7 @@ def add_over_ranks(
             tokens_by_source.index_add_(0, source, tokens)
     sums = sums.to(device)
     ranks.all_reduce(sums, WORLD)
-    flags, loss_and_tokens, loss_by_source, tokens_by_source = sums.cpu().split(sizes)
+    flags, loss_and_tokens, loss_by_source, tokens_by_source = torch.split(sums.cpu(), sizes)
     num_stops, num_interrupts, num_failed_saves = flags.tolist()
     loss_sum, token_sum = loss_and_tokens.tolist()
     means = {

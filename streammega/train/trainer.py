@@ -275,7 +275,7 @@ class Trainer:
         if train.hash_batches:
             record["batch_hash"] = hash_over_ranks(
                 batches.kept,
-                sample_ids.tolist(),
+                sample_ids,
                 samples,
                 self.model.bounds_of(length),
                 self.ranks,

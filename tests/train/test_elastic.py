@@ -20,16 +20,14 @@ import pytest
 
 from streammega.train import __main__ as train_program
 from streammega.train import devices
-from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
-from streammega.train.splits import open_plain
 from tests.support import elastic, faulty_train
 from tests.support.builders import write_layout_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.gang import Gang
 from tests.support.processes import launch
-from tests.support.rank_programs import train
+from tests.support.rank_programs import loader_hashes, train
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 LONGEST_JOB = 240.0
@@ -117,29 +115,12 @@ def kill(process: subprocess.Popen[str]) -> str:
     return process.communicate()[1]
 
 
-def expected_hashes(run_file: Path) -> list[str]:
-    """Of every global batch, from the loader alone."""
-    config = load_run(str(run_file))
-    hashes: list[str] = []
-    digests: dict[int, int] = {}
-    with open_plain(config, "train", 0, 1) as loader:
-        for batch in loader:
-            ids = loader.dataset.sample_ids(
-                loader.consumed_samples - loader.dataset.step_samples
-            ).tolist()
-            digests.update(zip(ids, sample_digests(batch), strict=True))
-            if len(digests) == config.train.global_batch_size:
-                hashes.append(global_batch_hash(digests))
-                digests = {}
-    return hashes[: config.train.iters]
-
-
 def check_history(run_file: Path, steps: int) -> set[int]:
     """Every step was trained, and each time on the same global batch; returns the
     worlds that did.
     """
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
-    wanted = expected_hashes(run_file)
+    wanted = loader_hashes(load_run(str(run_file)))
     assert {record["step"] for record in records} == set(range(1, steps + 1))
     for record in records:
         assert record["batch_hash"] == wanted[record["step"] - 1], record

@@ -39,6 +39,7 @@ from tests.support.builders import write_random_pair, write_small_run
 from tests.support.checkpoint_programs import checkpoint_records, position_of
 from tests.support.gang import Gang
 from tests.support.processes import launch
+from tests.support.rank_programs import loader_hashes
 from tests.support.servers import S3
 from tests.support.typed import first_prefix
 
@@ -56,23 +57,6 @@ def start(run_file: str, *overrides: str) -> Trainer:
 
 def records_of(config: RunConfig) -> list[dict[str, Any]]:
     return read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
-
-
-def loader_hashes(config: RunConfig) -> list[str]:
-    """The hash of every global batch, from the loader alone."""
-    hashes = []
-    digests: dict[int, int] = {}
-    loader = open_plain(config, "train", 0, 1)
-    before = 0
-    for batch in loader:
-        digests.update(
-            zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True)
-        )
-        before = loader.consumed_samples
-        if before % config.train.global_batch_size == 0:
-            hashes.append(global_batch_hash(digests))
-            digests = {}
-    return hashes[: config.train.iters]
 
 
 def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[str, str]) -> None:
@@ -440,12 +424,14 @@ def test_phases_that_other_batch_sizes_move_are_told_of(
 
 def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     batch = {"tokens": torch.arange(32).view(4, 8), "labels": torch.arange(1, 33).view(4, 8)}
-    digests = sample_digests(batch)
+    digests = sample_digests(batch).tolist()
     whole = global_batch_hash(dict(zip(range(4), digests, strict=True)))
     assert global_batch_hash(dict(reversed(list(zip(range(4), digests, strict=True))))) == whole
     assert global_batch_hash(dict(zip((1, 0, 2, 3), digests, strict=True))) != whole
     batch["tokens"][2, 5] += 1
-    assert global_batch_hash(dict(zip(range(4), sample_digests(batch), strict=True))) != whole
+    assert (
+        global_batch_hash(dict(zip(range(4), sample_digests(batch).tolist(), strict=True))) != whole
+    )
 
 
 @pytest.mark.parametrize(
