@@ -70,7 +70,7 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
     """What this rank ends with, after it has told the others why, or asked them."""
     rank, step = watchdog.rank, watchdog.step
     if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
-        # From here on the thread of the watchdog says nothing any more.
+        # From here on the thread of the watchdog prints nothing.
         watchdog.claim_exit()
         watchdog.fail("interrupted")
         text = f"interrupted in step {step}"
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=level, format=f"[{rank}] %(message)s", stream=sys.stderr)
-    # which tells at each start where credentials were found
+    # It logs at each start where it found credentials.
     logging.getLogger("botocore").setLevel(logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help"):
         usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"

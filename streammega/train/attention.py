@@ -36,7 +36,7 @@ CAUSAL: dict[str, Any] = (
     if "window_size" in inspect.signature(varlen_attn).parameters
     else {"is_causal": True}
 )
-"""How varlen_attn is told that queries see no later keys: torch 2.10 had another name for it."""
+"""The argument of varlen_attn that hides later keys from queries: torch 2.10 had another name for it."""
 SEQUENCE = -3
 """The dimension of tokens in [..., tokens, heads, head_dim]."""
 
@@ -122,7 +122,7 @@ class Visibility:
         return self._triangle[-queries:, -keys:]
 
     def _make_triangle(self, like: Tensor) -> Tensor:
-        """The largest bias that is asked for: smaller ones are its lower right corner."""
+        """The largest bias that is needed. Smaller ones are its lower right corner."""
         most_keys = self.whole if self.cu_seqlens is None else self.longest
         longest_part = max(stop - start for start, stop in self.parts)
         last_stop = max(stop for _, stop in self.parts)
@@ -377,7 +377,7 @@ class _GatherAgain:
         self._used = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """A tensor as it is, or where it lies in the gathered one."""
+        """A tensor as it is, or its place in the gathered one."""
         if tensor.untyped_storage().data_ptr() != self._address:
             return tensor
         self._saved += 1

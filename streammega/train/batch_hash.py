@@ -3,7 +3,7 @@ samples.
 
 They do not depend on how a batch was cut into ranks, parts, stages and micro-batches, which is what
 makes them a proof: the digest of a sample is a sum over its tokens and labels, so each rank adds up
-what it was given.
+its part.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ def hash_over_ranks(
     ranks: Ranks,
     device: torch.device,
 ) -> str:
-    """The hash of the global batch that all ranks together were given. Collective.
+    """The hash of the global batch that all ranks together received. Collective.
 
     Args:
-        batches: the micro-batches of this rank; empty ones on ranks that are given no tokens.
+        batches: the micro-batches of this rank; empty ones on ranks that receive no tokens.
         sample_ids: of the samples in them, in their order.
         samples: ids of the global batch.
         bounds: tokens [start, stop) of each sample that this rank has.
         ranks: of the run.
         device: on which they talk.
 
-    Raises RuntimeError where tensor-parallel ranks were given different tokens.
+    Raises RuntimeError where tensor-parallel ranks received different tokens.
     """
     places = torch.cat([torch.arange(start, stop) for start, stop in bounds])
     rows = [sample_digests(batch, places) for batch in batches if batch]
-    own = np.zeros(len(samples), np.uint64)
+    local = np.zeros(len(samples), np.uint64)
     if rows:  # pipeline stages without tokens have none
-        own[sample_ids - samples.start] = np.concatenate(rows)
+        local[sample_ids - samples.start] = np.concatenate(rows)
     # The same bits in torch's widest integers: it adds no unsigned ones.
-    digests = torch.from_numpy(own.view(np.int64)).to(device)
+    digests = torch.from_numpy(local.view(np.int64)).to(device)
     lowest = digests.clone()
     highest = digests.clone()
     ranks.all_reduce(lowest, "tp", dist.ReduceOp.MIN)
     ranks.all_reduce(highest, "tp", dist.ReduceOp.MAX)
     if not torch.equal(lowest, highest):
         raise RuntimeError(
-            f"tensor-parallel ranks were given different tokens of samples "
+            f"tensor-parallel ranks received different tokens of samples "
             f"[{samples.start}, {samples.stop})"
         )
     if ranks.at["tp"] > 0:

@@ -35,9 +35,7 @@ MAY_DIFFER = {
     "phases",
     "skip_documents",
 }
-"""Where things lie may differ from node to node; what lies there may not, which its fingerprint
-says.
-"""
+"""Where data is may differ from node to node. What it holds may not: its fingerprint is compared."""
 MAX_RANKS = 8
 """Ranks that a message names."""
 MAX_CHARACTERS = 80

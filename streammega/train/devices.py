@@ -44,7 +44,7 @@ Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
 
 
 class ProcessInfo(NamedTuple):
-    """This process among those of the job. local_rank: on its host; None where nothing says so.
+    """This process among those of the job. local_rank: on its host; None where no launcher sets it.
     local_world_size: processes on its host, if torchrun started them.
     """
 
@@ -162,7 +162,7 @@ def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, 
     # A launcher may show each rank its own GPU only.
     device = torch.device("cuda", (process.local_rank or 0) % num_gpus)
     if train.backend != "gloo" and dist.is_nccl_available():
-        # Beside NCCL: what ranks say of checkpoints and the like lies on the host.
+        # gloo too: messages about checkpoints are in the host's memory.
         return device, "cpu:gloo,cuda:nccl"
     # It would read CUDA's memory as the host's.
     is_sharded = parallel.optimizer == "sharded"

@@ -70,10 +70,10 @@ def valid_loss(config: RunConfig, model: ParallelModel, progress: Callable[[], N
         micro_steps = train.global_batch_size // loader.dataset.step_samples
         for _ in range(train.eval_iters):
             progress()
-            taken = _take_up_to(batches, micro_steps)
-            if len(taken) < micro_steps:
+            global_batch = _take_up_to(batches, micro_steps)
+            if len(global_batch) < micro_steps:
                 break
-            losses = model.evaluate(taken)
+            losses = model.evaluate(global_batch)
             if model.counts_losses:
                 loss_and_tokens[0] += losses.loss.double().sum()
                 loss_and_tokens[1] += losses.tokens.double().sum()
@@ -85,11 +85,11 @@ def valid_loss(config: RunConfig, model: ParallelModel, progress: Callable[[], N
 
 def _take_up_to(batches: RankBatches, count: int) -> list[Batch]:
     """The next micro-batches; fewer at the end of the data."""
-    taken: list[Batch] = []
+    global_batch: list[Batch] = []
     for _ in range(count):
         # Not a loop over `batches`: that would begin at the first sample again.
         batch = next(batches, None)
         if batch is None:
             break
-        taken.append(batch)
-    return taken
+        global_batch.append(batch)
+    return global_batch

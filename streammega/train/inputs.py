@@ -1,4 +1,4 @@
-"""What the stages of a model are given of a micro-batch."""
+"""The inputs of the stages of a model, for each micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streammega.train.losses import IGNORED
 class StageInputs:
     """Of one micro-batch.
 
-    tokens: int64 [samples, S] on first stages, else None. keywords: what every stage is given.
+    tokens: int64 [samples, S] on first stages, else None. keywords: for every stage.
     target: labels with IGNORED where there is no loss, int64 [samples, S], on last stages.
     """
 
@@ -51,9 +51,9 @@ class ModelInputs:
     def of_step(self, batches: Iterable[Batch], length: int) -> Iterator[StageInputs]:
         """The inputs of the micro-batches of a step, one by one, of samples of so many tokens.
 
-        Kernels for documents want the tokens of the longest one on the host. Where nobody counted
-        it, it is asked of the device once for all of a step, before anything is under way: in each
-        micro-batch, the host would wait for the computation of the one before.
+        Kernels for documents need the length of the longest one on the host. Where no rank counted
+        it, the host reads it from the device once for a whole step, before anything is under way:
+        in each micro-batch it would wait for the computation of the one before.
         """
         batches = iter(batches)
         kept = self.bounds_of(length)
@@ -61,7 +61,7 @@ class ModelInputs:
             longest = batch.longest if isinstance(batch, RankBatch) else None
             on_device = self._device.type != "cpu"
             if longest is None and on_device and "cu_seqlens" in batch:
-                yield from self._asked_for([batch, *batches], kept)
+                yield from self._after_one_read([batch, *batches], kept)
                 return
             inputs = self._of(batch, kept)
             bounds = inputs.keywords.get("cu_seqlens")
@@ -70,8 +70,8 @@ class ModelInputs:
                 inputs.keywords["longest"] = known.expand(len(bounds))
             yield inputs
 
-    def _asked_for(self, batches: Sequence[Batch], kept: Bounds) -> list[StageInputs]:
-        """The inputs of all micro-batches of a step, after one question to the device."""
+    def _after_one_read(self, batches: Sequence[Batch], kept: Bounds) -> list[StageInputs]:
+        """The inputs of all micro-batches of a step, after one read from the device."""
         inputs_of_step = [self._of(batch, kept) for batch in batches]
         with_bounds = [inputs for inputs in inputs_of_step if "cu_seqlens" in inputs.keywords]
         if not with_bounds:

@@ -41,8 +41,8 @@ class StepLosses:
     """The loss function of one step, which keeps the loss of every sample.
 
     Args:
-        scale: the sum that is given to backward is multiplied by it.
-        part: the part of the vocabulary of which logits are given; None: all of it.
+        scale: multiplies the sum before backward.
+        part: the part of the vocabulary that the logits are of; None: all of it.
     """
 
     def __init__(self, scale: float, part: VocabPart | None) -> None:
@@ -104,7 +104,7 @@ def add_over_ranks(
     """Collective over all ranks.
 
     Args:
-        stop_signal: what has asked this rank to stop.
+        stop_signal: the signal that asks this rank to stop.
         failed_save: whether a save has failed here.
         losses: of the samples of this rank; None where another rank counts them.
         source_of_sample: int64 [samples], the index in `sources` of each; None: not by source.
@@ -175,7 +175,7 @@ def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored
 class _VocabParallelLoss(torch.autograd.Function):
     """log(sum exp(x)) - x[target] of each row x. Its gradient is softmax(x), less 1 at the target.
 
-    Of each row two numbers go over all ranks, beside its largest logit: the sum of its exponentials,
+    Of each row two numbers go over all ranks, besides its largest logit: the sum of its exponentials,
     and the target's logit, which one rank has. torch's `loss_parallel` must be held open around
     forward and backward both. Here backward belongs to pipeline schedules, and there is one array of
     the logits' size instead of three.

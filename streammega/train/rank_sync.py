@@ -1,5 +1,5 @@
-"""What all ranks do at once, each at its own pace: none waits for one that has failed, and none
-goes on alone.
+"""Functions that all ranks run at once, each at its own pace. No rank waits for one that has failed,
+and none goes on alone.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Call(threading.Thread):
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that can be sent: ours as they are, those of the system in words."""
+    """An error that can be sent: a StreammegaError as it is, any other as a StorageError of its text."""
     if error is None or isinstance(error, StreammegaError):
         return error
     if isinstance(error, OSError):

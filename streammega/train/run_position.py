@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint says beside the tensors, and what a resume makes of it."""
+"""The position of a run: what a checkpoint holds besides tensors, and what a resume checks of it."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: 
         return
     log.warning(
         "by the batch sizes of this config step %d does not end at sample %d, as it did: phases "
-        "that were to begin at samples %s begin at %s now; where first_step says it, give them "
-        "first_sample instead",
+        "that were to begin at samples %s begin at %s now; to keep them, replace "
+        "first_step by first_sample",
         step,
         consumed,
         before,

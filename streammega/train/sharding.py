@@ -91,7 +91,7 @@ def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
         return
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
     name = _first_of_all_ranks(bad)
-    # The norm of finite gradients may overflow; the caller says so.
+    # The norm of finite gradients may overflow: the caller raises then.
     if name is not None:
         raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
 
@@ -115,11 +115,11 @@ def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
 
 def _first_of_all_ranks(names: Iterable[str]) -> str | None:
     """The first of the names that any rank gives; None where all give none."""
-    own = sorted(names)
+    local_names = sorted(names)
     if not dist.is_initialized():
-        return own[0] if own else None
+        return local_names[0] if local_names else None
     of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
+    dist.all_gather_object(of_ranks, local_names)
     everyone = sorted(name for names in of_ranks for name in names)
     return everyone[0] if everyone else None
 

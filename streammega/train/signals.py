@@ -101,15 +101,15 @@ class StopRequests:
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         # None: a handler in C, which cannot be put back
-        ours = [number for number in SIGNALS if handlers[number] not in (signal.SIG_IGN, None)]
+        replaced = [number for number in SIGNALS if handlers[number] not in (signal.SIG_IGN, None)]
         self._is_graceful = True
-        for number in ours:
+        for number in replaced:
             signal.signal(number, handle)
         try:
             yield
         finally:
             self._is_graceful = False
-            for number in ours:
+            for number in replaced:
                 signal.signal(number, handlers[number])
 
     def _read(self) -> None:

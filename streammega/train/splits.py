@@ -49,9 +49,7 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
-    """The run with a blend as its valid split, all of it; what is said of training data is not for
-    it.
-    """
+    """The run with a blend as its whole valid split, without settings that apply to training data."""
     data = replace(
         config.data,
         blend=None,
@@ -76,13 +74,13 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
         return replace(data, skip_samples=())
-    wanted, _, _ = config.num_samples()
+    needed, _, _ = config.num_samples()
     if data.num_samples is not None:
-        asked, _, _ = data.num_samples
-        if asked < wanted:
+        requested, _, _ = data.num_samples
+        if requested < needed:
             raise ConfigError(
-                f"data.num_samples asks {asked} training samples, but "
-                f"train.iters x train.global_batch_size is {wanted}; "
+                f"data.num_samples asks {requested} training samples, but "
+                f"train.iters x train.global_batch_size is {needed}; "
                 f"raise the one or lower the other"
             )
     return data

@@ -56,7 +56,7 @@ def canonical(name: str) -> str:
 
 
 def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
-    """The part of the vocabulary of which this rank computes logits; None: all."""
+    """The part of the vocabulary whose logits this rank computes; None: all."""
     group = ranks.group(TENSOR)
     if group is None:
         return None
@@ -126,7 +126,7 @@ def fill_with_first_weights(
 
     Args:
         chunks: modules whose parameters have memory; they may be DTensors.
-        whole: the model of which these are stages, on the meta device.
+        whole: the complete model, on the meta device.
         seed: of the generator.
         name_of: the name in the whole model of a parameter's name in a stage.
     """

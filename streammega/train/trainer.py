@@ -113,7 +113,7 @@ class Trainer:
         self.run_log: RunLog | None = None
         """On the first rank."""
         self._stop_signal = signal.SIGTERM
-        """What the run was asked to stop by: one for all ranks, whichever were signalled."""
+        """The signal that ends the run: the same for all ranks, whichever received it."""
         if self.ranks.rank != 0:
             return
         # After the checkpoints: they hold the place, and no other job writes its metrics there.
@@ -149,7 +149,7 @@ class Trainer:
             logged_steps = self.run_log.steps if self.run_log else set()
             if logged_steps:
                 log.warning(
-                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run begins anew",
+                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run starts at step 0",
                     self.config.train.out_dir,
                     max(logged_steps),
                 )
@@ -184,7 +184,7 @@ class Trainer:
         elif not train.save_interval and is_first_rank:
             log.warning(
                 "train.save_interval is 0: no checkpoint is kept, of the last step neither, but after "
-                "SIGTERM or Ctrl-C; if it is killed or fails, the run begins anew"
+                "SIGTERM or Ctrl-C; if it is killed or fails, the run starts at step 0 again"
             )
         with self.watchdog.stop_requests.graceful(announce=is_first_rank):
             while self.step < train.iters:
@@ -214,7 +214,7 @@ class Trainer:
         self.close()
 
     def train_step(self) -> tuple[dict[str, Any], bool]:
-        """One optimizer step: its record, and whether some rank was asked to stop.
+        """One optimizer step: its record, and whether a signal asks some rank to stop.
 
         Raises DataEnded where there is no data for it, GradientError for a loss or gradients that
         are not finite, StorageError where a save has failed on some rank.
@@ -222,7 +222,7 @@ class Trainer:
         start_time = time.perf_counter()
         train = self.config.train
         dataset = self.loader.dataset
-        # The next global batch begins behind the cursor, and behind what is skipped there.
+        # The next global batch begins after the cursor, and after what is skipped there.
         consumed = self.batches.consumed_samples
         first_sample = next(itertools.chain.from_iterable(dataset.parts(consumed)), None)
         if first_sample is None:
@@ -336,7 +336,9 @@ class Trainer:
         # Known to all ranks now: none goes on into a collective that another one has left.
         if totals.failed_save:
             self.checkpoints.wait()
-            raise StorageError("a checkpoint could not be written: another rank says why")
+            raise StorageError(
+                "a checkpoint could not be written: the log of another rank has the cause"
+            )
         if not math.isfinite(totals.loss):
             raise GradientError(
                 f"the loss of step {self.step + 1} is {totals.loss}: the run has diverged; resume "
@@ -382,8 +384,8 @@ class Trainer:
         )
 
     def _stop_here(self, record: dict[str, Any]) -> None:
-        """End the run as a signal asked: when the save under way is whole, and with another one
-        unless that is recent enough.
+        """End the run after a signal: when the save under way is whole, and with another save unless
+        that one is recent enough.
         """
         if self.run_log:
             self.run_log.write(record)
@@ -431,8 +433,8 @@ class Trainer:
 
 
 class StepBatches(Iterator[Batch]):
-    """So many micro-batches of one step; StopIteration after them. The watchdog is told what this
-    rank does.
+    """The micro-batches of one step. The watchdog learns when this rank waits for one, and when it
+    computes.
     """
 
     def __init__(

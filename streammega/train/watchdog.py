@@ -1,6 +1,6 @@
-"""Every rank says what it does, and ends with the cause when another one has stopped the job.
+"""Every rank publishes what it does, and ends with the cause when another one has stopped the job.
 
-A rank whose main thread waits in a collective cannot be told anything: Python runs neither signal
+A rank whose main thread waits in a collective is out of reach: Python runs neither signal
 handlers nor other code there, and with NCCL no collective raises when another rank is gone. So a
 thread watches, prints why the job ends, and ends the process.
 
@@ -13,7 +13,7 @@ other ranks look at rank 0, and after a signal at all. Who finds something write
 | a cause | a beat |
 | a rank gives no sign of life | `SILENCE` beats, or `timeout` if shorter; `SOON` after a signal |
 | the job's store does not answer | the same |
-| a rank waits, and another one is behind it | `timeout` |
+| a rank waits, and another one is at an earlier place | `timeout`, and up to `LOOK` beats |
 | Ctrl-C wants the end at once, and the main thread does not take it | `TAKEN` beats |
 """
 
@@ -47,19 +47,19 @@ SILENCE = 60
 not end for that.
 """
 SOON = 5
-"""Beats after which silence counts where a signal says that the job is ending."""
+"""Beats after which silence counts where a signal ends the job."""
 TAKEN = 2
-"""Beats in which a main thread that runs Python takes a Ctrl-C by itself, and says more than the
-watchdog can.
+"""Beats in which a main thread that runs Python takes a Ctrl-C by itself. Its message has more than
+the watchdog's.
 """
 DIAGNOSIS_TIMEOUT = 30.0
-"""Seconds for which the store is asked what the others say: a host that is gone does not even
+"""Seconds for which the store is asked for the statuses of others: a host that is gone does not even
 refuse, and TCP tries for minutes.
 """
 FLUSH_TIMEOUT = 5.0
 """Seconds that flushing metrics, and telling the others why, may take before the process ends."""
 CLIENT_TIMEOUT = timedelta(seconds=10)
-"""Of one request to the store. What is asked for is there already."""
+"""Of one request to the store, whose keys are there already."""
 MAX_CAUSE_CHARACTERS = 2000
 CAUSE = "streammega/cause"
 ENDED = "ended"
@@ -185,7 +185,7 @@ class Watchdog:
         self._answer_time = time.monotonic()
         """When the store answered last."""
         self._last_beats: dict[int, tuple[int, int]] = {}
-        """By rank its beats, and this rank's own when it was first seen with so many: where all are
+        """By rank its beats, and the beat of this rank at which they were first seen: where all are
         slow, nobody is silent.
         """
         self._closed = threading.Event()

@@ -911,7 +911,7 @@ def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_run(run_file, ["train.iters=2", "train.save_interval=0", "train.eval_interval=0"])
-    for number, warning in enumerate(("no checkpoint is kept", "begins anew")):
+    for number, warning in enumerate(("no checkpoint is kept", "the run starts at step 0")):
         caplog.clear()
         trainer = Trainer(config, CPU)
         trainer.resume()

@@ -73,7 +73,7 @@ class RunConfig:
                 raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
 
     def _set_follow_record(self) -> None:
-        """What a run takes in is written beside its checkpoints, unless it says where."""
+        """By default the record of appended versions is in out_dir."""
         follow = self.data.follow
         if follow is None or follow.record is not None:
             return
@@ -83,7 +83,7 @@ class RunConfig:
         object.__setattr__(self, "data", data)
 
     def _set_phase_starts(self) -> None:
-        """Every phase is told by its first sample, as all that reads it wants it."""
+        """Every phase gets its first sample, which all other code goes by."""
         data = resolve_phase_starts(self.data, self.train.global_batch_size, self.train.rampup)
         object.__setattr__(self, "data", data)
 
@@ -105,7 +105,7 @@ class RunConfig:
 
     @property
     def every_stage(self) -> bool:
-        """Whether every pipeline stage is given batches: positions or bounds of documents are then
+        """Whether every pipeline stage gets batches: positions or bounds of documents are then
         other ones in each sample, and the attention of every layer needs them.
         """
         return self.data.reset_position_ids or self.data.reset_attention_mask
@@ -229,7 +229,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     """Raise ConfigError for names that no setting has, with the nearest that one has.
 
-    kind: the dataclass of a section, whose name `path` is, with a point behind it.
+    kind: the dataclass of a section, whose name `path` is, with a dot at its end.
     """
     hints = get_type_hints(kind)
     for name, value in table.items():

@@ -106,9 +106,9 @@ class TrainConfig:
     weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = 0.1
     """Of matrices; vectors have none."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """Of AdamW: how much of the former mean of gradients is kept."""
+    """Of AdamW: the share of the running mean of gradients that is kept."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """Of AdamW: how much of the former mean of their squares is kept."""
+    """Of AdamW: the share of the running mean of their squares that is kept."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: Annotated[float | None, Gt(0)] = None
