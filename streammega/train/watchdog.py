@@ -273,6 +273,9 @@ class Watchdog:
         requests = self.stop_requests
         while not self._closed.is_set():
             self._beats += 1
+            if requests.first is not None and not self._is_ending:
+                self._is_ending = True
+                self._next_look = self._beats
             code = 1
             try:
                 self._store.publish(self.rank, self._status())
@@ -305,9 +308,6 @@ class Watchdog:
         if failure is not None:
             # If it is its own, the main thread is about to say it.
             return "" if failure.rank == self.rank else str(failure)
-        if self.stop_requests.first is not None and not self._is_ending:
-            self._is_ending = True
-            self._next_look = self._beats
         if self._beats < self._next_look:
             return ""
         max_silence = self._max_silence

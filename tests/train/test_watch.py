@@ -99,6 +99,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         "waiting": 2.0,
         "interrupted": 600.0,
         "store": 3.0,
+        "store after a signal": 600.0,
     }
     made = {
         kind: Scene(folder / kind.replace(" ", "-"), timeout, kind)
@@ -114,6 +115,10 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
     interrupted.signal(signal.SIGINT, 0)
     made["store"].ready()
     del made["store"].store
+    ending = made["store after a signal"].ready()
+    made["store after a signal"].since = time.time()
+    del made["store after a signal"].store
+    ending.signal(signal.SIGTERM, 0, 1, 2)
     yield made
     for scene in made.values():
         scene.family.close()
@@ -174,6 +179,18 @@ def test_blocked_ranks_end_when_the_jobs_store_is_gone(scenes: dict[str, Scene])
     assert family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
     for rank in range(3):
         assert "the job's store has not answered for" in family.log(rank)
+
+
+@pytest.mark.guarantee("without-torchrun-others")
+def test_blocked_ranks_that_a_signal_ends_wait_no_longer_for_a_store_that_is_gone(
+    scenes: dict[str, Scene],
+) -> None:
+    """Its host has died: torchrun's SIGKILL follows 30 seconds after SIGTERM."""
+    scene = scenes["store after a signal"]
+    assert scene.family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
+    for rank in range(3):
+        assert scene.family.said_last(rank) - scene.since < DEAD_WITHIN
+        assert "the job's store has not answered for" in scene.family.log(rank)
 
 
 def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> None:
