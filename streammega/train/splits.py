@@ -66,8 +66,12 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
 
 def data_of(config: RunConfig, split: str) -> DataConfig:
     """The data settings of a run for one of its splits. Raises ConfigError for too few samples."""
-    # The trainer's attention makes its own bounds of documents, and needs no matrix.
-    data = replace(config.data, create_attention_mask=False)
+    # The trainer's attention goes by bounds of documents, and needs no matrix.
+    data = replace(config.data, create_attention_mask=False, fields=None)
+    used = {"tokens", "labels", "loss_mask", "cu_seqlens"}
+    if data.reset_position_ids:  # else they count from 0
+        used.add("position_ids")
+    data = replace(data, fields=[name for name in data.field_names if name in used])
     # The stream order has no end. Counting one from the settings would be wrong for a run that
     # began with another global batch.
     if data.num_samples is None and data.order != "stream":
