@@ -28,7 +28,6 @@ def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
     """Stages of the model that one rank alone would make, and the shapes of all its parameters."""
-    check_tensor_parallel(config, ranks.layout)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     is_sharded = config.parallel.optimizer == "sharded"
     mesh = make_mesh(ranks, device.type) if is_sharded else None
@@ -65,10 +64,24 @@ def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
     return VocabPart(group, start, min(share, vocab_size - start))
 
 
-def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
-    """Raise ConfigError for sizes that do not divide over tensor-parallel ranks."""
+def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
+    """Raise ConfigError for steps of too few micro-batches to keep pipeline stages busy, and for
+    sizes that do not divide over tensor-parallel ranks.
+    """
     tp = layout.tp
+    pp = layout.pp
     model = config.model
+    is_interleaved = config.parallel.virtual_stages > 1
+    for _, batch_samples in config.schedule.stages:
+        micro_batches = batch_samples // (config.train.micro_batch_size * layout.dp)
+        # The interleaved schedule goes through its stages in rounds of pp micro-batches.
+        if micro_batches < pp or (is_interleaved and micro_batches % pp != 0):
+            needs = "a multiple of" if is_interleaved else "at least"
+            raise ConfigError(
+                f"a step of {batch_samples} samples has {micro_batches} micro-batches on each "
+                f"rank; parallel.pp {pp} needs {needs} {pp}: "
+                f"change train.global_batch_size or micro_batch_size"
+            )
     if model.heads % tp:
         raise ConfigError(
             f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them"

@@ -23,15 +23,17 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from streammega.errors import GradientError, StorageError
 from streammega.gradients.loss_scale import LossScale
-from streammega.parallel import RankBatches
-from streammega.parallel.layout import DIMENSIONS
+from streammega.parallel import RankBatches, Ranks
+from streammega.parallel.layout import DIMENSIONS, ParallelLayout
 from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names
@@ -41,7 +43,7 @@ from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, config_facts
-from streammega.train.devices import make_ranks, set_numerics
+from streammega.train.devices import set_numerics
 from streammega.train.evaluation import check_valid_splits, evaluate_all
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate
@@ -55,10 +57,15 @@ from streammega.train.run_position import (
 )
 from streammega.train.signals import Terminated
 from streammega.train.splits import open_split
+from streammega.train.stages import check_layout
 from streammega.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+NCCL_MARGIN = 60.0
+"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
+come after ours.
+"""
 RECENT_SECONDS = 30.0
 """A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long
 before it kills it.
@@ -84,8 +91,14 @@ class Trainer:
         train = config.train
         # First: cuBLAS looks at its variable once, at the first product of matrices.
         set_numerics(train)
-        self.ranks = make_ranks(config, device)
-        layout = self.ranks.layout
+        parallel = config.parallel
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        layout = ParallelLayout.of_world(
+            world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
+        )
+        check_layout(config, layout)
+        margin = NCCL_MARGIN if device.type == "cuda" else 0.0
+        self.ranks = Ranks(layout, timedelta(seconds=train.timeout + margin))
         self.watchdog = watchdog or Watchdog(None, self.ranks.rank, layout.world_size)
         self.loader = open_split(config, "train", self.ranks)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)

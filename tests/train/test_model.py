@@ -11,7 +11,7 @@ import pytest
 from streammega import ParallelLayout
 from streammega.errors import ConfigError
 from streammega.train.config import load_run
-from streammega.train.stages import check_tensor_parallel
+from streammega.train.stages import check_layout
 from tests.support.builders import write_run_file
 from tests.support.gang import Gang
 from tests.support.model_programs import divided_loss, first_weights, memory_of_a_stage, steps_of
@@ -147,7 +147,7 @@ def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(
     config = load_run(run_file, ["model.heads=4", "model.dim=16", *overrides])
     tp = 4 if "parallel.tp 4" in message else 3
     with pytest.raises(ConfigError, match=message):
-        check_tensor_parallel(config, ParallelLayout(tp=tp))
+        check_layout(config, ParallelLayout(tp=tp))
 
 
 @pytest.mark.guarantee("rank-makes-own")

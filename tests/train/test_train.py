@@ -30,10 +30,10 @@ from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
-from streammega.train.devices import check_pipeline
 from streammega.train.optimizer import LearningRate
 from streammega.train.run_log import RunLog, read_metrics
 from streammega.train.splits import has_valid, open_plain
+from streammega.train.stages import check_layout
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_small_run
 from tests.support.checkpoint_programs import checkpoint_records, position_of
@@ -794,7 +794,7 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
             "train.micro_batch_size=4",
         ]
         with pytest.raises(ConfigError, match=message):
-            check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
+            check_layout(load_run(run_file, overrides), ParallelLayout(pp=4))
 
 
 @pytest.mark.guarantee("train-rewind-replays")
