@@ -373,6 +373,8 @@ def prove(work: Path, config: RunConfig, entropy: float) -> bool:
     """Compare every global batch that training saw with an uninterrupted pass of the loader alone;
     plot the loss.
     """
+    from streammega.train.batch_hash import loader_hashes
+
     say(6, "proof: an uninterrupted pass over the loader alone")
     records = read_metrics(work / "run" / "metrics.jsonl")
     expected = loader_hashes(config)
@@ -402,28 +404,6 @@ def prove(work: Path, config: RunConfig, entropy: float) -> bool:
         )
     )
     return exact and learned
-
-
-def loader_hashes(config: RunConfig) -> list[str]:
-    """The hash of every global batch of the training split, from a fresh loader on one rank."""
-    from streammega.train.batch_hash import global_batch_hash, sample_digests
-    from streammega.train.splits import open_plain
-
-    hashes: list[str] = []
-    digests: dict[int, int] = {}
-    size = config.train.global_batch_size
-    with open_plain(config, "train", 0, 1) as loader:
-        before = 0
-        for batch in loader:
-            ids = loader.dataset.sample_ids(before).tolist()
-            digests.update(zip(ids, sample_digests(batch).tolist(), strict=True))
-            before = loader.consumed_samples
-            if before % size == 0:
-                hashes.append(global_batch_hash(digests))
-                digests = {}
-            if len(hashes) == config.train.iters:
-                break
-    return hashes
 
 
 def plot_loss(path: Path, records: list[dict[str, Any]], entropy: float) -> None:

@@ -21,6 +21,8 @@ from streammega.kernels.stream import GOLDEN, mix
 from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch
+from streammega.train.config import RunConfig
+from streammega.train.splits import open_plain
 
 FIELDS = ("tokens", "labels")
 
@@ -93,3 +95,23 @@ def hash_over_ranks(
     ranks.all_reduce(digests, WORLD)
     of_all = digests.cpu().numpy().view(np.uint64)
     return global_batch_hash(dict(zip(samples, of_all.tolist(), strict=True)))
+
+
+def loader_hashes(config: RunConfig) -> list[str]:
+    """The hashes of all global batches of a run, by a loader alone: what those in metrics.jsonl are
+    compared with.
+    """
+    hashes: list[str] = []
+    digests: dict[int, int] = {}
+    before = 0
+    with open_plain(config, "train", 0, 1) as loader:
+        for batch in loader:
+            sample_ids = loader.dataset.sample_ids(before).tolist()
+            digests.update(zip(sample_ids, sample_digests(batch).tolist(), strict=True))
+            before = loader.consumed_samples
+            if before % config.train.global_batch_size == 0:
+                hashes.append(global_batch_hash(digests))
+                digests = {}
+            if len(hashes) == config.train.iters:
+                break
+    return hashes

@@ -6,7 +6,7 @@ They import nothing slow.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from streammega import (
     get_batch,
 )
 from streammega.parallel import open_loader
-
-if TYPE_CHECKING:
-    from streammega.train.config import RunConfig
 
 
 def read_batches(
@@ -80,22 +77,3 @@ def train(
     trainer.save()
     trainer.close()
     return records if rank == 0 else []
-
-
-def loader_hashes(config: RunConfig) -> list[str]:
-    """The hash of every global batch of a run, from the loader alone."""
-    from streammega.train.batch_hash import global_batch_hash, sample_digests
-    from streammega.train.splits import open_plain
-
-    hashes: list[str] = []
-    digests: dict[int, int] = {}
-    before = 0
-    with open_plain(config, "train", 0, 1) as loader:
-        for batch in loader:
-            ids = loader.dataset.sample_ids(before).tolist()
-            digests.update(zip(ids, sample_digests(batch).tolist(), strict=True))
-            before = loader.consumed_samples
-            if before % config.train.global_batch_size == 0:
-                hashes.append(global_batch_hash(digests))
-                digests = {}
-    return hashes[: config.train.iters]

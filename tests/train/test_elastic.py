@@ -20,6 +20,7 @@ import pytest
 
 from streammega.train import __main__ as train_program
 from streammega.train import devices
+from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from tests.support import elastic, faulty_train
@@ -27,7 +28,7 @@ from tests.support.builders import write_layout_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.gang import Gang
 from tests.support.processes import launch
-from tests.support.rank_programs import loader_hashes, train
+from tests.support.rank_programs import train
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 LONGEST_JOB = 240.0

@@ -27,7 +27,7 @@ from streammega.gradients.loss_scale import LossScale
 from streammega.samples.open import open_source
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
-from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.batch_hash import global_batch_hash, loader_hashes, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.optimizer import LearningRate
@@ -39,7 +39,6 @@ from tests.support.builders import write_random_pair, write_small_run
 from tests.support.checkpoint_programs import checkpoint_records, position_of
 from tests.support.gang import Gang
 from tests.support.processes import launch
-from tests.support.rank_programs import loader_hashes
 from tests.support.servers import S3
 from tests.support.typed import first_prefix
 
