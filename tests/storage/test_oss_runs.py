@@ -29,6 +29,7 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.errors import AccessDeniedError, ObjectChangedError
 from streammega.storage import open_store
+from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from streammega.train.trainer import Trainer
@@ -45,7 +46,6 @@ from tests.support.streams import (
     write_data,
 )
 from tests.support.typed import tokens
-from tests.train.test_train import loader_hashes
 
 TRANSPORTS = ("obstore", "fsspec")
 
