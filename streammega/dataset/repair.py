@@ -29,7 +29,6 @@ from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, sh
 from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.documents import find_ids
 from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move
 
@@ -207,9 +206,7 @@ def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArra
         span = (start, min(start + REMOTE_BYTES, whole))
         (data,) = store.read(info.key, [span], info.etag)
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
-        places = np.empty(len(ids), np.int64)
-        count = find_ids(ids, eod_id, places)
-        bounds.append(start // dtype.itemsize + places[:count] + 1)
+        bounds.append(start // dtype.itemsize + np.flatnonzero(ids == eod_id) + 1)
     num_tokens = whole // dtype.itemsize
     if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document was left open
         bounds.append(np.array([num_tokens]))

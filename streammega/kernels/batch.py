@@ -149,15 +149,6 @@ def make_positions(tokens, eod, positions) -> None:
 
 
 @kernel
-def count_up(positions) -> None:
-    """positions int64 [samples, S]: 0 to S - 1 in each row."""
-    for r in range(len(positions)):
-        row = positions[r]
-        for c in range(len(row)):
-            row[c] = c
-
-
-@kernel
 def forbid(bounds, mask) -> None:
     """mask bool [samples, S, S]: True where row r, a token, may not attend to column c: later ones
     and other documents.

@@ -114,14 +114,3 @@ def wrong_ends(ids, first, ends, eod):
                 first_wrong = k
             wrong += 1
     return wrong, first_wrong
-
-
-@kernel
-def find_ids(ids, wanted, places):
-    """Fill `places` with the positions of `wanted` in ids; returns how many."""
-    count = 0
-    for k in range(len(ids)):
-        if ids[k] == wanted:
-            places[count] = k
-            count += 1
-    return count

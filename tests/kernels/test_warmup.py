@@ -19,7 +19,7 @@ ONE_KERNEL = """
 import json, logging
 logging.basicConfig()
 import numpy as np
-from streammega.kernels.documents import find_ids, id_range
+from streammega.kernels.documents import id_range, wrong_ends
 id_range(np.arange(3, dtype=np.uint16))
 id_range(np.arange(3, dtype=np.int32))
 print(json.dumps([id_range.stats.cache_path, sum(id_range.stats.cache_misses.values())]))
