@@ -154,7 +154,7 @@ def versions(
     from streammega.dataset.versions import versions as run
 
     settings = storage_config(storage, storage_file, looks_only=True)
-    found = run(prefix, settings, most=MAX_VERSIONS)
+    found = run(prefix, settings, max_count=MAX_VERSIONS)
     name = redact_urls(prefix)
     for version in found:
         typer.echo(f"{name}@{version.number}  {version}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.idx import MOST_TOKENS
+from streammega.dataset.idx import MAX_TOKENS
 from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
@@ -244,8 +244,8 @@ def one_per_document(tokens: NDArray[Any], lengths: NDArray[Any], size: int, whe
 def check_lengths(lengths: NDArray[Any]) -> None:
     """Raise ConvertError for a sequence that has more tokens than the `.idx` can say."""
     longest = int(lengths.max()) if len(lengths) else 0
-    if longest > MOST_TOKENS:
+    if longest > MAX_TOKENS:
         raise ConvertError(
-            f"a sequence of {longest:,} tokens; an .idx can hold {MOST_TOKENS:,}: cut the document "
+            f"a sequence of {longest:,} tokens; an .idx can hold {MAX_TOKENS:,}: cut the document "
             f"before"
         )

@@ -18,7 +18,7 @@ from streammega.storage.store import ObjectWriter
 CHECK_BYTES = 64 << 20
 """Part of the manifest's format: stored checksums are of so many bytes each."""
 WRITE_BACK_BYTES = 8 << 20
-"""After so many bytes of a part the disk is told to begin with them; see `LocalWriter`."""
+"""After so many bytes of a part the disk is asked to begin with them; see `LocalWriter`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: in
         """Copy one part to its place; returns its bytes, 0 where it was stopped."""
         buffer = copy_buffer()
         at = room + part.start - first
-        told = at
+        written = at
         for piece in read_files(part.ranges, buffer):
             # A thread cannot be ended from outside: it looks whether it should.
             if stopped.is_set():
@@ -148,9 +148,9 @@ def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: in
             part.hash.update(piece)
             writer.write_at(at, piece)
             at += len(piece)
-            if at - told >= WRITE_BACK_BYTES:
-                writer.write_back(told, at)
-                told = at
+            if at - written >= WRITE_BACK_BYTES:
+                writer.write_back(written, at)
+                written = at
         return part.stop - part.start
 
     with ThreadPoolExecutor(min(threads, len(parts)), "streammega-copy") as pool:

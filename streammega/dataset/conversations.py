@@ -25,12 +25,12 @@ ROLES = {
     "tool": "tool",
     "function": "function",
 }
-"""How roles are spelt, and what they are."""
+"""Roles by their spellings."""
 LISTS = ("messages", "conversations")
 """Where turns are looked for, in this order: as OpenAI's records have them, and as ShareGPT's."""
 SPELLINGS = (("role", "content"), ("from", "value"))
-"""How role and content of a turn are spelt: OpenAI's, and ShareGPT's."""
-MOST_SHOWN = 80
+"""The keys of role and content of a turn: OpenAI's, and ShareGPT's."""
+MAX_SHOWN = 80
 """Characters of a value that a message shows: it may be a whole document."""
 
 
@@ -129,7 +129,7 @@ def _turns(record: Any, where: str) -> list[Any]:
 
 
 def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tuple[str, str]]:
-    """(role, content, how the two are spelt in it)."""
+    """(role, content, the keys of the two)."""
     role = None
     content = None
     spelling = SPELLINGS[0]
@@ -172,8 +172,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    spelt = repr(value)
-    return spelt if len(spelt) <= MOST_SHOWN else f"{spelt[:MOST_SHOWN]}..."
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def encodable(text: str, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Which documents lie at which tokens of a shard, and where a document's tokens lie: found by the
+"""Which documents have which tokens of a shard, and where a document's tokens are: found by the
 pointers of its `.idx` alone.
 """
 

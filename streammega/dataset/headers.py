@@ -120,7 +120,7 @@ def _open_datasets(
     for shard in shards:
         if shard.entry is None and shard.kind == "bin" and not shard.store.is_local:
             plain.append(shard)
-    # Without ETags, nothing would tell kept headers from those of earlier shards.
+    # Without ETags, kept headers could be those of earlier shards.
     if len(plain) >= MANY and all(shard.stored.etag for shard in plain):
         are_plain = {id(shard) for shard in plain}
         _open_many(plain, [shard for shard in at_ends if id(shard) in are_plain], names, storage)
@@ -161,8 +161,8 @@ def _open_many(
     """Give each shard the header of its `.idx`, and those at ends the digest of their tokens: as
     they were found when the shards were the same, by their ETags and sizes, or as they are now.
 
-    names: of the datasets. What was kept of the same ones before is removed, and of others what
-    nobody used for long. Where headers cannot be kept, they are read every time. Raises
+    names: of the datasets. Headers kept of them before are removed, and those of others that
+    were not used for long. Where headers cannot be kept, they are read every time. Raises
     CacheError for a damaged file.
     """
     folder = cache_folder(shards[0].cache_dir) / "idx"

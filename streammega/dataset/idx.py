@@ -38,7 +38,7 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 """Tokens of a sequence: the `.idx` holds their number as int32."""
 _CHECK_ROWS = 1 << 17
 """Sequences looked at together: a few arrays of them are made at once, by each of the threads that

@@ -58,7 +58,7 @@ class IndexView:
 def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
     """Whether a shard's tokens and its `.idx` are there.
 
-    Raises AccessDeniedError, EndpointError where that cannot be told.
+    Raises AccessDeniedError, EndpointError where that cannot be found out.
     """
     shard = Shard(str(path_prefix), storage or StorageConfig())
     try:
@@ -82,7 +82,7 @@ def _read_object_storage_config(config: Any) -> tuple[str | Path, int]:
 
 
 class IndexedDataset(Sequence["Item"]):
-    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name stands for
+    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name means
     (see `find_pairs`), end to end.
 
     `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in
@@ -193,7 +193,7 @@ class IndexedDataset(Sequence["Item"]):
             sequences=len(self),
             documents=len(self.document_indices) - 1,
         )
-        """A digest of what it holds, the same wherever it lies."""
+        """A digest of what it holds, the same wherever it is stored."""
         return [shard.name for shard in self._files]
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ class IndexedDataset(Sequence["Item"]):
             return self._open_part(0)
         infos = [shard.index_info for shard in self._files]
         all_bytes = sum(info.size for info in infos)
-        # Without ETags nothing would tell a joined index on disk from that of former shards.
+        # Without ETags a joined index on disk could be that of earlier shards.
         kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
         try:
             if not kept:
@@ -313,7 +313,7 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:
-        """Of its shards, as far as manifests tell them."""
+        """Of its shards, as far as manifests name them."""
         return tokenizers_of(self._files, self._name)
 
     @property

@@ -1,6 +1,6 @@
 """Local copies of small remote files (`.idx`) and of built arrays: atomic, locked, one per node.
 
-A copy is keyed by URL, ETag and size, so a changed object is fetched anew and its old copy removed.
+A copy is keyed by URL, ETag and size, so a changed object is fetched again and its old copy removed.
 Copies and arrays end with a checksum, which is compared when they are opened: a damaged one is fetched or
 built again.
 Whatever number of processes ask, one downloads or builds and the others wait for it.
@@ -42,7 +42,7 @@ LINE_EVERY = 30.0
 """Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
 """Of the xxh3 of all before it, with which every kept copy and array ends. np.load passes over it."""
-MOST_HEADER_BYTES = 10 + 65_535
+MAX_HEADER_BYTES = 10 + 65_535
 """Of a `.npy` of version 1.0."""
 
 
@@ -78,21 +78,21 @@ def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: 
 
     data = map_kept_file(path, path.parent / f"{digest_of_url}.lock", download, info.size)
     if downloads:
-        _remove_former_copy(path, path.parent / f"{digest_of_url}.latest")
+        _remove_previous_copy(path, path.parent / f"{digest_of_url}.latest")
     return data
 
 
-def _remove_former_copy(path: Path, latest: Path) -> None:
-    """Remove the copy of an object's former version. latest: a file that names the newest copy.
+def _remove_previous_copy(path: Path, latest: Path) -> None:
+    """Remove the copy of an object's previous version. latest: a file that names the newest copy.
 
     A look through the folder for each of its files would be quadratic.
     """
-    former = _read_name(latest)
+    previous = _read_name(latest)
     # In a sticky folder the note may be another user's: this copy is whole all the same.
     with suppress(CacheError):
         write_atomically(latest, [path.name.encode()], len(path.name))
-        if former and former != path.name:
-            _remove(path.parent / former)
+        if previous and previous != path.name:
+            _remove(path.parent / previous)
 
 
 def map_kept_file(
@@ -154,7 +154,7 @@ def _warn_of_damage(paths: Iterable[Path]) -> None:
 
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
-    """Where the local copy of an object lies, if there is one."""
+    """The path of the local copy of an object, if there is one."""
     digest_of_url = digest_of(store.url(info.key))
     digest_of_version = digest_of(f"{info.etag}:{info.size}")
     return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
@@ -162,7 +162,7 @@ def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
 
 def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
     """Remove what `cached_arrays` keeps under keys that begin alike, but for what is of `key`;
-    whoever has it mapped keeps it.
+    a process that has it mapped keeps it.
     """
     for path in folder.glob(f"{key_of_dataset}*"):
         if not path.name.startswith(key):
@@ -176,7 +176,7 @@ def touch(path: Path) -> None:
 
 
 def remove_unused(folder: Path, beginning: str, days: float) -> None:
-    """Remove files whose names begin so, and that nobody used for so many days."""
+    """Remove files whose names begin so, and that were not used for so many days."""
     used_since = time.time() - days * 86_400
     for path in folder.glob(f"{beginning}*"):
         with suppress(OSError):
@@ -185,7 +185,7 @@ def remove_unused(folder: Path, beginning: str, days: float) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file that nobody needs: in a sticky folder that of another user stays."""
+    """Remove a file that is not needed: in a sticky folder that of another user stays."""
     with suppress(OSError):
         path.unlink()
 
@@ -311,7 +311,7 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
 def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[np.generic]:
     """The array of a `.npy`. Raises CacheError if it is not an array of this kind."""
     try:
-        head = io.BytesIO(data[:MOST_HEADER_BYTES].tobytes())
+        head = io.BytesIO(data[:MAX_HEADER_BYTES].tobytes())
         version = np.lib.format.read_magic(head)
         if version != (1, 0):
             raise ValueError(f"its version is {version}, not that which this library writes")
@@ -412,5 +412,5 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
 
 
 def digest_of(text: str) -> str:
-    """What stands for a URL or a version in names of files."""
+    """The form of a URL or a version in names of files."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -33,7 +33,7 @@ LINKS_AT_ONCE = 32
 """Manifests of a line that are read at once: a version of four thousand million has no more."""
 VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
 """The end of the name of a version's manifest."""
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of a manifest, which is read whole: a name in its place may be that of anything."""
 
 
@@ -151,7 +151,7 @@ class Manifest:
 
 
 def manifest_url(name: str) -> str:
-    """Where the manifest of a dataset lies: its own name, or beside the prefix's shards."""
+    """The URL of a dataset's manifest: its own name, or beside the prefix's shards."""
     return name if name.endswith(".json") else strip_suffix(name) + MANIFEST
 
 
@@ -312,7 +312,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
     store, key = open_store(url, storage)
     info = store.info(key)
-    if info.size > MOST_BYTES:
+    if info.size > MAX_BYTES:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
     raw = bytes(store.read(key, [(0, info.size)], info.etag)[0])
     try:
@@ -412,7 +412,7 @@ def check_counts(manifest: Manifest, url: str) -> Manifest:
 
 
 def shard_names(manifest: Manifest, url: str) -> list[str]:
-    """The shards of the manifest that lies at `url`, beside it, in order."""
+    """The names of the shards of the manifest at `url`, which are in its folder, in order."""
     folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
     return [join_url(folder, with_suffix(shard.name, kind)) for shard in manifest.shards]

@@ -1,7 +1,7 @@
 """What the manifest of a dataset says of its ids, for a dataset opened by any of its names: its
 tokenizer, and what is learned.
 
-A folder or a glob is opened without a manifest. What is needed is then looked up beside the shards,
+A folder or a glob is opened without a manifest. What is needed is then looked up in the shards' folder,
 so that one dataset is the same by whatever name.
 """
 
@@ -52,7 +52,7 @@ def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:
 
 
 def tokenizers_of(shards: Sequence[Shard], name: str) -> set[TokenizerLabel]:
-    """The tokenizers of a dataset's shards, as far as manifests tell them. Raises StorageError."""
+    """The tokenizers of a dataset's shards, as far as manifests name them. Raises StorageError."""
     manifests: dict[str, Manifest | None] = {}
     labels = set()
     for shard in shards:

@@ -33,9 +33,9 @@ from streammega.storage.store import Span, Store
 
 DTYPE = np.dtype("<i4")
 """Of all mock tokens: any vocabulary fits."""
-MOST = 2**31 - 1
-"""Documents, tokens of one, ids: what the index and int32 tokens can tell."""
-MOST_TOKENS = 2**60
+MAX_COUNT = 2**31 - 1
+"""Documents, tokens of one, ids: what the index and int32 tokens can hold."""
+MAX_MOCK_TOKENS = 2**60
 """Their offsets in bytes fit into int64."""
 
 
@@ -72,7 +72,7 @@ class MockStore(Store):
             size = index_bytes(settings.documents, settings.documents + 1, multimodal=False)
         else:
             size = settings.documents * settings.length * DTYPE.itemsize
-        # One ETag for all: a name never stands for other bytes.
+        # One ETag for all: a name always means the same bytes.
         return ObjectInfo(key=key, size=size, etag="mock")
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
@@ -82,7 +82,7 @@ class MockStore(Store):
         return [compute(settings, int(start), int(stop)) for start, stop in spans]
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Nothing lies there."""
+        """There is nothing to list."""
         return []
 
     def _settings(self, key: str) -> MockSettings:
@@ -100,18 +100,18 @@ class MockStore(Store):
                     f"{self.url(name)}: {pair!r} is not one of {', '.join(SETTINGS)}, followed by "
                     "= and a number"
                 )
-            most = MOST_TOKENS if setting == "tokens" else MOST
-            if len(value) > 20 or int(value) > most:
-                raise ConfigError(f"{self.url(name)}: {setting} must be at most {most:,}")
+            limit = MAX_MOCK_TOKENS if setting == "tokens" else MAX_COUNT
+            if len(value) > 20 or int(value) > limit:
+                raise ConfigError(f"{self.url(name)}: {setting} must be at most {limit:,}")
             named[setting] = int(value)
         settings = MockSettings(**named)
         if not 0 < settings.length <= settings.tokens or settings.vocab < 2:
             raise ConfigError(
                 f"{self.url(name)}: needs 0 < length <= tokens, and a vocab of at least 2"
             )
-        if settings.documents > MOST:
+        if settings.documents > MAX_COUNT:
             raise ConfigError(
-                f"{self.url(name)}: {settings.documents:,} documents are more than {MOST:,}; "
+                f"{self.url(name)}: {settings.documents:,} documents are more than {MAX_COUNT:,}; "
                 f"set a larger length"
             )
         return settings

@@ -19,7 +19,7 @@ _NUMBERED = re.compile(rf"^(?P<stem>.*)-(?P<number>\d{{5,}}){_OF}(?P<count>\d{{5
 _MARK = "-gen"
 _MARKED = re.compile(rf"^(?P<stem>.+){_MARK}[0-9a-f]{{12}}(-\d{{5,}}-of-\d{{5,}})?$")
 """A shard that replaces one of a dataset which is there: its mark is of the conversion."""
-MOST_MISSING = 3
+MAX_MISSING = 3
 """Missing shards of a set that a message names."""
 
 
@@ -101,8 +101,8 @@ def missing_shards(names: Iterable[str]) -> list[str]:
         numbers_of_set.setdefault(of_set, set()).add(int(numbered["number"]))
     missing = []
     for (stem, count), numbers in numbers_of_set.items():
-        # Not all of them: a name may tell of any count, and it is somebody else's.
+        # Not all of them: a name may have any count, and come from elsewhere.
         absent = (number for number in range(count) if number not in numbers)
-        for number in islice(absent, MOST_MISSING):
+        for number in islice(absent, MAX_MISSING):
             missing.append(shard_name(stem, number, count))
     return missing

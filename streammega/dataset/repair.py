@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.checksums import checksums_of
 from streammega.dataset.idx import (
     MAGIC,
-    MOST_TOKENS,
+    MAX_TOKENS,
     dtype_of_broken,
     encode_index,
     token_dtype_named,
@@ -46,7 +46,7 @@ def repair_index(
     dtype: str | None = None,
     force: bool = False,
 ) -> list[str]:
-    """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document
+    """Rebuild each `.idx` that is lost or broken, from where its tokens hold the end-of-document
     id. Returns what was done.
 
     What is sound stays as it is; a broken `.idx` is kept as `.idx.former`, a later one as
@@ -114,7 +114,7 @@ def _packed(name: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rebuilt:
-    """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say
+    """An `.idx` made of tokens: its bytes, the documents it has, and what a manifest is to say
     of it.
     """
 
@@ -212,7 +212,7 @@ def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArra
         bounds.append(np.array([num_tokens]))
     lengths = np.diff(np.concatenate(bounds))
     longest = int(lengths.max(initial=0))
-    if longest > MOST_TOKENS:
+    if longest > MAX_TOKENS:
         raise FormatError(
             f"{shard.url}: {longest:,} tokens without the id {eod_id}; is it the right one?"
         )

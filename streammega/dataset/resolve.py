@@ -51,7 +51,7 @@ too.
 GROUP = 480
 """Shards of one listing: their tokens and indices, and some others, are one answer of 1,000."""
 MAX_OBJECTS = 3000
-"""Of one listing: where so many others lie between the shards, these are looked up instead."""
+"""Of one listing: where there are so many others between the shards, these are looked up instead."""
 LISTERS = 32
 """Listings at once: those of 15,360 shards."""
 DATASETS_AT_ONCE = 16
@@ -61,7 +61,7 @@ TRIES = 5
 GLOB_CHARS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
 _AFTER_A_DOT = "/"
-"""The character after a dot: what begins with a name and a dot lies before the name and this."""
+"""The character after a dot: what begins with a name and a dot sorts before the name and this."""
 
 Objects = dict[str, Version]
 """Objects by their URLs."""
@@ -123,10 +123,10 @@ def resolve(
 ) -> list[list[Shard]]:
     """The shards of datasets, in order, with what listings and manifests say of them.
 
-    A manifest (`.json`) or a version (`web@2`, `web@2..5`) stands for what it lists, a folder (a name
+    A manifest (`.json`) or a version (`web@2`, `web@2..5`) means what it lists, a folder (a name
     ending in /) or glob for all shards in it, in name order. What is there by the very name is taken
-    before that is read as a glob. A prefix stands for its pair, and without one for the manifest of
-    that name. Many pairs of a bucket are found by listings.
+    before that is read as a glob. A prefix means its pair, and without one the manifest of that
+    name. Many pairs of a bucket are found by listings.
 
     Raises ObjectNotFoundError for a folder or glob without shards, MissingShardsError with some of a
     set missing, FormatError, StorageError.
@@ -196,8 +196,8 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
 
 
 def _info_or_none(store: Store, key: str) -> ObjectInfo | None:
-    """What a look at an object tells; None where it tells nothing. What opens it then looks again,
-    and says what is wrong.
+    """An object, or None where it cannot be looked up. What opens it looks again, and says what is
+    wrong.
     """
     try:
         return store.info(key)
@@ -252,7 +252,7 @@ def _make_shards(
         shard = Shard(name, storage, cache_dir, manifest=head, entry=entry, opened=opened)
         shard.version = version
         shard.index_version = objects.get(f"{prefix}.idx")
-        # A name may be spelt in other ways than its key, and then means what looking it up says.
+        # A name may be written in other ways than its key, and then means what looking it up says.
         if not shards and url.endswith(f"/{shard.key}"):
             root = url.removesuffix(shard.key)
         shards.append(shard)
@@ -267,7 +267,7 @@ def _without_shards(manifest: Manifest) -> Manifest:
 def _shards_of_manifest(
     manifest: Manifest, url: str, storage: StorageConfig, cache_dir: str | Path | None
 ) -> list[Shard]:
-    """All shards of the manifest that lies at `url`, in order, with what a listing tells of them."""
+    """All shards of the manifest at `url`, in order, with what a listing says of them."""
     names = shard_names(check_counts(manifest, url), url)
     objects: Objects = {}
     if len(names) > FEW and is_remote(url):
@@ -286,8 +286,8 @@ def _shards_of_manifest(
 def _list_pairs(
     names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None
 ) -> dict[str, list[Shard]]:
-    """Those names of a blend that are pairs of buckets, if listings have all of them; of few names,
-    and where listings do not tell, none.
+    """Those names of a blend that are pairs of buckets, if listings have all of them; none of
+    few names, and where objects cannot be listed.
 
     Raises StorageError for what may pass when it is tried again.
     """
@@ -309,8 +309,8 @@ def _list_pairs(
 
 
 def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
-    """The objects of shards of buckets, and some of those that lie between them; of few, and of
-    those that no listing between two keys tells of, none.
+    """The objects of shards of buckets, and some of those between them; none of few, and where
+    a store cannot list between two keys.
 
     Raises StorageError for what may pass when it is tried again.
     """
@@ -326,7 +326,7 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
         if len(prefixes) <= FEW:
             continue
         store, _ = open_store(prefixes[0], storage)
-        # As their objects lie, all of whose names go on by a dot.
+        # In the order of their objects, all of whose names go on with a dot.
         keys = sorted((prefix[len(root) :] for prefix in prefixes), key=lambda key: f"{key}.")
         groups = [keys[first : first + GROUP] for first in range(0, len(keys), GROUP)]
         looks: list[Callable[[], Any]] = [
@@ -344,13 +344,13 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
 
 
 def _list_group(store: Store, root: str, keys: Sequence[str]) -> Objects | None:
-    """The objects of some shards, whose keys are in order; None where listings do not tell them."""
+    """The objects of some shards, whose keys are in order; None where they cannot be listed."""
     infos = store.list_between(keys[0], keys[-1] + _AFTER_A_DOT, MAX_OBJECTS)
     return None if infos is None else {root + info.key: (info.size, info.etag) for info in infos}
 
 
 def _list_folder(folder: str, storage: StorageConfig) -> Objects:
-    """The objects of a folder; what lies deeper is not listed."""
+    """The objects of a folder, without those of folders in it."""
     store, key = open_store(f"{folder}/", storage)
     before = join_url(folder, "")
     infos = store.list(key, recursive=False)
@@ -358,7 +358,7 @@ def _list_folder(folder: str, storage: StorageConfig) -> Objects:
 
 
 def _trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
-    """The objects of a listing that tells the ETag of a shard's `.idx` as other answers do, else
+    """The objects of a listing that has the same ETag of a shard's `.idx` as other answers, else
     none.
     """
     url = f"{strip_suffix(name)}.idx"
@@ -369,7 +369,7 @@ def _trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
 
 
 def _is_same(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
-    """Whether a listing tells the ETag that other answers do: where it does not, a run would end
+    """Whether a listing has the ETag that other answers have: where it does not, a run would end
     at its first read.
     """
     if listed is None or looked_up is None or not listed[1]:
@@ -423,7 +423,7 @@ def _match_local(name: str) -> tuple[list[str], Objects] | None:
 
 
 def _paths_in(folder: str) -> set[str]:
-    """The paths of all that lies in a folder; "" is the current one."""
+    """The paths of all that is in a folder; "" is the current one."""
     return {os.path.join(folder, entry) for entry in os.listdir(folder or ".")}
 
 
@@ -454,7 +454,7 @@ def _exists(name: str) -> bool:
 
 
 def _with_kind(prefix: str, there: Collection[str]) -> str:
-    """A shard's name, by what lies beside its `.idx`."""
+    """A shard's name, by the files in the folder of its `.idx`."""
     for kind, suffix in SUFFIXES.items():
         if prefix + suffix in there:
             return with_suffix(prefix, kind)

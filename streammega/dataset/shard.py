@@ -97,7 +97,7 @@ class Shard:
         self.store, self.key = opened or open_store(self.prefix + SUFFIXES[self.kind], storage)
         self.version: Version | None = None
         self.index_version: Version | None = None
-        """Both objects, once a listing or a request told of them."""
+        """Both objects, once a listing or a request had them."""
         self.header: IndexHeader | None = None
         """That of the `.idx`, once it was compared with the tokens."""
         self.index_body: bytes | None = None
@@ -171,7 +171,7 @@ class Shard:
         """The store that shows the tokens as one little-endian array, whatever the kind, and how
         large that is.
 
-        Where a manifest tells the size of a remote shard, tables of frames and members are read
+        Where a manifest has the size of a remote shard, tables of frames and members are read
         with the first tokens. Raises FormatError, StorageError.
         """
         if self.kind == "bin":

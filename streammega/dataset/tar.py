@@ -31,7 +31,7 @@ NPY_MAGIC = b"\x93NUMPY\x01\x00"
 NPY_TEXT_LENGTH = struct.Struct("<H")
 NPY_TEXT_BYTES = NPY_HEADER - len(NPY_MAGIC) - NPY_TEXT_LENGTH.size
 """What is left of a .npy header for its text, which ends in a newline."""
-MOST_BYTES = 8**11 - 1
+MAX_BYTES = 8**11 - 1
 """What the size field of a tar header can hold: 11 octal digits."""
 HEADER = struct.Struct("100s8s8s8s12s12s8sc100s8s")
 """ustar: name, mode, owner, group, size, time, checksum, type, link, magic and version."""
@@ -39,7 +39,7 @@ CHECKSUM_PLACE = struct.calcsize("100s8s8s8s12s12s")
 
 
 def layout(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> Members:
-    """Where the payloads of a shard with these sequence lengths lie."""
+    """The places of the payloads of a shard with these sequence lengths."""
     sizes = lengths.astype(np.int64) * itemsize
     member_starts = _running_sums(_member_bytes(sizes, multimodal))
     payload_starts = member_starts + RECORD + NPY_HEADER
@@ -117,7 +117,7 @@ class TarWriter:
 
 def _header(name: str, size: int) -> bytes:
     """A ustar header of a plain file, the same for the same file: of no user, and of no time."""
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise FormatError(
             f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as "
             ".bin or zst shards"

@@ -88,7 +88,7 @@ class VerifyReport:
             ids = f", ids {self.lowest_id} to {self.highest_id}"
         checksums = "with checksums" if self.checksums else "no checksums known"
         megabytes = self.checked_bytes / MB
-        # A dataset of nothing may take no time that the clock can tell.
+        # A dataset of nothing may take no measurable time.
         speed = megabytes / max(self.seconds, 1e-9)
         return (
             f"{self.name}: {state}; {pluralize(self.shards, 'shard')}, "
@@ -279,7 +279,7 @@ def verify(
     Args:
         vocab_size: ids must be below it; default: what the manifest says.
         eod_id: every document must end with it; default: what the manifest says.
-        progress: is told how many bytes there are, and of the bytes just looked at.
+        progress: gets the number of bytes, and of those just looked at.
 
     Raises ObjectNotFoundError when nothing is there, StorageError when it cannot be read; what is
     wrong with it is in the report.
@@ -363,9 +363,7 @@ def shards_of(
 
 
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
-    """Raise FormatError unless what tells where a shard's documents came from is as it was
-    written.
-    """
+    """Raise FormatError unless the provenance of a shard's documents is as it was written."""
     url = strip_suffix(shard) + ENDING
     stored = read_whole(url, storage)
     if stored is None or xxhash.xxh3_128_hexdigest(stored) != expected:

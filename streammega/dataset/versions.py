@@ -193,9 +193,9 @@ def _newest_versions(store: Store, start: str) -> dict[str, int]:
 
 
 def versions(
-    prefix: str, storage: StorageConfig | None = None, *, most: int | None = None
+    prefix: str, storage: StorageConfig | None = None, *, max_count: int | None = None
 ) -> list[DatasetVersion | DamagedVersion]:
-    """The versions of a dataset, or the last `most` of them, the oldest first.
+    """The versions of a dataset, or the last `max_count` of them, the oldest first.
 
     Raises ObjectNotFoundError where there is none.
     """
@@ -203,7 +203,7 @@ def versions(
     prefix = strip_suffix(prefix)
     known: dict[str, StoredManifest] = {}
     newest = newest_version(prefix, storage)
-    oldest = 0 if most is None else max(0, newest + 1 - most)
+    oldest = 0 if max_count is None else max(0, newest + 1 - max_count)
     found: list[DatasetVersion | DamagedVersion] = []
     for number in range(oldest, newest + 1):
         url = version_url(prefix, number)
@@ -327,7 +327,7 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
 
 
 def _newest_visible(prefix: str, storage: StorageConfig) -> int:
-    """The newest version, as far as it can be seen: who may not list may still write."""
+    """The newest version, or 0 without the right to list, with which one may still write."""
     try:
         return newest_version(prefix, storage)
     except (AccessDeniedError, ObjectNotFoundError):

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import ChecksummedWriter
-from streammega.dataset.idx import MOST_TOKENS, dtype_code, encode_index
+from streammega.dataset.idx import MAX_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.names import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
@@ -271,7 +271,7 @@ class IndexedDatasetWriter:
             index_store.delete(index_key)
             self._tokens.commit()
         except BaseException:
-            self._tokens.abort()  # nobody else can any more: the writer is closed
+            self._tokens.abort()  # the writer is closed, so its caller cannot
             raise
         with atomic_writer(index_store, index_key) as writer:
             self.index = ChecksummedWriter(writer)
@@ -389,9 +389,9 @@ class IndexedDatasetWriter:
     def _to_lengths(self, lengths: Sequence[int]) -> NDArray[np.int32]:
         """Lengths as the `.idx` holds them. Raises FormatError for one that it cannot."""
         longest = max(lengths, default=0)
-        if longest > MOST_TOKENS:
+        if longest > MAX_TOKENS:
             raise FormatError(
-                f"{self.prefix}: sequence of {longest:,} tokens; an .idx can hold {MOST_TOKENS:,}: cut it "
+                f"{self.prefix}: sequence of {longest:,} tokens; an .idx can hold {MAX_TOKENS:,}: cut it "
                 "before"
             )
         return np.array(lengths, np.int32)

@@ -527,7 +527,7 @@ def test_text_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
 def test_a_document_longer_than_an_index_can_say_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.read.arrays.MOST_TOKENS", 1000)
+    monkeypatch.setattr("streammega.convert.read.arrays.MAX_TOKENS", 1000)
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ConvertError, match="over 1,000 tokens; name the id"):
         convert_files(tmp_path / "out", tmp_path / "a.bin")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streammega.convert.documents import Tokens, one_per_document
 from streammega.convert.read.compression import compression_of
 from streammega.convert.read.source import Input, Source
-from streammega.dataset.idx import MOST_TOKENS
+from streammega.dataset.idx import MAX_TOKENS
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
@@ -178,11 +178,11 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], source: Source) -> Iterator[To
         if len(rest):
             begun.append(rest)
             begun_tokens += len(rest)
-        if begun_tokens > MOST_TOKENS:
+        if begun_tokens > MAX_TOKENS:
             advice = "name the id that ends documents by --eod-id"
             if eod_id is not None:
                 advice = f"is the id {eod_id}, which ends documents (--eod-id), the right one?"
-            raise ConvertError(f"{path}: a document of over {MOST_TOKENS:,} tokens; {advice}")
+            raise ConvertError(f"{path}: a document of over {MAX_TOKENS:,} tokens; {advice}")
     if begun_tokens:
         tokens = np.concatenate(begun)
         yield one_per_document(tokens, np.array([begun_tokens]), tokens.nbytes, path)
