@@ -147,16 +147,9 @@ class Checkpointer:
 
         By the clock of the first rank: all ranks must agree whether to save once more.
         """
-
-        def look() -> int | None:
-            """The step of the last checkpoint on this rank, if it is recent."""
-            if self.last is None:
-                return None
-            step, started = self.last
-            age = time.monotonic() - started
-            return step if age <= seconds else None
-
-        return self._rank_sync.run_on_first(look)
+        step, started = self.last or (None, 0.0)
+        age = time.monotonic() - started
+        return self._rank_sync.run_on_first(lambda: step if age <= seconds else None)
 
     def close(self) -> None:
         """Wait, and let another job in."""
@@ -216,10 +209,6 @@ class Checkpointer:
         self._lock = self.store.lock()
         self.store.prepare()
 
-    def _check_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
-
     def _write_and_publish(
         self,
         step: int,
@@ -255,7 +244,8 @@ class Checkpointer:
     def _begin(self, step: int) -> str:
         """The name of a new folder. On the first rank."""
         # Another job may be writing what looks as if a killed save had left it.
-        self._check_lock()
+        if self._lock is not None:
+            self._lock.check()
         return self.store.begin(step)
 
     def _publish(
@@ -267,7 +257,8 @@ class Checkpointer:
         if self._before_publish is not None:
             self._before_publish()
         # Again: writing may have taken minutes, in which another job could take over.
-        self._check_lock()
+        if self._lock is not None:
+            self._lock.check()
         self.store.publish(step, name, position)
         for old_step in self.store.steps()[: -self._keep]:
             try:

@@ -42,7 +42,7 @@ from streammega.train.rank_sync import RankSync
 
 METADATA = ".metadata"
 REQUEST_BYTES = 8 << 20
-"""The size of one request or write: small enough to see that something moves."""
+"""The size of one request or write. Between two of them a rank notices that another one failed."""
 MAX_GAP_BYTES = 64 << 10
 """Between two items that one request reads: another request would cost more than the gap."""
 BATCH_BYTES = 256 << 20

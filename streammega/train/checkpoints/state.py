@@ -6,7 +6,6 @@ optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,7 +52,12 @@ def state_to_load(
             if name.startswith("optimizer."):
                 parameter_name, _, state_name = name.removeprefix("optimizer.").rpartition(".")
                 stored_states.setdefault(parameter_name, set()).add(state_name)
-    _check_parameters(shapes, model.all_names)
+    names = {name.removeprefix("model.") for name in shapes if name.startswith("model.")}
+    # Sorted: all ranks name the same one.
+    for name in sorted(names ^ set(model.all_names)):
+        if name in names:
+            raise StateError(f"the checkpoint has a parameter {name}, this model has not")
+        raise StateError(f"this model has a parameter {name}, the checkpoint has not")
     state = _model_state(model)
     inner = _inner_optimizer(optimizer)
     of_optimizer = _optimizer_state(model, inner)
@@ -74,8 +78,11 @@ def state_to_load(
         for state_name in sorted(state_names):
             full_name = f"optimizer.{name}.{state_name}"
             state[full_name] = of_optimizer[full_name]
-            if shapes[full_name] != list(state[full_name].shape):
-                raise StateError(f"{full_name} has another shape in the checkpoint")
+    for name, tensor in state.items():
+        if shapes[name] != list(tensor.shape):
+            raise StateError(
+                f"{name} is {shapes[name]} in the checkpoint, {list(tensor.shape)} in this model"
+            )
     return state
 
 
@@ -104,24 +111,3 @@ def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that holds the state of this rank: a ZeroRedundancyOptimizer has one within."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
-
-
-def _check_parameters(
-    stored_shapes: Mapping[str, list[int]], shapes: Mapping[str, torch.Size]
-) -> None:
-    """Raise StateError unless a checkpoint has the parameters of this model, in its shapes."""
-    stored = {
-        name.removeprefix("model."): shape
-        for name, shape in stored_shapes.items()
-        if name.startswith("model.")
-    }
-    # Sorted: all ranks name the same one.
-    for name in sorted(set(stored) ^ set(shapes)):
-        if name in stored:
-            raise StateError(f"the checkpoint has a parameter {name}, this model has not")
-        raise StateError(f"this model has a parameter {name}, the checkpoint has not")
-    for name, shape in shapes.items():
-        if stored[name] != list(shape):
-            raise StateError(
-                f"{name} is {stored[name]} in the checkpoint, {list(shape)} in this model"
-            )
