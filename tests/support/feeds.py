@@ -35,7 +35,7 @@ class Feed:
         self.rank = rank
         self.open(config, {"dp_rank": rank, "dp_size": size})
 
-    def open(self, config: DataConfig, ranks: dict[str, int]) -> None:
+    def open(self, config: DataConfig, ranks: dict[str, Any]) -> None:
         """Open what is taken from."""
         self.loader: Any = StreamLoader(config, **SIZES, **ranks)
 
@@ -104,7 +104,7 @@ class AsyncDcpFeed(DcpFeed):
 class NodeFeed(Feed):
     """A node of torchdata behind two others, one of which reads ahead."""
 
-    def open(self, config: DataConfig, ranks: dict[str, int]) -> None:
+    def open(self, config: DataConfig, ranks: dict[str, Any]) -> None:
         from torchdata import nodes
 
         from streammega.integrations.torchdata import stream_node
@@ -137,7 +137,7 @@ class WorkersFeed(Feed):
 
     workers = 2
 
-    def open(self, config: DataConfig, ranks: dict[str, int]) -> None:
+    def open(self, config: DataConfig, ranks: dict[str, Any]) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         # s that torch waits for a worker before it ends it
@@ -197,7 +197,7 @@ class TextFeed(Feed):
 
     lanes = 1
 
-    def open(self, config: Any, ranks: dict[str, int]) -> None:
+    def open(self, config: Any, ranks: dict[str, Any]) -> None:
         from streammega import FieldsConfig
         from streammega.integrations.webdataset import TextStream
 
