@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streammega.kernels.batch import fill_tails
+from streammega.kernels.fields import fill_tails
 from streammega.kernels.plan import gather_rows
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import GatherGroup, Integers

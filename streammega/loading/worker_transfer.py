@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_convert, get_worker_info
 
-from streammega.kernels.batch import join_labels, scan_ids
+from streammega.kernels.fields import join_labels, scan_ids
 from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions

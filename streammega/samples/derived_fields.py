@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streammega.config import FIELD_NAMES, FieldsConfig
 from streammega.errors import ConfigError, FormatError
-from streammega.kernels.batch import (
+from streammega.kernels.fields import (
     document_bounds,
     fill_tails,
     forbid,

@@ -21,7 +21,7 @@ from streammega.config import DataConfig, SkippedList, SkippedNames, StorageConf
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.batch import FILE_STRIDE, fill_columns, find_skipped
+from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_skipped
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage.object_ops import read_whole

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError
-from streammega.kernels.batch import gather_runs
+from streammega.kernels.fields import gather_runs
 from streammega.kernels.plan import coalesce_rows
 from streammega.order import Extents
 from streammega.samples.token_file import TokenFile

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streammega.config import FieldsConfig
 from streammega.errors import ConfigError, FormatError
-from streammega.kernels.batch import make_mask, make_positions
+from streammega.kernels.fields import make_mask, make_positions
 from streammega.samples.derived_fields import Batch as Batch
 from streammega.samples.derived_fields import (
     Ids,

@@ -22,10 +22,10 @@ from streammega.dataset.manifest_metadata import loss_modes_of
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.batch import LEAST_MODE
+from streammega.kernels.fields import MIN_MODE
 
 MODES = 256
-"""Values of an int8: mode m is entry m - LEAST_MODE of a table."""
+"""Values of an int8: mode m is entry m - MIN_MODE of a table."""
 NOT_LEARNED = 0
 """The mode of tokens without loss, in data that does not name the modes that are learned."""
 
@@ -33,7 +33,7 @@ NOT_LEARNED = 0
 @dataclass(frozen=True, kw_only=True)
 class TokenModes:
     """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`:
-    bool [256], of mode m at m - LEAST_MODE.
+    bool [256], of mode m at m - MIN_MODE.
 
     The arrays are opened when they are first needed, in each process by itself: they are maps of
     files.
@@ -105,7 +105,7 @@ def _table(
             f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); "
             "convert it with --chat, or by KEY:MODE"
         )
-    modes = np.arange(LEAST_MODE, LEAST_MODE + MODES)
+    modes = np.arange(MIN_MODE, MIN_MODE + MODES)
     return modes != NOT_LEARNED if named is None else np.isin(modes, named)
 
 

@@ -16,7 +16,7 @@ from streammega.config import DataConfig
 from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.batch import clear_unlearned
+from streammega.kernels.fields import clear_unlearned
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.loss_masks import TokenModes
 from streammega.storage import Store

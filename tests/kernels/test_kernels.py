@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig
-from streammega.kernels.batch import document_bounds, sequence_bounds
+from streammega.kernels.fields import document_bounds, sequence_bounds
 from streammega.kernels.plan import gather_rows
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler

@@ -34,7 +34,7 @@ from streammega.dataset.provenance import (
     collect_origins,
 )
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.kernels.batch import FILE_STRIDE
+from streammega.kernels.fields import FILE_STRIDE
 from streammega.parallel.fields import rank_fields
 from streammega.samples import excluded
 from streammega.samples.excluded import (

@@ -6,7 +6,7 @@ import numpy as np
 
 from streammega.kernels.jit import kernel
 
-LEAST_MODE = -128
+MIN_MODE = -128
 """The least value of an int8: tables of modes begin with it."""
 _FAR = np.int64(1 << 62)
 """Beyond every token id."""
@@ -112,7 +112,7 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:
 def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):
     """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
 
-    offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - LEAST_MODE.
+    offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - MIN_MODE.
     Row r is tokens [start[r], start[r] + size[r]) of the file, and lies from column[r] of
     out[sample[r]] on; columns outside of `out` are passed over. Cost: a binary search for each row,
     then one step for each sequence in it.
@@ -127,7 +127,7 @@ def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, colu
             stop = end
             if sequence + 1 < len(offsets):
                 stop = min(end, offsets[sequence + 1] // itemsize)
-            if not learned[modes[sequence] - LEAST_MODE]:
+            if not learned[modes[sequence] - MIN_MODE]:
                 first_column = max(column_of_token_0 + token, 0)
                 for c in range(first_column, min(column_of_token_0 + stop, width)):
                     out[sample[r], c] = 0
