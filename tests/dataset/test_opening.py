@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from streammega.config import parse_blend
 from streammega.convert.job import Segment
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write.document_order import remove_duplicates
+from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES
-from streammega.dataset.resolve import find_pairs
+from streammega.dataset.resolve import find_pairs, resolve
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, MissingShardsError
 from streammega.order.blend_tree import tree_fractions
@@ -86,6 +88,30 @@ def test_a_dataset_of_no_sequence_opens(tmp_path: Path, kind: Any) -> None:
     name = str(tmp_path / "a") + SUFFIXES[kind]
     write_lengths(name, [])
     assert len(IndexedDataset(name)) == 0
+
+
+def test_thousands_of_shards_of_a_manifest_are_few_objects_for_the_collector(
+    tmp_path: Path,
+) -> None:
+    """A full collection begins after as many new objects as a quarter of those that there are."""
+    shards = [
+        ShardEntry(
+            name=f"web-{number:05d}", documents=1, sequences=1, tokens=1, bytes=2,
+            checksums=["0" * 32], index_bytes=70, index_checksums=["1" * 32],
+        )
+        for number in range(2000)
+    ]  # fmt: skip
+    name = tmp_path / "web.manifest.json"
+    counts: Any = {"documents": 2000, "sequences": 2000, "tokens": 2000}
+    name.write_bytes(Manifest(kind="bin", dtype="uint16", shards=shards, **counts).to_json())
+    resolve([str(name)], StorageConfig())  # imports
+    gc.collect()
+    before = len(gc.get_objects())
+    (found,) = resolve([str(name)], StorageConfig())
+    gc.collect()
+    assert len(found) == 2000
+    # Of a local one, its entry, the shard, and its store with a lock. Lists of checksums are none.
+    assert len(gc.get_objects()) - before < 5.5 * 2000
 
 
 # --- names and blends -----------------------------------------------------------------------------------------------------
