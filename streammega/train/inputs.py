@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,30 +58,21 @@ class ModelInputs:
         batches = iter(batches)
         kept = self.bounds_of(length)
         for batch in batches:
-            longest = batch.longest if isinstance(batch, RankBatch) else None
-            on_device = self._device.type != "cpu"
-            if longest is None and on_device and "cu_seqlens" in batch:
-                yield from self._after_one_read([batch, *batches], kept)
-                return
             inputs = self._of(batch, kept)
             bounds = inputs.keywords.get("cu_seqlens")
-            if bounds is not None:
-                known = longest_document(bounds).cpu() if longest is None else torch.tensor(longest)
-                inputs.keywords["longest"] = known.expand(len(bounds))
-            yield inputs
-
-    def _after_one_read(self, batches: Sequence[Batch], kept: Bounds) -> list[StageInputs]:
-        """The inputs of all micro-batches of a step, after one read from the device."""
-        inputs_of_step = [self._of(batch, kept) for batch in batches]
-        with_bounds = [inputs for inputs in inputs_of_step if "cu_seqlens" in inputs.keywords]
-        if not with_bounds:
-            return inputs_of_step
-        lengths = [longest_document(inputs.keywords["cu_seqlens"]) for inputs in with_bounds]
-        longest = torch.stack(lengths).max().cpu()
-        for inputs in with_bounds:
-            num_samples = len(inputs.keywords["cu_seqlens"])
-            inputs.keywords["longest"] = longest.expand(num_samples)
-        return inputs_of_step
+            if bounds is None:
+                yield inputs
+                continue
+            longest = batch.longest if isinstance(batch, RankBatch) else None
+            if longest is not None:
+                yield _with_longest(inputs, longest)
+            elif self._device.type == "cpu":
+                yield _with_longest(inputs, int(longest_document(bounds)))
+            else:
+                inputs_of_step = [inputs, *(self._of(other, kept) for other in batches)]
+                lengths = [longest_document(each.keywords["cu_seqlens"]) for each in inputs_of_step]
+                longest = int(torch.stack(lengths).max())
+                yield from (_with_longest(each, longest) for each in inputs_of_step)
 
     def _of(self, batch: Batch, kept: Bounds) -> StageInputs:
         keywords = {"position_ids": self._positions(batch, kept)}
@@ -102,3 +93,10 @@ class ModelInputs:
             return positions
         columns = [torch.arange(start, stop, device=self._device) for start, stop in kept]
         return torch.cat(columns).expand(self._micro_batch_size, -1)
+
+
+def _with_longest(inputs: StageInputs, longest: int) -> StageInputs:
+    """With the length of the longest document, on the host, once for each sample."""
+    num_samples = len(inputs.keywords["cu_seqlens"])
+    inputs.keywords["longest"] = torch.tensor(longest).expand(num_samples)
+    return inputs
