@@ -53,6 +53,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
 
+WHY_DELETE = "--overwrite removes what it replaced"
 MERGE = "merge"
 """In place of a task's number: make the dataset of what all tasks did."""
 
@@ -145,7 +146,7 @@ def convert(
             # Of no job yet: what was made of a stream cannot be resumed.
             destination = Destination(prefix, options.kind, storage)
             Publisher(destination, work, "").check([], overwrite=overwrite)
-            check_writable(prefix, storage, replaces=overwrite)
+            check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "")
             pipes = stack.enter_context(pipes_as_files(inputs, work, options.read_as))
         conversion = plan(
             [pipes.get(name, name) for name in inputs],
@@ -247,9 +248,10 @@ def _check_before_run(conversion: Conversion) -> None:
     if not can_resume(conversion.work):
         warn_of_little_room(prefix, conversion.inputs)
     check_not_grown(prefix, conversion.storage, overwrite=overwrite)
-    check_writable(prefix, conversion.storage, replaces=overwrite)
+    check_writable(prefix, conversion.storage, why_delete=WHY_DELETE if overwrite else "")
     if is_remote(conversion.work):
-        check_writable(conversion.work, conversion.storage, is_work=True)
+        why_delete = "a work folder is removed in the end"
+        check_writable(conversion.work, conversion.storage, why_delete=why_delete)
 
 
 def _run_and_publish(

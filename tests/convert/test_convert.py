@@ -28,7 +28,7 @@ from streammega.convert import ConvertReport, convert
 from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
-from streammega.storage.backends.local import LocalWriter
+from streammega.storage.backends.local import LocalWriter, local_error
 from tests.support.builders import convert_bytes, write_random_pair
 from tests.support.servers import S3
 
@@ -395,13 +395,15 @@ def _run_script(script: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("method", ["commit", "write"])
 def test_a_disk_that_fails_is_named_before_a_document_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def failing(*_arguments: Any) -> None:
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        raise error if method == "commit" else local_error("a file", error)
 
     (tmp_path / "in.txt").write_text("text")
-    monkeypatch.setattr(LocalWriter, "commit", failing)
+    monkeypatch.setattr(LocalWriter, method, failing)
     with pytest.raises(ConvertError, match=r"out: cannot be written: .*Input/output error"):
         convert_bytes(tmp_path / "out", tmp_path / "in.txt")

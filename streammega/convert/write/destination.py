@@ -31,7 +31,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.errors.redaction import redact_urls
-from streammega.storage import Store, join_url, open_store, save_bytes
+from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, read_whole, version
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import atomic_writer, create_object, replace_object
@@ -290,18 +290,20 @@ def check_output(output: str) -> None:
         )
 
 
-def check_writable(
-    prefix: str, storage: StorageConfig, *, replaces: bool = False, is_work: bool = False
-) -> None:
+def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "") -> None:
     """Raise ConvertError if nothing can be written where the output goes: an object is put there,
     and removed.
 
-    replaces: whether what is there is to be replaced; is_work: whether this is no output but a work
-    folder. Both need the right to delete as well; else a warning tells of that.
+    why_delete: why the right to delete is needed; without a reason, a warning tells of its lack.
     """
     folder, slash, stem = prefix.rpartition("/")
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
     place = redact_urls(prefix)
+
+    def is_outage(error: Exception) -> bool:
+        """Whether an endpoint fails, which says nothing of the right to write."""
+        return is_remote(prefix) and isinstance(error, StorageError) and error.transient
+
     try:
         with atomic_writer(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
@@ -310,14 +312,25 @@ def check_writable(
         if is_remote(prefix):
             reason = "there is no such bucket; create it, or check its name"
         raise ConvertError(f"{place}: cannot be written: {reason}") from None
-    except OSError as error:  # a StorageError is one too
-        if isinstance(error, StorageError) and error.transient:
+    except (OSError, StorageError) as error:
+        if is_outage(error):
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
-    why_delete = "a work folder is removed in the end" if is_work else ""
-    if replaces:
-        why_delete = "--overwrite removes what it replaced"
-    _remove_probe(store, key, place, why_delete)
+    try:
+        store.delete(key)
+    except (OSError, StorageError) as error:
+        if is_outage(error):
+            raise
+        if why_delete:
+            raise ConvertError(
+                f"{place}: {why_delete}, and so needs the right to delete: {error}"
+            ) from None
+        log.warning(
+            "%s: %s was left there, for want of the right to delete (%s)",
+            place,
+            key.rpartition("/")[2],
+            error,
+        )
 
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:
@@ -370,22 +383,3 @@ def _existing_folder(prefix: str) -> str:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     return folder
-
-
-def _remove_probe(store: Store, key: str, place: str, why_delete: str) -> None:
-    """Raise ConvertError, saying why, where deleting is not allowed but needed."""
-    try:
-        store.delete(key)
-    except StorageError as error:
-        if error.transient:
-            raise
-        if why_delete:
-            raise ConvertError(
-                f"{place}: {why_delete}, and so needs the right to delete: {error}"
-            ) from None
-        log.warning(
-            "%s: %s was left there, for want of the right to delete (%s)",
-            place,
-            key.rpartition("/")[2],
-            error,
-        )
