@@ -43,7 +43,7 @@ from streammega.dataset.local_cache import (
     remove_unused,
     touch,
 )
-from streammega.dataset.resolve import open_resolved
+from streammega.dataset.resolve import FEW, open_resolved
 from streammega.dataset.shard import READ_WHOLE, Shard
 from streammega.errors import CacheError
 from streammega.storage import Buffer, ObjectInfo, Store
@@ -125,7 +125,10 @@ def _open_datasets(
         are_plain = {id(shard) for shard in plain}
         _open_many(plain, [shard for shard in at_ends if id(shard) in are_plain], names, storage)
     unread = [shard for shard in shards if shard.entry is None and shard.header is None]
-    jobs: list[Callable[[], Any]] = [shard.read_header for shard in unread]
+    are_many = len(unread) > FEW
+    jobs: list[Callable[[], Any]] = [
+        partial(shard.read_header, is_one_of_many=are_many) for shard in unread
+    ]
     jobs += [partial(read_ends, [shard]) for shard in at_ends if shard.ends is None]
     _run(jobs, shards, at_once)
     for shard in shards:
@@ -224,7 +227,7 @@ def _read_rows(
     are_of_one_store = len({id(shard.store) for shard in shards}) == 1
 
     def read_one(shard: Shard) -> IndexHeader:
-        header = shard.read_header()
+        header = shard.read_header(is_one_of_many=True)
         if not keep:
             shard.index_body = None
         return header

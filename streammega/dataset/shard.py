@@ -35,7 +35,9 @@ from streammega.storage.seekable_zstd import Frames, read_frames
 from streammega.storage.store import Span
 
 READ_WHOLE = 8 << 10
-"""Bytes of an `.idx` that is read whole when its header is needed: it costs no more than that."""
+"""Bytes of an `.idx` that is read whole, if it is one of many: it costs no more than its header, and
+the requests of thousands add up.
+"""
 Version = tuple[int, str]
 """Bytes and ETag of an object. Of many thousands, plain tuples are not tracked by the collector."""
 Shown = TypeVar("Shown", Frames, Members)
@@ -275,18 +277,19 @@ class Shard:
             )
         return offset // self.dtype.itemsize
 
-    def read_header(self) -> IndexHeader:
+    def read_header(self, *, is_one_of_many: bool = False) -> IndexHeader:
         """The header of the `.idx`, read once. Its last sequence ends where the tokens do.
 
-        Of a remote `.idx`, the header and the likely places of that end are one read; a small one
-        is read whole. Raises ObjectNotFoundError, FormatError, StorageError.
+        Of a remote `.idx`, the header and the likely places of that end are read together. Of many
+        shards, a small `.idx` is read whole, by one request. Raises ObjectNotFoundError,
+        FormatError, StorageError.
         """
         if self.header is not None:
             return self.header
         size = self.index_info.size
         bodies = {}
         if not self.store.is_local and self.index_body is None:
-            if size <= READ_WHOLE:
+            if is_one_of_many and size <= READ_WHOLE:
                 self.index_body = bytes(self._read_index([(0, size)])[0])
             else:
                 spans = likely_ends(size)
