@@ -118,7 +118,7 @@ class StorageConfig:
         """The same with other settings, also for URLs that have settings of their own."""
         storage = replace(self, **settings)
         by_prefix = {url: replace(other, **settings) for url, other in self._by_prefix.items()}
-        object.__setattr__(storage, "_by_prefix", MappingProxyType(by_prefix))
+        object.__setattr__(storage, "_by_prefix", by_prefix)
         return storage
 
 
