@@ -313,9 +313,17 @@ class StreamOrder:
         former: dict[int, tuple[StreamOrder, int, int]] = {}
         ends = [order.first_sample for order in self.earlier[1:]] + [self.first_sample]
         for order, end in zip(self.earlier, ends, strict=False):
+            # in their order: each by itself would ask the one before it, hundreds deep
+            order._settle(end)
             for place, number in enumerate(order.dataset_numbers.tolist()):
                 former[number] = (order, place, end)
         return [former.get(number) for number in self.dataset_numbers.tolist()]
+
+    def _settle(self, end: int) -> None:
+        """Have what phases after sample `end` ask of this one, once those before it have the same."""
+        if end not in self._cached_draws:
+            _ = self.remainders, self.first_epochs
+            self._draws_until(end)
 
     def _draws_until(self, end: int) -> Integers:
         """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those

@@ -211,6 +211,30 @@ def length_of(order: PhasedOrder) -> int:
 
 
 @pytest.mark.guarantee("phases-lane-goes")
+def test_a_phase_may_follow_hundreds_of_others() -> None:
+    datasets = [
+        StreamDataset(parts=[FilePart(file=0, start=0, tokens=9_000 + number)], itemsize=2)
+        for number in range(2)
+    ]
+    first = StreamOrder(
+        datasets=datasets, schedule=[(0, [1.0, 1.0])], sequence_length=8, extra_token=True,
+        seed=1, lanes=4, block_bytes=64,
+    )  # fmt: skip
+    later = [
+        LaterPhase(
+            first_sample=8 * number, numbers=[0, 1], datasets=datasets, weights=[1.0, number],
+            sequence_length=8 + number // 300,
+        )
+        for number in range(1, 601)
+    ]  # fmt: skip
+    last = np.arange(4800, 4816)
+    found = phased_order(first, later).locate(last)
+    in_turn = phased_order(first, later)
+    in_turn.locate(np.arange(4800))
+    assert rows(found) == rows(in_turn.locate(last))
+
+
+@pytest.mark.guarantee("phases-lane-goes")
 @given(order=chains())
 @settings(deadline=None)
 def test_every_lane_goes_on_in_each_dataset_where_it_was(order: PhasedOrder) -> None:
