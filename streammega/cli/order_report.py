@@ -367,16 +367,15 @@ def _blend_drift(dataset: NDArray[Any], order: StreamOrder | None) -> list[tuple
     """(samples so far, distance) of the dataset of every sample, int [samples], from the shares of
     a blend.
 
-    Empty without a blend, and for one whose shares change: there is no one target.
+    Empty without a blend.
     """
-    if order is None or len(order.datasets) < 2 or len(order.schedule) > 1:
+    if order is None or len(order.datasets) < 2:
         return []
     # datasets are numbered over all phases
     columns = np.zeros(int(order.dataset_numbers.max()) + 1, np.int64)
     columns[order.dataset_numbers] = np.arange(len(order.datasets))
     dataset = columns[dataset]
-    _, weights = order.schedule[0]
-    shares = np.array(weights) / np.sum(weights)
+    shares = np.array(order.weights) / np.sum(order.weights)
     evenly_spread = np.linspace(1, len(dataset), DRIFT_POINTS).astype(np.int64)
     drift: list[tuple[int, float]] = []
     drawn = np.zeros(len(shares))

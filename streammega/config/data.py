@@ -191,9 +191,9 @@ class DataConfig(FieldsConfig):
     none.
     """
     blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
-    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on;
-    one may be zero for a while. A segment at 0 replaces the blend's own weights. Segments past the
-    cursor of a run may still be changed.
+    """Stream order: [(first sample, weights)], short for phases that change the weights of `blend`
+    alone; one may be zero for a while. Each begins at the end of a step. One at 0 replaces the blend's
+    own weights, in every split. Those past the cursor of a run may still be changed.
     """
     phases: Sequence[PhaseConfig] = ()
     """What changes in the middle of training, in the order of `first_sample`; what stands above is
@@ -343,12 +343,24 @@ class DataConfig(FieldsConfig):
         blend = self.blend
         if self.blend_per_split is not None:
             blend = self.blend_per_split[("train", "valid", "test").index(split)]
-        segments = [
-            Segment(
-                first_sample=0, blend=blend, sequence_length=self.sequence_length, lanes=self.lanes
-            )
-        ]
-        for phase in self.phases if split == "train" else ():
+        datasets, weights = ((), None) if blend is None else parse_blend(blend)
+        schedule = list(self.blend_schedule or ())
+        if schedule and schedule[0][0] == 0:
+            _, first_weights = schedule.pop(0)
+            weights = tuple(first_weights)
+        first = Segment(
+            first_sample=0,
+            datasets=datasets,
+            weights=weights,
+            sequence_length=self.sequence_length,
+            lanes=self.lanes,
+        )
+        if split != "train":
+            return [first]
+        segments = [first]
+        for first_sample, changed in schedule:
+            segments.append(first._replace(first_sample=first_sample, weights=tuple(changed)))
+        for phase in self.phases:
             segments.append(segments[-1].followed_by(phase))
         return segments
 

@@ -149,13 +149,15 @@ class PhaseConfig:
 class Segment(NamedTuple):
     """What holds in a split from a sample on: phases with all that they take over from those before.
 
-    blend: None: the split has nothing. global_batch_size: None: that of the run, with its ramp-up.
+    datasets: prefixes; none: the split has nothing. weights: None: in proportion to samples; zeros
+    are of a blend_schedule. global_batch_size: None: that of the run, with its ramp-up.
     lanes: None: as many as the first global batch size chooses. restart: prefixes of datasets that
     begin a new epoch.
     """
 
     first_sample: int
-    blend: Blend | None
+    datasets: Sequence[str]
+    weights: Sequence[float] | None
     sequence_length: int
     global_batch_size: int | None = None
     lanes: int | None = None
@@ -163,9 +165,13 @@ class Segment(NamedTuple):
 
     def followed_by(self, phase: PhaseConfig) -> Segment:
         """The segment of a phase after this one."""
+        datasets, weights = self.datasets, self.weights
+        if phase.blend is not None:
+            datasets, weights = parse_blend(phase.blend)
         return Segment(
             first_sample=phase.first_sample,
-            blend=self.blend if phase.blend is None else phase.blend,
+            datasets=datasets,
+            weights=weights,
             sequence_length=phase.sequence_length or self.sequence_length,
             global_batch_size=phase.global_batch_size or self.global_batch_size,
             lanes=phase.lanes or self.lanes,
@@ -264,6 +270,6 @@ def check_follow(order: str, has_schedule: bool) -> None:
         raise ConfigError('follow belongs to the stream order: set order="stream"')
     if has_schedule:
         raise ConfigError(
-            "follow begins phases, and blend_schedule holds in the first one alone; give its "
-            "weights to phases"
+            "follow adds phases, which take over the weights before them, and blend_schedule is of "
+            "the config alone; give its weights to phases"
         )

@@ -164,8 +164,7 @@ def _blocks_to_prefetch(
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
     # samples of a block lie end to end, the last with the token after it
     block_bytes = (order.block_samples * order.sequence_length + order.extra) * itemsizes
-    _, shares = order.schedule[0]
-    most_drawn_first = np.argsort(-np.array(shares, np.float64), kind="stable").tolist()
+    most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
         BlockSize(dataset=dataset, stored=int(block_bytes[dataset]))
         for dataset in most_drawn_first

@@ -1,4 +1,4 @@
-"""Which dataset a lane draws from, by the weights of a blend schedule; how often, in closed form."""
+"""Which dataset a lane draws from, by the weights of a blend; how often, in closed form."""
 
 from __future__ import annotations
 
@@ -35,51 +35,37 @@ class BlendTree(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneDraws:
-    """The draws of lanes in the segments of a blend schedule.
-
-    key: of the order. first_segment: the number of the first segment in keys. rows: the first row
-    of each, int64 [segments]. weights: of each segment, of every dataset.
+    """The draws of lanes in one segment. key: of the order. segment: its number in keys. weights: of
+    every dataset.
     """
 
     key: np.uint64
     lanes: int
-    first_segment: int
-    rows: Integers
-    weights: Sequence[Sequence[float]]
+    segment: int
+    weights: Sequence[float]
 
     @cached_property
     def fractions(self) -> NDArray[np.uint64]:
-        """How draws are shared out in each segment, [segments, nodes]: see `tree_fractions`."""
-        return np.stack([tree_fractions(weights) for weights in self.weights])
+        """How draws are shared out: see `tree_fractions`."""
+        return tree_fractions(self.weights)
 
     def of_rows(self, rows: int) -> Integers:
         """What the first rows take from each dataset in each lane, [lanes, datasets]."""
-        draws = np.zeros((self.lanes, len(self.weights[0])), np.int64)
-        ends = [*self.rows[1:].tolist(), rows]
-        for segment, (first, end) in enumerate(zip(self.rows.tolist(), ends, strict=True)):
-            self._add(segment, max(0, min(end, rows) - first), draws)
+        draws = np.zeros((self.lanes, len(self.weights)), np.int64)
+        count_draws(
+            rows, self.lanes, self.segment, self.fractions, len(self.weights), self.key, draws
+        )
         return draws
 
     def tree(self, first: Integers) -> BlendTree:
-        """The tree of lanes that had drawn `first` [lanes, datasets] before all segments."""
-        bases = np.zeros((len(self.rows), *first.shape), np.int64)
-        bases[0] = first
-        for segment in range(1, len(self.rows)):
-            num_rows = int(self.rows[segment] - self.rows[segment - 1])
-            bases[segment] = bases[segment - 1]
-            self._add(segment - 1, num_rows, bases[segment])
-        return BlendTree(self.key, self.lanes, self.first_segment, self.rows, self.fractions, bases)
-
-    def _add(self, segment: int, draws: int, counts: Integers) -> None:
-        """Add the first draws of a segment to `counts`, int64 [lanes, datasets]."""
-        count_draws(
-            draws,
-            self.lanes,
-            self.first_segment + segment,
-            self.fractions[segment],
-            len(self.weights[segment]),
+        """The tree of lanes that had drawn `first` [lanes, datasets] before the segment."""
+        return BlendTree(
             self.key,
-            counts,
+            self.lanes,
+            self.segment,
+            np.zeros(1, np.int64),
+            self.fractions[np.newaxis],
+            first[np.newaxis],
         )
 
 

@@ -55,16 +55,14 @@ DEFAULT_BLOCK_BYTES = 1 << 18
 class StreamOrder:
     """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
 
-    schedule: (first sample, weight of each dataset) segments, the first at `first_sample`; a later
-    segment starts at the next whole row. Weights are relative; a segment may give a dataset none.
-    Of a phase: `first_sample`, where it begins; `earlier`, the orders of the phases before it, in
-    whose place it goes on; `numbers`, the number of each dataset over all phases, in the order in
-    which they first appear (None: 0, 1, ...); `restart`, numbers of those that begin a new epoch
-    here, however far they were.
+    weights: of each dataset, relative; one may be zero. Of a phase: `first_sample`, where it begins;
+    `earlier`, the orders of the phases before it, in whose place it goes on; `numbers`, the number of
+    each dataset over all phases, in the order in which they first appear (None: 0, 1, ...);
+    `restart`, numbers of those that begin a new epoch here, however far they were.
     """
 
     datasets: Sequence[StreamDataset]
-    schedule: Sequence[tuple[int, Sequence[float]]]
+    weights: Sequence[float]
     sequence_length: int
     extra_token: bool
     seed: int
@@ -190,19 +188,9 @@ class StreamOrder:
     @cached_property
     def _draws(self) -> LaneDraws:
         """Which dataset each lane draws from, in the rows of this phase."""
-        first_rows = [-(-(first - self.first_sample) // self.lanes) for first, _ in self.schedule]
         return LaneDraws(
-            key=self.key,
-            lanes=self.lanes,
-            # the number among the segments of all phases
-            first_segment=sum(len(order.schedule) for order in self.earlier),
-            rows=np.array(first_rows, np.int64),
-            weights=[weights for _, weights in self.schedule],
+            key=self.key, lanes=self.lanes, segment=len(self.earlier), weights=self.weights
         )
-
-    def first_of_segment(self, segment: int) -> int:
-        """The first sample of a segment of the schedule: it begins with a whole row."""
-        return self.first_sample + int(self._draws.rows[segment]) * self.lanes
 
     def counts(self, num_samples: int) -> Integers:
         """Samples that the first `num_samples` of this phase, and those of the phases before it
@@ -375,7 +363,7 @@ def orders_of_phases(first: StreamOrder, later: Sequence[LaterPhase]) -> list[St
         order = replace(
             first,
             datasets=phase.datasets,
-            schedule=[(phase.first_sample, phase.weights)],
+            weights=phase.weights,
             sequence_length=phase.sequence_length or before.sequence_length,
             lanes=phase.lanes or before.lanes,
             first_sample=phase.first_sample,

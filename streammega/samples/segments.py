@@ -68,14 +68,13 @@ def blend_of(config: DataConfig, split: str) -> SplitBlend:
 class SegmentDatasets(NamedTuple):
     """The datasets of a segment.
 
-    numbers: over all segments, in the order in which datasets first appear. names: of each. weights:
-    None: in proportion to samples. restart: numbers of datasets that begin a new epoch.
+    numbers: over all segments, in the order in which datasets first appear. names: of each. restart:
+    numbers of those that begin a new epoch.
     """
 
     segment: Segment
     numbers: Sequence[int]
     names: Sequence[Name]
-    weights: Sequence[float] | None
     restart: frozenset[int]
 
 
@@ -88,14 +87,12 @@ def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets
     number_of: dict[Name, int] = {}
     found: list[SegmentDatasets] = []
     for number, segment in enumerate(config.segments(split)):
-        assert segment.blend is not None
-        prefixes, weights = parse_blend(segment.blend)
-        names = _names([_first_spelling(prefix, spelling_of) for prefix in prefixes])
+        names = _names([_first_spelling(prefix, spelling_of) for prefix in segment.datasets])
         restart = [_first_spelling(prefix, spelling_of) for prefix in segment.restart]
         _check_restart(number, restart, names, number_of)
         numbers = [number_of.setdefault(name, len(number_of)) for name in names]
         restarted = frozenset(number_of[name] for name in names if name[0] in restart)
-        found.append(SegmentDatasets(segment, numbers, names, weights, restarted))
+        found.append(SegmentDatasets(segment, numbers, names, restarted))
     return found
 
 

@@ -94,18 +94,9 @@ class StreamSegment(SegmentSource):
         return trim_padding(extents, self._all_files, file_of_rows(self.files, extents))
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define the order, and a digest of each dataset with its share.
-
-        Of the blend schedule it holds what began before `consumed`: the future may still be
-        changed. None: all of it.
-        """
+        """The scalars that define the order, and a digest of each dataset with its share."""
         order = self.order
-        begun = [
-            (first, sample_shares(weights))
-            for first, weights in order.schedule
-            if first == 0 or consumed is None or first < consumed
-        ]
-        _, first_shares = begun[0]
+        shares = sample_shares(order.weights)
         digests = digests_of(order, self.files)
         packed = {"packed": True} if self._is_packed else {}
         return packed | {
@@ -118,20 +109,16 @@ class StreamSegment(SegmentSource):
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
             "datasets": [
-                f"{digest}*{share}" for digest, share in zip(digests, first_shares, strict=True)
-            ],
-            "schedule": [
-                [first, [float(share) for share in shares]] for first, shares in begun[1:]
+                f"{digest}*{share}" for digest, share in zip(digests, shares, strict=True)
             ],
         }
 
     def later_identity(self) -> dict[str, Any]:
         """What defines it after the first segment: each dataset is "number:digest*share"."""
         order = self.order
-        _, weights = order.schedule[0]
         numbers = order.dataset_numbers.tolist()
         digests = digests_of(order, self.files)
-        datasets = zip(numbers, digests, sample_shares(weights), strict=True)
+        datasets = zip(numbers, digests, sample_shares(order.weights), strict=True)
         restart = {"restart": sorted(order.restart)} if order.restart else {}
         return restart | {
             "first_sample": order.first_sample,
@@ -146,9 +133,10 @@ class StreamSegment(SegmentSource):
         usage = usage_of(order, spans)
         names = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
         columns = range(len(order.datasets))
+        weights = np.array(order.weights, np.float64) / max(order.weights)
         return SegmentUsage(
             numbers=order.dataset_numbers.tolist(),
-            shares=_shares_over(order, spans),
+            shares=(weights / weights.sum()).tolist(),
             samples=usage.samples,
             tokens_per_epoch=[
                 sum(part.tokens for part in dataset.parts) for dataset in order.datasets
@@ -171,23 +159,6 @@ class StreamSegment(SegmentSource):
             )
             found.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
         return concatenate_uses(found)
-
-
-def _shares_over(order: StreamOrder, spans: Sequence[Span]) -> list[float]:
-    """The share of each dataset in the weights, over spans of samples: a schedule changes them."""
-    starts = [order.first_of_segment(segment) for segment in range(len(order.schedule))]
-    ends = [*starts[1:], None]
-    total = np.zeros(len(order.datasets))
-    for (_, weights), start, end in zip(order.schedule, starts, ends, strict=True):
-        relative = np.array(weights, np.float64) / max(weights)
-        samples = sum(
-            max(0, (last if end is None else min(last, end)) - max(first, start))
-            for first, last in spans
-        )
-        total += samples * relative / relative.sum()
-    dealt = sum(last - first for first, last in spans)
-    shares: list[float] = (total / max(1, dealt)).tolist()
-    return shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +200,9 @@ class OpenStream:
     def _first_order(self, segment: SegmentDatasets, lanes: int) -> StreamOrder:
         config = self.config
         datasets = self._parts_of(segment)
-        schedule = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
-        if not schedule or schedule[0][0]:
-            schedule.insert(0, (0, self._weights_of(segment)))
         order = StreamOrder(
             datasets=datasets,
-            schedule=schedule,
+            weights=self._weights_of(segment),
             sequence_length=config.sequence_length,
             extra_token=_has_extra_token(config, datasets),
             seed=config.seed,
@@ -263,8 +231,8 @@ class OpenStream:
 
     def _weights_of(self, segment: SegmentDatasets) -> list[float]:
         """The weights of a segment; without any, the samples of each dataset."""
-        if segment.weights:
-            return [float(weight) for weight in segment.weights]
+        if segment.segment.weights:
+            return [float(weight) for weight in segment.segment.weights]
         datasets = self._parts_of(segment)
         extra = int(_has_extra_token(self.config, datasets))
         return [

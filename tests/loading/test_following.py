@@ -468,7 +468,7 @@ def test_what_cannot_be_followed_says_why(web: str) -> None:
     follow = FollowConfig(every_samples=EVERY)
     with pytest.raises(ConfigError, match="follow belongs to the stream order"):
         DataConfig(blend=[f"{web}@1"], sequence_length=8, follow=follow)
-    with pytest.raises(ConfigError, match="blend_schedule holds in the first one alone"):
+    with pytest.raises(ConfigError, match="give its weights to phases"):
         config_of(web, blend_schedule=[(10, [1.0])])
     with pytest.raises(ConfigError, match=r"follow\.record is not given"):
         opened(config_of(web, follow=follow))

@@ -92,7 +92,7 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
         blends.append([(member, draw(weights)) for member in members])
     first = StreamOrder(
         datasets=[datasets[member] for member, _ in blends[0]],
-        schedule=[(0, [weight for _, weight in blends[0]])],
+        weights=[weight for _, weight in blends[0]],
         sequence_length=LENGTH,
         extra_token=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
@@ -182,7 +182,7 @@ class Lanes:
             alone = replace(
                 phase,
                 datasets=[dataset],
-                schedule=[(0, [1.0])],
+                weights=[1.0],
                 numbers=[number],
                 first_sample=0,
                 earlier=(),
@@ -217,7 +217,7 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
         for number in range(2)
     ]
     first = StreamOrder(
-        datasets=datasets, schedule=[(0, [1.0, 1.0])], sequence_length=8, extra_token=True,
+        datasets=datasets, weights=[1.0, 1.0], sequence_length=8, extra_token=True,
         seed=1, lanes=4, block_bytes=64,
     )  # fmt: skip
     later = [
@@ -228,8 +228,8 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
         for number in range(1, 601)
     ]  # fmt: skip
     last = np.arange(4800, 4816)
-    found = phased_order(first, later).locate(last)
-    in_turn = phased_order(first, later)
+    found = PhasedOrder(orders_of_phases(first, later)).locate(last)
+    in_turn = PhasedOrder(orders_of_phases(first, later))
     in_turn.locate(np.arange(4800))
     assert rows(found) == rows(in_turn.locate(last))
 
@@ -304,7 +304,7 @@ def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, sa
         columns = [phase.dataset_numbers.tolist().index(dataset) for dataset in located]
         np.add.at(drawn, (phase.lane_of(ids), np.array(columns, np.int64)), 1)
         np.testing.assert_array_equal(counts, drawn)
-        _, weights = phase.schedule[0]
+        weights = phase.weights
         target = np.array(weights) / sum(weights) * counts.sum(axis=1, keepdims=True)
         levels = math.ceil(math.log2(max(2, len(weights))))
         assert np.abs(counts - target).max() <= levels + 1e-6
@@ -356,7 +356,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
     datasets = [StreamDataset(parts=parts, itemsize=2) for _ in range(3)]
     first = StreamOrder(
         datasets=datasets[:2],
-        schedule=[(0, [0.9, 0.1])],
+        weights=[0.9, 0.1],
         sequence_length=128,
         extra_token=True,
         seed=5,
@@ -411,7 +411,7 @@ def test_golden_phases() -> None:
     code = StreamDataset(parts=parts[1:], itemsize=2)
     first = StreamOrder(
         datasets=[web, code],
-        schedule=[(0, [0.7, 0.3])],
+        weights=[0.7, 0.3],
         sequence_length=10,
         extra_token=True,
         seed=1234,
@@ -447,7 +447,7 @@ def tokens_of_epoch(order: StreamOrder, column: int, epoch: int) -> Counter[tupl
     alone = replace(
         order,
         datasets=[order.datasets[column]],
-        schedule=[(0, [1.0])],
+        weights=[1.0],
         numbers=[int(order.dataset_numbers[column])],
         first_sample=0,
         earlier=(),
@@ -526,7 +526,7 @@ def schedule_of(
     size: int, rampup: tuple[int, int, int] | None, changes: list[tuple[int, int | None]]
 ) -> TrainingSchedule:
     """changes: (first sample, global batch size) of later phases."""
-    segments = [Segment(first_sample=0, blend=None, sequence_length=4)]
+    segments = [Segment(first_sample=0, datasets=(), weights=None, sequence_length=4)]
     for first_sample, changed in changes:
         phase = PhaseConfig(first_sample=first_sample, global_batch_size=changed)
         segments.append(segments[-1].followed_by(phase))

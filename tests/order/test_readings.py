@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,12 +11,13 @@ from streammega.kernels.stream import choose, keyed, row_of_draw
 from streammega.order.blend_tree import tree_fractions
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.stream_inverse import epochs_between, samples_using_tokens
-from streammega.order.stream_order import StreamOrder
+from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases
+from tests.order.test_phases import PhasedOrder
 from tests.order.test_stream_order import orders
 
 
 def scanned(
-    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> list[tuple[int, int, int]]:
     """The same by looking at every sample."""
     extents = order.locate(np.arange(end))
@@ -31,37 +30,40 @@ def scanned(
 
 
 def found(
-    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> list[tuple[int, int, int]]:
-    readings = samples_using_tokens(order, dataset, file, start, stop, end)
+    readings = order.uses(dataset, file, start, stop, end)
     columns = (readings.sample, readings.start, readings.stop)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @st.composite
-def scheduled(draw: st.DrawFn) -> StreamOrder:
+def scheduled(draw: st.DrawFn) -> PhasedOrder:
     """Blends whose weights change, some to zero and back."""
     count = draw(st.integers(1, 5))
     order = draw(orders(count=count))
     weight = st.sampled_from([0.0, 1e-3, 0.2, 1.0, 7.0])
-    schedule = list(order.schedule)
+    later = []
     first = 0
     for _ in range(draw(st.integers(0, 3))):
         first += draw(st.integers(1, 300))
         weights = [draw(weight) for _ in range(count)]
         if any(weights):
-            schedule.append((first, weights))
-    return replace(order, schedule=schedule)
+            phase = LaterPhase(
+                first_sample=first, numbers=range(count), datasets=order.datasets, weights=weights
+            )
+            later.append(phase)
+    return PhasedOrder(orders_of_phases(order, later))
 
 
 @pytest.mark.guarantee("steps-document-seen")
 @given(order=scheduled(), data=st.data())
 def test_the_samples_that_read_tokens_are_those_a_scan_finds(
-    order: StreamOrder, data: st.DataObject
+    order: PhasedOrder, data: st.DataObject
 ) -> None:
     end = data.draw(st.integers(0, 3000), label="end")
-    dataset = data.draw(st.integers(0, len(order.datasets) - 1), label="dataset")
-    part = data.draw(st.sampled_from(list(order.datasets[dataset].parts)), label="part")
+    dataset = data.draw(st.integers(0, len(order.phases[0].datasets) - 1), label="dataset")
+    part = data.draw(st.sampled_from(list(order.phases[0].datasets[dataset].parts)), label="part")
     start = data.draw(st.integers(0, part.start + part.tokens + 3), label="start")
     stop = start + data.draw(st.integers(0, 40) | st.just(1000), label="tokens")
     place = (dataset, part.file, start, stop, end)
@@ -72,24 +74,31 @@ def test_the_samples_that_read_tokens_are_those_a_scan_finds(
 def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
     """In a large order, of samples anywhere: as many epochs as there are come back, this one too."""
     parts = [FilePart(file=n, start=n, tokens=3_000_000 + 77 * n) for n in range(3)]
-    order = StreamOrder(
-        datasets=[StreamDataset(parts=parts, itemsize=2) for _ in range(7)],
-        schedule=[(0, [1, 5, 0.01, 2, 2, 3, 1e-4]), (10**6, [1, 0, 0.01, 4, 2, 3, 1e-4])],
+    datasets = [StreamDataset(parts=parts, itemsize=2) for _ in range(7)]
+    first = StreamOrder(
+        datasets=datasets,
+        weights=[1, 5, 0.01, 2, 2, 3, 1e-4],
         sequence_length=128,
         extra_token=False,
         seed=5,
         lanes=1024,
     )
+    later = LaterPhase(
+        first_sample=10**6,
+        numbers=range(7),
+        datasets=datasets,
+        weights=[1, 0, 0.01, 4, 2, 3, 1e-4],
+    )
+    order = PhasedOrder(orders_of_phases(first, [later]))
     samples = np.random.default_rng(0).integers(0, 10**7, 300)
     extents = order.locate(samples)
     rows = zip(samples, extents.dataset, extents.file, extents.start, extents.stop, strict=True)
     for sample, dataset, file, start, stop in rows:
         middle = (int(start) + int(stop)) // 2
-        readings = samples_using_tokens(
-            order, int(dataset), int(file), middle, middle + 1, int(sample) + 1
-        )
+        readings = order.uses(int(dataset), int(file), middle, middle + 1, int(sample) + 1)
         assert readings.sample[-1] == sample
-        _, epochs = epochs_between(order, int(dataset), int(sample) + 1)
+        phase = order.phases[order.phase_at(int(sample))]
+        _, epochs = epochs_between(phase, int(dataset), int(sample) + 1)
         # once an epoch, and in some none: what lies between its samples
         assert epochs - 2 <= len(readings) <= epochs
 
@@ -105,7 +114,7 @@ def test_ten_billion_samples_over_a_thousand_datasets_are_no_more_to_look_at() -
         datasets.append(StreamDataset(parts=parts, itemsize=2))
     order = StreamOrder(
         datasets=datasets,
-        schedule=[(0, (rng.random(1000) + 0.5).tolist())],
+        weights=(rng.random(1000) + 0.5).tolist(),
         sequence_length=4096,
         extra_token=True,
         seed=1,

@@ -28,8 +28,9 @@ from streammega.kernels.stream import keyed, permute, permute_back
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.stream_order import StreamOrder, default_lanes
+from streammega.order.stream_order import LaterPhase, StreamOrder, default_lanes, orders_of_phases
 from streammega.samples.stream_source import StreamSource
+from tests.order.test_phases import PhasedOrder
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -56,7 +57,7 @@ def datasets(draw: st.DrawFn) -> StreamDataset:
 def orders(draw: st.DrawFn, count: int = 1) -> StreamOrder:
     order = StreamOrder(
         datasets=[draw(datasets()) for _ in range(count)],
-        schedule=[(0, [draw(st.sampled_from([1e-6, 0.1, 0.3, 0.9, 5.0])) for _ in range(count)])],
+        weights=[draw(st.sampled_from([1e-6, 0.1, 0.3, 0.9, 5.0])) for _ in range(count)],
         sequence_length=draw(st.integers(1, 9)),
         extra_token=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
@@ -148,7 +149,7 @@ def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(
     """At every prefix: within 4 samples in each lane, within L / 4 (but no closer than 4) over all
     lanes.
     """
-    shares = np.array(order.schedule[0][1]) / sum(order.schedule[0][1])
+    shares = np.array(order.weights) / sum(order.weights)
     counts = order.counts(steps * order.lanes)
     assert (counts.sum(axis=1) == steps).all()
     assert np.abs(counts - steps * shares).max() <= 4
@@ -165,7 +166,7 @@ def test_counts_of_large_blends_stay_within_their_bounds() -> None:
     for weights in (rng.random(1000) + 1e-3, [1e-6] * 5 + [0.9] * 3, 1 / np.arange(1, 65)):
         order = StreamOrder(
             datasets=part * len(weights),
-            schedule=[(0, list(weights))],
+            weights=list(weights),
             sequence_length=64,
             extra_token=True,
             seed=1,
@@ -184,10 +185,11 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
         StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)
     ]
     shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
-    alone = StreamOrder(datasets=parts, schedule=[(0, [0.6, 0.4, 0.0])], **shape)
-    later = StreamOrder(
-        datasets=parts, schedule=[(0, [0.6, 0.4, 0.0]), (600, [0.2, 0.2, 0.6])], **shape
+    alone = StreamOrder(datasets=parts, weights=[0.6, 0.4, 0.0], **shape)
+    changed = LaterPhase(
+        first_sample=600, numbers=range(3), datasets=parts, weights=[0.2, 0.2, 0.6]
     )
+    later = PhasedOrder(orders_of_phases(alone, [changed]))
     ids = np.arange(3000)
     a = alone.locate(ids)
     b = later.locate(ids)
@@ -195,10 +197,11 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     assert not (b.dataset[:600] == 2).any()
     assert abs((b.dataset[600:] == 2).mean() - 0.6) < 0.02
     for d in range(3):  # a dataset goes on where it was: no sample twice before its epoch ends
-        mine = [row for row in rows(b) if row[0] == d][: int(later.layout.datasets["size"][d]) // 2]
+        size = int(alone.layout.datasets["size"][d])
+        mine = [row for row in rows(b) if row[0] == d][: size // 2]
         assert len(set(mine)) == len(mine)
     np.testing.assert_array_equal(
-        later.counts(3000).sum(axis=0), np.bincount(b.dataset, minlength=3)
+        later.phases[1].counts(2400).sum(axis=0), np.bincount(b.dataset, minlength=3)
     )
 
 
@@ -237,7 +240,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
     tokens = 64 * 1024 * 300
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=2)],
-        schedule=[(0, [1.0])],
+        weights=[1.0],
         sequence_length=64,
         extra_token=True,
         seed=3,
@@ -260,7 +263,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
 def test_ranks_own_disjoint_lanes_and_samples() -> None:
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=100_000)], itemsize=2)],
-        schedule=[(0, [1.0])],
+        weights=[1.0],
         sequence_length=8,
         extra_token=False,
         seed=3,
@@ -436,7 +439,7 @@ def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
     """
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=30, tokens=58)], itemsize=2)],
-        schedule=[(0, [1.0])],
+        weights=[1.0],
         sequence_length=10,
         extra_token=True,
         seed=3,
@@ -607,7 +610,7 @@ def test_golden_stream_order() -> None:
             StreamDataset(parts=parts, itemsize=2),
             StreamDataset(parts=parts[1:], itemsize=2),
         ],
-        schedule=[(0, [0.7, 0.3])],
+        weights=[0.7, 0.3],
         sequence_length=10,
         extra_token=True,
         seed=1234,
@@ -713,7 +716,7 @@ def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(
         after = loader.state_dict()
     changed = replace(config, blend_schedule=[early, (480, [0.1, 0.9])])
     assert len(tokens_of(changed, 1, 24, 24, before)) == 24
-    with pytest.raises(StateError, match="schedule"):
+    with pytest.raises(StateError, match=r"phases\.1"):
         tokens_of(changed, 1, 24, 24, after)
     with pytest.raises(StateError, match="datasets"):
         tokens_of(replace(config, blend_schedule=[(0, [0.5, 0.5]), late]), 1, 24, 24, before)

@@ -146,7 +146,7 @@ def stream_order(datasets: int) -> StreamOrder:
             StreamDataset(parts=[FilePart(file=0, start=0, tokens=size)], itemsize=2)
             for size in sizes
         ],
-        schedule=[(0, rng.random(datasets).tolist())],
+        weights=rng.random(datasets).tolist(),
         sequence_length=4096,
         extra_token=True,
         seed=1,

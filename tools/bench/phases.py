@@ -40,7 +40,7 @@ def last_of_chain(lengths: Sequence[int]) -> StreamOrder:
     datasets = [dataset_of(tokens) for tokens in TOKENS]
     first = StreamOrder(
         datasets=datasets,
-        schedule=[(0, WEIGHTS)],
+        weights=WEIGHTS,
         sequence_length=4096,
         extra_token=True,
         seed=1,

@@ -26,7 +26,7 @@ def stream(
     parts = [FilePart(file=0, start=0, tokens=tokens)]
     order = StreamOrder(
         datasets=[StreamDataset(parts=parts, itemsize=itemsize)],
-        schedule=[(0, [1.0])],
+        weights=[1.0],
         sequence_length=length,
         extra_token=True,
         seed=seed,
