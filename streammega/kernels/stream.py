@@ -4,7 +4,7 @@ bijections. order/stream_order.py says what it means, order/epoch_remainder.py w
 Cost: O(log datasets) multiplications and two short Feistel walks a sample; nothing is looked up but
 a few sizes.
 
-An order is described by three arguments, whose records are below. `tree`, an order/blend_tree.py
+An order is described by three arguments, whose records are below. `tree`, an order/stream_order.py
 BlendTree, says which dataset a lane draws from. `datasets` and `parts` say how the epochs of a
 dataset are cut; the parts of all datasets are in one array, end to end. `extra` is 1 where a sample
 has one token more than `length`, else 0. Samples count from the first one of the phase.

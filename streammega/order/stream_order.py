@@ -26,13 +26,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
-from streammega.kernels.stream import keyed, locate
-from streammega.order.blend_tree import BlendTree, LaneDraws
+from streammega.kernels.stream import FRACTION_BITS, count_draws, keyed, locate
 from streammega.order.epoch_layout import (
     EpochLayout,
     Integers,
@@ -49,6 +49,24 @@ MIN_LANES = 1024
 docs/orders.md.
 """
 DEFAULT_BLOCK_BYTES = 1 << 18
+
+
+class BlendTree(NamedTuple):
+    """What decides which dataset a lane draws from, as the kernels take it."""
+
+    key: np.uint64
+    """Of the order."""
+    lanes: int
+    segment: int
+    """The number of the phase in keys."""
+    rows: Integers
+    """[segments]: the first row of each; of a phase there is one."""
+    fractions: NDArray[np.uint64]
+    """[segments, nodes]: of the draws at a node, how many go left, in 2**-44ths."""
+    bases: Integers
+    """[segments, lanes, datasets]: draws of a lane from a dataset before the phase, less its share
+    of the remainder of former epochs.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +201,26 @@ class StreamOrder:
         for column, remainder in enumerate(self.remainders):
             if remainder is not None:
                 drawn[:, column] -= remainder.lane_counts
-        return self._draws.tree(drawn)
+        return BlendTree(
+            key=self.key,
+            lanes=self.lanes,
+            segment=len(self.earlier),
+            rows=np.zeros(1, np.int64),
+            fractions=self._fractions[np.newaxis],
+            bases=drawn[np.newaxis],
+        )
 
     @cached_property
-    def _draws(self) -> LaneDraws:
-        """Which dataset each lane draws from, in the rows of this phase."""
-        return LaneDraws(
-            key=self.key, lanes=self.lanes, segment=len(self.earlier), weights=self.weights
-        )
+    def _fractions(self) -> NDArray[np.uint64]:
+        return tree_fractions(self.weights)
+
+    def _draws_of_rows(self, rows: int) -> Integers:
+        """What the first rows of this phase take from each dataset in each lane, [lanes, datasets]."""
+        columns = len(self.weights)
+        draws = np.zeros((self.lanes, columns), np.int64)
+        segment = len(self.earlier)
+        count_draws(rows, self.lanes, segment, self._fractions, columns, self.key, draws)
+        return draws
 
     def counts(self, num_samples: int) -> Integers:
         """Samples that the first `num_samples` of this phase, and those of the phases before it
@@ -199,9 +229,9 @@ class StreamOrder:
         In closed form: no sample is located.
         """
         rows, more = divmod(num_samples, self.lanes)
-        counts = self._draws.of_rows(rows)
+        counts = self._draws_of_rows(rows)
         if more:  # of the last row only the first lanes have a sample
-            counts[:more] = self._draws.of_rows(rows + 1)[:more]
+            counts[:more] = self._draws_of_rows(rows + 1)[:more]
         return self._draws_before + counts
 
     def epochs_of(self, draws: Integers, column: int) -> int:
@@ -326,6 +356,35 @@ class StreamOrder:
     @cached_property
     def _cached_draws(self) -> dict[int, Integers]:
         return {}
+
+
+def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
+    """The fraction that goes left at each node of a balanced tree over the datasets, in 2**-44ths;
+    uint64 [nodes].
+
+    Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n +
+    1 the halves.
+    """
+    num_leaves = 1 << (max(1, len(weights)) - 1).bit_length()
+    fractions = np.zeros(num_leaves + 1, np.uint64)
+    largest = max(weights)
+    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest
+    # float, times 2**80, is none.
+    exact = [int(weight / largest * 2.0**80) for weight in weights]
+    root = (1, 0, len(weights))
+    nodes = [root]
+    while nodes:
+        node, low, high = nodes.pop()
+        if high - low < 2:
+            continue
+        middle = (low + high) // 2
+        left = sum(exact[low:middle])
+        both = left + sum(exact[middle:high])
+        if both:  # below a node of no weight nothing is ever drawn
+            fractions[node] = ((left << FRACTION_BITS) + both // 2) // both  # rounded
+        nodes.append((2 * node, low, middle))
+        nodes.append((2 * node + 1, middle, high))
+    return fractions
 
 
 def _one_run_each(

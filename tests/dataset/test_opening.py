@@ -22,7 +22,7 @@ from streammega.dataset.names import SUFFIXES
 from streammega.dataset.resolve import find_pairs, resolve
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, MissingShardsError
-from streammega.order.blend_tree import tree_fractions
+from streammega.order.stream_order import tree_fractions
 from tests.support.builders import KINDS, write_lengths
 
 

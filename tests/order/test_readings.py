@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.kernels.stream import choose, keyed, row_of_draw
-from streammega.order.blend_tree import tree_fractions
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.stream_inverse import epochs_between, samples_using_tokens
-from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases
+from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases, tree_fractions
 from tests.order.test_phases import PhasedOrder
 from tests.order.test_stream_order import orders
 
