@@ -27,7 +27,7 @@ from streammega.cli.plotting import latest, restarts, smoothed, sparkline
 from streammega.convert import ConvertReport, convert
 from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
-from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
 from streammega.storage.backends.local import LocalWriter, local_error
 from tests.support.builders import convert_bytes, write_random_pair
 from tests.support.servers import S3
@@ -395,15 +395,17 @@ def _run_script(script: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("method", ["commit", "write"])
-def test_a_disk_that_fails_is_named_before_a_document_is_read(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+EIO = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("error", [EIO, local_error("web", EIO), AccessDeniedError("web: denied")])
+def test_a_place_that_cannot_be_written_is_named_before_a_document_is_read(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_arguments: Any) -> None:
-        error = OSError(errno.EIO, os.strerror(errno.EIO))
-        raise error if method == "commit" else local_error("a file", error)
+        raise error
 
     (tmp_path / "in.txt").write_text("text")
-    monkeypatch.setattr(LocalWriter, method, failing)
-    with pytest.raises(ConvertError, match=r"out: cannot be written: .*Input/output error"):
+    monkeypatch.setattr(LocalWriter, "commit", failing)
+    with pytest.raises(ConvertError, match=r"out: cannot be written: .*(Input/output|denied)"):
         convert_bytes(tmp_path / "out", tmp_path / "in.txt")
