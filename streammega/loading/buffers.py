@@ -8,7 +8,6 @@ batch is torch's own pinned memory, and nothing here uses any of it again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import weakref
@@ -189,41 +188,43 @@ class RecycledMemory:
     """Tensors in memory that is used again, warm in cache, as soon as no tensor, view or array
     refers to it. Of what nobody uses, at most `kept_bytes` are kept.
 
-    For processes without an accelerator: there, whatever reads memory refers to it.
-    """
-
-    def __init__(self, kept_bytes: int) -> None:
-        self._free = _FreeBlocks(kept_bytes)
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content."""
-        size = math.prod(shape) * dtype.itemsize
-        block = self._free.pop(rounded(size))  # cu_seqlens have any size
-        # the tensor's storage keeps this very object; when it is collected, nothing is left that
-        # reads
-        array = block[:size]
-        recycled = weakref.finalize(array, self._free.push, block)
-        recycled.atexit = False  # the process ends: nobody takes it again
-        return torch.from_numpy(array).view(dtype).view(shape)
-
-
-class _FreeBlocks:
-    """Blocks of memory that nobody uses, by their size. Without a lock, since finalizers give blocks
-    back: of two threads that do so at once, both may find room for one.
+    For processes without an accelerator: there, whatever reads memory refers to it. Without a lock,
+    since blocks are given back wherever the last reference goes: of two threads that do so at once,
+    both may find room for one.
     """
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._blocks: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        self._in_use: dict[int, _Use] = {}  # a reference that nobody holds calls nobody
 
-    def pop(self, size: int) -> NDArray[np.uint8]:
-        """A block of that size, a new one if none is free."""
-        with contextlib.suppress(IndexError):
-            return self._blocks[size].pop()
-        return np.empty(size, np.uint8)
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor with arbitrary content."""
+        size = math.prod(shape) * dtype.itemsize
+        block_size = rounded(size)  # cu_seqlens have any size
+        try:
+            block = self._free[block_size].pop()
+        except IndexError:
+            block = np.empty(block_size, np.uint8)
+        # the tensor's storage keeps this very object; when it is collected, nothing is left that
+        # reads
+        array = block[:size]
+        use = _Use(array, self._recycle)
+        use.block = block
+        self._in_use[id(use)] = use
+        return torch.from_numpy(array).view(dtype).view(shape)
 
-    def push(self, block: NDArray[np.uint8]) -> None:
-        """Keep a block, if there is room."""
-        kept = sum(size * len(blocks) for size, blocks in list(self._blocks.items()))
-        if kept + len(block) <= self._kept_bytes:
-            self._blocks[len(block)].append(block)
+    def _recycle(self, use: _Use) -> None:
+        """Keep a block that nobody uses any more, if there is room."""
+        del self._in_use[id(use)]
+        size = len(use.block)
+        kept = sum(size * len(blocks) for size, blocks in list(self._free.items()))
+        if kept + size <= self._kept_bytes:
+            self._free[size].append(use.block)
+
+
+class _Use(weakref.ref[NDArray[np.uint8]]):
+    """An array that is in use, and the block that it lies in."""
+
+    __slots__ = ("block",)
+    block: NDArray[np.uint8]

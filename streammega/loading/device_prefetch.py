@@ -113,8 +113,12 @@ class DeviceBatches(Iterator[tuple[int, Batch]]):
 
     def __next__(self) -> tuple[int, Batch]:
         if not self._under_way:
-            if self._ended is not None:
-                raise self._ended
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                try:
+                    raise ended
+                finally:
+                    del ended  # else its traceback and this frame would refer to each other
             self._start()
         consumed, copied = self._under_way.popleft()
         batch = self._copier.finish(copied)

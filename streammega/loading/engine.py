@@ -118,7 +118,10 @@ class Engine:
                 asked = time.perf_counter()
                 group = self._next_group()
                 if isinstance(group, BaseException):
-                    raise group
+                    try:
+                        raise group
+                    finally:
+                        del group  # else its traceback and this frame would refer to each other
                 if group is None:
                     return
                 away = 0.0

@@ -21,7 +21,7 @@ MAX_GROUP_BATCHES = 64
 READY_GROUPS = 4
 """Groups made ahead at least: with fewer, the two threads wait for each other at every one."""
 FIELD_BYTES = 4 << 20
-MAX_FIELD_BATCHES = 16
+MAX_FIELD_BATCHES = 8
 """Fields, and the micro-batches that they are of, that are made together when the first of these is
 handed out: few enough for a core's cache, and enough for the calls that make them.
 """
@@ -132,6 +132,15 @@ def _groups_of(batch: BatchSize, batches: int, ahead: int) -> _Groups:
     return _Groups(batches, field_batches, ready, ids_bytes + field_bytes, field_bytes)
 
 
+def _group_batches(batch: BatchSize) -> int:
+    """Micro-batches of a group where memory is no limit: a multiple of those whose fields are made
+    together, so that memory of one size serves all fields.
+    """
+    batches = max(1, min(GROUP_BYTES // sum(batch.ids), MAX_GROUP_BATCHES))
+    together = _groups_of(batch, batches, 0).field_batches
+    return batches - batches % together
+
+
 def plan_memory(
     memory_bytes: int,
     batch: BatchSize,
@@ -151,7 +160,7 @@ def plan_memory(
     Raises ConfigError where there is no room for one micro-batch.
     """
     # What is ready comes first: it is little, and no more where there is much memory.
-    groups = _groups_of(batch, max(1, min(GROUP_BYTES // sum(batch.ids), MAX_GROUP_BATCHES)), ahead)
+    groups = _groups_of(batch, _group_batches(batch), ahead)
     # Then blocks, of the datasets that are drawn most: each saves a request for every sample.
     room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
     group_samples = groups.batches * batch.samples

@@ -12,7 +12,7 @@ nobody looks, the worker makes no fields: it gathers ids and sends them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,7 @@ from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions
 from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.packed import are_packed
-from streammega.samples.source import all_files
-from streammega.samples.token_file import has_modes
+from streammega.samples.source import all_files, masks_by_files
 
 NARROW = (np.uint16, np.uint32)
 """What ids are sent as, where they fit."""
@@ -41,11 +40,12 @@ DERIVED = ["tokens", "labels", "loss_mask", "position_ids"]
 class IdBatch:
     """Ids [samples, S + 1] that nobody looks at in the worker. They arrive as a dict of fields."""
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, names: Sequence[str] = DERIVED) -> None:
         self._ids = ids
+        self._names = list(names)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _unpack, (dict.fromkeys(DERIVED), self._ids.numpy(), DERIVED)
+        return _unpack, (dict.fromkeys(self._names), self._ids.numpy(), self._names)
 
 
 def is_sent_unseen(dataset: object) -> bool:
@@ -65,19 +65,18 @@ def is_sent_unseen(dataset: object) -> bool:
 def ids_tell_fields(steps: MicroSteps) -> bool:
     """Whether the fields of all batches can be made of ids, but for padding."""
     config = steps.config
-    asks_for_more = (
+    names = config.field_names
+    if "position_ids" in names and (config.reset_position_ids or config.inter_document_masking):
+        return False
+    if "loss_mask" in names and (
         config.eod_mask_loss
-        or config.reset_position_ids
-        or config.reset_attention_mask
-        or config.create_attention_mask
-        or config.inter_document_masking
-        or config.dataset_ids
         or config.seams != "joined"
         or not config.add_extra_token
-    )
-    files = all_files(steps.samples.files)
-    some_unlearned = steps.samples.skipped is not None or has_modes(files) or are_packed(files)
-    return not asks_for_more and not some_unlearned
+        or masks_by_files(steps.samples)
+        or are_packed(all_files(steps.samples.files))
+    ):
+        return False
+    return set(names) <= set(DERIVED)
 
 
 def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
@@ -87,8 +86,8 @@ def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
     """
     ids = fields["ids"]
     if _all_are_tokens(ids, fields["valid"], steps):
-        return IdBatch(ids)
-    return WorkerBatch(fields_of_ids(ids, fields["valid"], steps.config, bounds=True))
+        return IdBatch(ids, steps.config.field_names)
+    return WorkerBatch(fields_of_ids(ids, fields["valid"], steps.config))
 
 
 def _all_are_tokens(ids: Tensor, valid: Tensor, steps: MicroSteps) -> bool:
@@ -116,7 +115,7 @@ class WorkerBatch(dict[str, Any]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sent = dict(self)
         ids = _ids_of(self.get("tokens"), self.get("labels"))
-        made = []
+        made: list[str] = []
         if ids is not None:
             made = ["tokens", "labels"]
             if _is_ones(self.get("loss_mask"), self["tokens"].shape):
@@ -135,6 +134,8 @@ def _unpack(sent: dict[str, Any], ids: NDArray[Any] | None, made: list[str]) -> 
     shape = (ids.shape[0], ids.shape[1] - 1)
     allocate = recycled_memory()
     for name, first in (("tokens", 0), ("labels", 1)):
+        if name not in made:
+            continue
         field = allocate(shape, torch.int64)
         field.numpy()[:] = ids[:, first : first + shape[1]]
         sent[name] = field

@@ -21,7 +21,7 @@ from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, rank_fields
 from streammega.parallel.groups import Ranks, has_cpu_backend
-from streammega.samples.derived_fields import check_ids, torch_dtype
+from streammega.samples.derived_fields import check_ids, check_mask_is_there, torch_dtype
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import Seams, as_asked
 
@@ -147,7 +147,12 @@ class BatchBroadcast:
         self._device = device
         self._reads_parts = bool(loader.bounds)
         self._specs: dict[int, BatchSpec] = {}
-        self._fields = stage_fields(ranks, every_stage)
+        asked = config.field_names
+        self._fields = tuple(
+            name
+            for name in stage_fields(ranks, every_stage)
+            if name.removesuffix("_whole") in asked
+        )
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
@@ -290,7 +295,9 @@ class BatchBroadcast:
         if raw is not None:
             if on_device:
                 # Fields made on a device are not checked there, since the host would wait for that.
-                check_ids(raw["ids"].numpy(), spec.config)
+                check_ids(raw["ids"].numpy(), spec.config, self._fields)
+                if bool((raw["valid"] < raw["ids"].shape[1]).any()):
+                    check_mask_is_there(self._fields)
             spec.pack(raw, message)
         return message
 
@@ -322,6 +329,7 @@ class BatchBroadcast:
             pending.spec.config,
             pending.spec.bounds,
             parts=self._reads_parts,
+            names=self._fields,
             documents=counts,
             learned=learned,
             seams=pending.seams,

@@ -68,12 +68,13 @@ def rank_fields(
     bounds: Bounds,
     *,
     parts: bool,
+    names: Sequence[str] | None = None,
     documents: DocumentCounts | None = None,
     learned: Tensor | None = None,
     seams: Seams | None = None,
 ) -> Batch:
-    """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the
-    tokens that a rank keeps.
+    """The fields of the tokens that a rank keeps: tokens, labels, loss_mask, position_ids [samples,
+    kept], and what the config adds.
 
     Args:
         ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P + 1],
@@ -81,15 +82,17 @@ def rank_fields(
         valid: int64 [rows of ids], how many ids of a row are not padding.
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
         parts: the rows are the parts, already.
+        names: of the fields; None: those of the config.
         documents: of these ids; None: where they are needed, the host waits for the device to count
             them.
         learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all
             are.
         seams: of the whole samples, that have no loss on the label over them.
     """
+    names = config.field_names if names is None else names
     if parts:
-        return _fields_of_parts(ids, valid, config, bounds, learned, seams)
-    batch = _fields(ids, valid, config, documents, learned, seams)
+        return _fields_of_parts(ids, valid, config, bounds, names, learned, seams)
+    batch = _fields(ids, valid, config, names, documents, learned, seams)
     if len(bounds) == 1:
         return batch
     return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
@@ -117,6 +120,7 @@ def _fields_of_parts(
     valid: Tensor,
     config: DataConfig,
     bounds: Bounds,
+    names: Sequence[str],
     learned: Tensor | None,
     seams: Seams | None,
 ) -> Batch:
@@ -133,13 +137,12 @@ def _fields_of_parts(
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
     of_parts = None if seams is None else _in_parts(seams, bounds)
-    batch = _fields(ids, valid, part_config, None, learned, of_parts)
-    kept: Batch = {}
-    for name in ("tokens", "labels", "loss_mask"):
-        kept[name] = batch[name].reshape(samples, kept_length)
-    # but for positions, which count from the start of the sample and not of the part
-    positions = [torch.arange(start, stop, device=ids.device) for start, stop in bounds]
-    kept["position_ids"] = torch.cat(positions).repeat(samples, 1)
+    batch = _fields(ids, valid, part_config, names, None, learned, of_parts)
+    kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
+    if "position_ids" in names:
+        # they count from the start of the sample and not of the part
+        positions = [torch.arange(start, stop, device=ids.device) for start, stop in bounds]
+        kept["position_ids"] = torch.cat(positions).repeat(samples, 1)
     return kept
 
 
@@ -147,17 +150,18 @@ def _fields(
     ids: Tensor,
     valid: Tensor,
     config: DataConfig,
+    names: Sequence[str],
     documents: DocumentCounts | None,
     learned: Tensor | None,
     seams: Seams | None,
 ) -> Batch:
     """The fields of samples, made where their ids are."""
     if ids.device.type == "cpu":
-        batch = fields_of_ids(ids, valid, config, bounds=True, seams=seams)
+        batch = fields_of_ids(ids, valid, config, names=names, seams=seams)
     else:
         most = documents.max_documents if documents else None
-        batch = device_fields(ids, valid, config, most=most, seams=seams)
-    if learned is not None:
+        batch = device_fields(ids, valid, config, names, most=most, seams=seams)
+    if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch
 

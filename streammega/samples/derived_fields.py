@@ -104,7 +104,8 @@ def make_fields(
     if "labels" in names or makes_mask:
         made["labels"] = allocate(shape, torch.int64)
         made["labels"].numpy()[:, : width - 1] = ids[:, 1:]
-        made["labels"].numpy()[:, width - 1 :] = pad
+        if width == length:
+            made["labels"].numpy()[:, -1] = pad
     if "loss_mask" in names:
         made["loss_mask"] = plain_mask(shape, allocate)
         mask = made["loss_mask"].numpy()
@@ -259,13 +260,18 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def check_ids(ids: NDArray[Any], config: FieldsConfig) -> None:
-    """Raise FormatError for an id that is neither padding nor within `vocab_size` of the config,
-    where it has one.
+def check_ids(ids: NDArray[Any], config: FieldsConfig, names: Sequence[str] = ()) -> None:
+    """Raise what `make_fields` would of whole samples, for fields that are made where nobody looks:
+    FormatError for an id that is neither padding nor within `vocab_size`, ConfigError for padding
+    among labels without a loss_mask.
     """
-    if config.vocab_size is not None:
-        _, low, high = scan_ids(ids, config.effective_pad_id)
+    pad = config.effective_pad_id
+    lacks_mask = "labels" in names and "loss_mask" not in names
+    if config.vocab_size is not None or (lacks_mask and (pad >= 0 or ids.dtype.kind != "u")):
+        num_padding, low, high = scan_ids(ids, pad)
         _check_vocabulary(low, high, config.vocab_size)
+        if num_padding:
+            check_mask_is_there(names)
 
 
 @lru_cache(maxsize=64)

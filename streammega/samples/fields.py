@@ -47,7 +47,7 @@ def batch_fields(
     where there is no label. Labels are shifted already: labels[:, i] is the token after tokens[:,
     i]. Models of Hugging Face shift what they get as `labels`: give these as `shift_labels`. With
     create_attention_mask also "attention_mask"; with `bounds` and reset_attention_mask also
-    "cu_seqlens".
+    "cu_seqlens". Those that `fields` of the config names, if it names any.
 
     Args:
         ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or
@@ -65,7 +65,8 @@ def batch_fields(
             "inter_document_masking goes by the sequences of files, which ids do not tell; give "
             "a config without it"
         )
-    return fields_of_ids(ids, valid, config, bounds=bounds)
+    names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
+    return fields_of_ids(ids, valid, config, names=names)
 
 
 def fields_of_ids(
@@ -73,13 +74,13 @@ def fields_of_ids(
     valid: IdsLike | None,
     config: FieldsConfig,
     *,
-    bounds: bool,
+    names: Sequence[str] | None = None,
     seams: Seams | None = None,
 ) -> Batch:
-    """The same, of all that ids tell. seams: of samples on the host, that have no loss on the label
-    over them.
+    """The same, of all that ids tell. names: of the fields; None: those of the config. seams: of
+    samples on the host, that have no loss on the label over them.
     """
-    names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
+    names = config.field_names if names is None else names
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
         return _fields_there(ids, valid, config, names)
     stored = _array(ids, "ids")

@@ -382,7 +382,7 @@ def test_seams_are_the_same_on_a_device_as_by_kernels(
     sample, column = np.nonzero(rng.random((samples, length + 1)) < 0.2)
     within = column > 0
     seams = Seams(sample=sample[within], column=column[within], apart=apart)
-    by_kernels = fields_of_ids(ids, valid, config, bounds=True, seams=seams)
+    by_kernels = fields_of_ids(ids, valid, config, seams=seams)
     on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config, seams=seams)
     assert set(by_kernels) == set(on_device)
     for name, field in by_kernels.items():

@@ -1,0 +1,88 @@
+"""A loader that is closed or dropped frees its files and threads at once, without the collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streammega import DataConfig, PhaseConfig, StreamLoader
+from streammega.errors import FormatError
+from tests.support.streams import config_of, storage_of, write_data
+from tools.bench.object_server import Running, running
+
+SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "megatron": {"order": "megatron"},
+    "stream": {"order": "stream"},
+    "phases": {"order": "stream", "phases": (PhaseConfig(first_sample=64, sequence_length=32),)},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server, root
+
+
+def loaded(config: DataConfig, how: str) -> dict[str, weakref.ref[Any]]:
+    """What a loader had that was closed or dropped after some batches."""
+    loader = StreamLoader(config, **SIZES)
+    if how == "device":
+        loader.prefetch_to("meta")
+    samples = loader.dataset.samples
+    refs: dict[str, weakref.ref[Any]] = {
+        "loader": weakref.ref(loader),
+        "samples": weakref.ref(samples),
+    }
+    batches = iter(loader)
+    with contextlib.suppress(FormatError):  # where `how` is error
+        for _ in range(20):
+            next(batches)
+        if how in ("ended", "error"):
+            for _ in batches:
+                pass
+    if how == "closed":
+        loader.close()
+    return refs
+
+
+@pytest.mark.guarantee("frees-without-collector")
+@pytest.mark.parametrize("how", ["closed", "dropped", "ended", "error", "device"])
+@pytest.mark.parametrize("where", ["s3", "local", "cache"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_for_the_collector(
+    server: tuple[Running, Path], tmp_path: Path, kind: str, where: str, how: str
+) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    storage = storage_of(endpoint, "obstore")
+    if where == "cache":
+        storage = replace(storage, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+    place = str(root) if where == "local" else "s3:/"
+    config = replace(config_of("stream", place, tmp_path, storage, 400), **KINDS[kind])
+    if config.order == "megatron":
+        config = replace(config, lanes=None)
+    loaded(config, "closed")  # kernels that are compiled leave much to the collector
+    if how == "error":
+        config = replace(config, vocab_size=59_900)
+    gc.collect()
+    threads = threading.active_count()
+    gc.disable()
+    try:
+        refs = loaded(config, how)
+        alive = [name for name, ref in refs.items() if ref() is not None]
+        mapped = Path("/proc/self/maps").read_text().count(f"{root}/data/")
+        assert (alive, mapped) == ([], 0)
+        assert threading.active_count() <= threads
+    finally:
+        gc.enable()
