@@ -13,7 +13,7 @@ So ranks and workers agree without a message, and nothing is drawn that is not w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,53 +27,48 @@ from streammega.storage.object_ops import read_whole
 from streammega.storage.store import create_on_condition
 
 FORMAT = "streammega-follow"
-VERSION = 1
+VERSION = 2
 _DIGITS = 20
 """Of a sample in a file's name, so that names are in the order of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
-    """What was appended to a dataset of the blend, from version `after` to version `until`.
+class AppendedSegment:
+    """A segment that begins because versions were appended: the whole of its blend.
 
-    dataset: the place in the blend of the one that it was appended to. name: of it, for people.
-    """
-
-    dataset: int
-    name: str
-    after: int
-    until: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoiningPhase:
-    """A phase that begins because something joined, behind all datasets that were there.
-
-    weights: of all datasets of its blend; None: in proportion to their samples, as before.
+    datasets: names, without secrets; those that the blend had before come first. weights: of all of
+    them; None: in proportion to their samples, as before. weights_before: of those it had before.
     """
 
     first_sample: int
-    joined: list[Joined]
-    weights: list[float] | None = None
+    datasets: list[str]
+    weights: list[float] | None
+    num_before: int
+    weights_before: list[float] | None
+
+    @property
+    def appended(self) -> list[str]:
+        """The versions that begin here."""
+        return self.datasets[self.num_before :]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
-    """All that joined up to a sample at which newer versions were looked for.
+class Check:
+    """All that was appended up to a sample at which versions were looked for.
 
-    left_out: versions that could not be read there, and why, for people.
+    unreadable: versions that could not be read there, and why, for people.
     """
 
     sample: int
-    phases: list[JoiningPhase]
-    left_out: list[str]
+    segments: list[AppendedSegment]
+    unreadable: list[str]
 
 
-NOTHING = Looked(sample=0, phases=[], left_out=[])
+NOTHING = Check(sample=0, segments=[], unreadable=[])
 """Of a run that has looked nowhere yet."""
 
 
-class FollowRecord:
+class AppendLog:
     """The files of one run. Raises StorageError, FormatError for files that are not its own.
 
     Args:
@@ -85,7 +80,7 @@ class FollowRecord:
         self.url = url
         self._storage = storage
 
-    def newest(self) -> Looked:
+    def newest(self) -> Check:
         """What was found at the last sample of all: one listing, and one file."""
         store, key = open_store(self.url, self._storage)
         samples = [0]
@@ -94,12 +89,12 @@ class FollowRecord:
             if suffix == "json" and len(name) == _DIGITS and name.isdecimal():
                 samples.append(int(name))
         newest = max(samples)
-        looked = self.at(newest)
-        if looked is None and newest:
+        check = self.at(newest)
+        if check is None and newest:
             raise self._damaged(newest, "it was listed, and is not there")
-        return looked or NOTHING
+        return check or NOTHING
 
-    def at(self, sample: int) -> Looked | None:
+    def at(self, sample: int) -> Check | None:
         """What was found at a sample; None: nobody has looked there."""
         raw = read_whole(self._url_of(sample), self._storage)
         if raw is None:
@@ -107,14 +102,14 @@ class FollowRecord:
         stored = self._parse(raw, sample)
         stored.pop("run", None)
         try:
-            looked = dacite.from_dict(Looked, stored, dacite.Config(strict=True))
+            check = dacite.from_dict(Check, stored, dacite.Config(strict=True))
         except dacite.DaciteError as error:
             raise self._damaged(sample, str(error)) from None
-        firsts = [phase.first_sample for phase in looked.phases]
+        firsts = [segment.first_sample for segment in check.segments]
         in_order = firsts == sorted(set(firsts)) and all(0 < first <= sample for first in firsts)
-        if looked.sample != sample or not in_order:
+        if check.sample != sample or not in_order:
             raise self._damaged(sample, "its samples are not in order")
-        return looked
+        return check
 
     def begin(self, run: Mapping[str, Any]) -> None:
         """Have it be the record of a run, which `run` tells from others.
@@ -134,12 +129,12 @@ class FollowRecord:
         if self._create(0, raw or first):
             raise _no_conditions(self.url, "what is there is written over")
 
-    def write(self, looked: Looked) -> Looked:
+    def write(self, check: Check) -> Check:
         """Write what was found, unless somebody has; returns what holds."""
-        self._create(looked.sample, self._to_json(looked))
-        written = self.at(looked.sample)
+        self._create(check.sample, self._to_json(check))
+        written = self.at(check.sample)
         if written is None:
-            raise StateError(f"{self._url_of(looked.sample)}: was written, and is not there")
+            raise StateError(f"{self._url_of(check.sample)}: was written, and is not there")
         return written
 
     def _create(self, sample: int, data: bytes) -> bool:
@@ -152,8 +147,8 @@ class FollowRecord:
     def _url_of(self, sample: int) -> str:
         return join_url(self.url, f"{sample:0{_DIGITS}d}.json")
 
-    def _to_json(self, looked: Looked, **more: Any) -> bytes:
-        stored = {"format": FORMAT, "version": VERSION, **more, **asdict(looked)}
+    def _to_json(self, check: Check, **more: Any) -> bytes:
+        stored = {"format": FORMAT, "version": VERSION, **more, **asdict(check)}
         text = json.dumps(stored, indent=1) + "\n"
         return text.encode()
 
@@ -182,17 +177,3 @@ def _no_conditions(url: str, reason: str) -> ConfigError:
         f"({reason}), so ranks could take in different versions; name another folder by "
         f"data.follow.record, in s3:// for instance, or on a disk that all ranks see"
     )
-
-
-def same_phases(one: Looked, other: Looked) -> bool:
-    """Whether two say the same of the order."""
-    return _order_of(one.phases) == _order_of(other.phases)
-
-
-def _order_of(phases: Sequence[JoiningPhase]) -> list[Any]:
-    """What of phases the order depends on."""
-    found: list[Any] = []
-    for phase in phases:
-        joined = [(item.dataset, item.after, item.until) for item in phase.joined]
-        found.append((phase.first_sample, joined, phase.weights))
-    return found

@@ -8,25 +8,19 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig, parse_blend
+from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig
 from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
 from streammega.order.schedule import TrainingSchedule, check_in_samples
-from streammega.samples.append_log import (
-    FollowRecord,
-    Joined,
-    JoiningPhase,
-    Looked,
-    same_phases,
-)
+from streammega.samples.append_log import AppendedSegment, AppendLog, Check
 from streammega.samples.excluded import with_names_read
 from streammega.samples.segments import dataset_names, datasets_of_segments, split_blend
 from streammega.samples.source import SampleSource, SegmentSource
@@ -37,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _NamedBlend:
-    """The datasets of a phase by their names; weights None: in proportion to their samples."""
+    """The datasets of a segment by their names; weights None: in proportion to their samples."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -49,16 +43,34 @@ class _NamedBlend:
             return list(self.names)
         return list(zip(self.names, self.weights, strict=True))
 
+    def versions_of(self, prefix: str) -> list[tuple[int, VersionName]]:
+        """(place, name) of each dataset that is a version of one."""
+        found = []
+        for place, name in enumerate(self.names):
+            version = VersionName.parse(name)
+            if version is not None and version.prefix == prefix:
+                found.append((place, version))
+        return found
 
-def record_of(config: DataConfig) -> FollowRecord:
-    """Where a run that follows writes what joined. Raises ConfigError where it does not say."""
+    def newest(self) -> dict[str, int]:
+        """{dataset: the newest version of it that the blend has}."""
+        found: dict[str, int] = {}
+        for name in self.names:
+            version = VersionName.parse(name)
+            if version is not None:
+                found[version.prefix] = max(version.number, found.get(version.prefix, 0))
+        return found
+
+
+def log_of(config: DataConfig) -> AppendLog:
+    """Where a run writes what was appended. Raises ConfigError where it does not say."""
     assert config.follow is not None
     if config.follow.record is None:
         raise ConfigError(
             "follow.record is not given: name a folder that all ranks and resumes of the run see, "
             "where it is written what joined at which sample"
         )
-    return FollowRecord(config.follow.record, config.storage)
+    return AppendLog(config.follow.record, config.storage)
 
 
 def recorded(config: DataConfig, split: str = "train") -> DataConfig:
@@ -67,249 +79,180 @@ def recorded(config: DataConfig, split: str = "train") -> DataConfig:
     """
     if not config.follows(split):
         return config
-    return replace(with_joined(config, record_of(config).newest()), follow=None)
+    return replace(with_appended(config, log_of(config).newest()), follow=None)
 
 
-def with_joined(config: DataConfig, looked: Looked) -> DataConfig:
-    """A config whose phases are its own, and those in which something joined.
+def with_appended(config: DataConfig, check: Check) -> DataConfig:
+    """A config whose phases are its own, and those of what was appended.
 
-    Raises ConfigError where both begin at one sample, or what joined is of no dataset there.
+    Raises ConfigError where both begin at one sample, or the config no longer has the blend that the
+    versions were appended to.
     """
     check_in_samples(config.phases)
-    if not looked.phases:
+    if not check.segments:
         return config
-    blend = _first_blend(config)
-    phases: list[PhaseConfig] = []
-    own_and_joined: list[PhaseConfig | JoiningPhase] = [*config.phases, *looked.phases]
-    for phase in sorted(own_and_joined, key=_first_sample):
-        if phases and phases[-1].first_sample == phase.first_sample:
+    blends = _blends(config)
+    appended_at = {segment.first_sample: segment for segment in check.segments}
+    for phase in config.phases:
+        if phase.first_sample in appended_at:
             raise ConfigError(
                 f"a phase begins at sample {phase.first_sample}, where newer versions have joined: "
                 f"let it begin a step later"
             )
-        if isinstance(phase, JoiningPhase):
-            blend = _joined_blend(blend, phase)
-            phase = PhaseConfig(first_sample=phase.first_sample, blend=blend.blend)
-        elif phase.blend is not None:
-            blend = _named(phase.blend)
-        phases.append(phase)
-    return replace(config, phases=phases)
+    phases = {phase.first_sample: phase for phase in config.phases}
+    blend = blends[0]
+    for first_sample in sorted([*phases, *appended_at]):
+        if first_sample in appended_at:
+            blend = _appended_to(blend, appended_at[first_sample])
+            phases[first_sample] = PhaseConfig(first_sample=first_sample, blend=blend.blend)
+        elif phases[first_sample].blend is not None:
+            blend = blends[first_sample]
+    return replace(config, phases=[phases[first_sample] for first_sample in sorted(phases)])
 
 
-def look(
-    config: DataConfig, before: Looked, sample: int, try_it: Callable[[Looked], None]
-) -> Looked:
-    """What joins at a sample, where `before` had joined before: the newest version of each dataset
-    that the blend there names by one.
+def _appended_to(blend: _NamedBlend, segment: AppendedSegment) -> _NamedBlend:
+    """An appended segment in the names of the config, whose data may lie elsewhere by now. blend: the
+    one before it.
+    """
+    where = f"at sample {segment.first_sample}"
+    has_weights = blend.weights is not None
+    if has_weights != (segment.weights_before is not None) or not _are_alike(
+        blend.weights or (), segment.weights_before or ()
+    ):
+        raise ConfigError(
+            f"{where} versions joined a blend of other weights than the config now has there: restore "
+            f"those, or remove the files of sample {segment.first_sample} and later ones from "
+            f"data.follow.record: versions are then looked for anew"
+        )
+    prefix_of: dict[str, str] = {}
+    are_same = len(blend.names) == segment.num_before
+    for name, stored in zip(blend.names, segment.datasets, strict=False):
+        version = VersionName.parse(name)
+        before = VersionName.parse(stored)
+        if version is None or before is None:
+            are_same = are_same and version is before
+            continue
+        are_same = are_same and (version.after, version.number) == (before.after, before.number)
+        prefix_of[before.prefix] = version.prefix
+    if not are_same:
+        raise ConfigError(
+            f"{where} versions joined the datasets {', '.join(segment.datasets[: segment.num_before])}, "
+            "and the config has other ones there now: name the datasets as the run did before"
+        )
+    names = list(blend.names)
+    for stored in segment.appended:
+        new = VersionName.parse(stored)
+        assert new is not None
+        names.append(f"{prefix_of[new.prefix]}@{new.after}..{new.number}")
+    weights = None if segment.weights is None else tuple(segment.weights)
+    return _NamedBlend(names=tuple(names), weights=weights)
+
+
+def _are_alike(weights: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether weights are the same but for a common factor."""
+    if len(weights) != len(others):
+        return True  # of other datasets, which is said where their names are compared
+    scale = sum(others) / sum(weights) if weights else 1.0
+    return all(math.isclose(a * scale, b) for a, b in zip(weights, others, strict=True))
+
+
+def check_versions(
+    config: DataConfig, before: Check, sample: int, try_it: Callable[[Check], None]
+) -> Check:
+    """What is appended at a sample, where `before` was appended before: the newest version of each
+    dataset that the blend there names by one.
 
     try_it: raises where what it is given cannot be read. Such a version is left out, and looked at
     again the next time: what a producer spoils ends no run. What may pass is raised.
     """
-    found = replace(before, sample=sample, left_out=[])
+    found = replace(before, sample=sample, unreadable=[])
     if any(phase.first_sample == sample for phase in config.phases):
         return found  # which says what holds from here on
-    joined_before = with_joined(config, before)
-    blend = _blend_at(joined_before, sample)
-    for name, number in _held(blend).items():
-        newest = newest_version(name, config.storage)
-        for after, until in _pieces(joined_before, name, number, newest):
+    blends = _blends(with_appended(config, before))
+    blend = blends[max(first for first in blends if first <= sample)]
+    num_before = len(blend.names)
+    weights_before = blend.weights
+    for prefix, number in blend.newest().items():
+        newest = newest_version(prefix, config.storage)
+        for after, until in _pieces(blends.values(), prefix, number, newest):
             try:
-                joined = _join(found, blend, name, after, until, config.storage)
-                try_it(joined)
+                grown = _with_version(blend, prefix, after, until, config.storage)
+                segment = AppendedSegment(
+                    first_sample=sample,
+                    datasets=[redact_urls(name) for name in grown.names],
+                    weights=None if grown.weights is None else list(grown.weights),
+                    num_before=num_before,
+                    weights_before=None if weights_before is None else list(weights_before),
+                )
+                tried = replace(found, segments=[*before.segments, segment])
+                try_it(tried)
             except StreammegaError as error:
                 if getattr(error, "transient", False):
                     raise
-                left_out = f"{redact_urls(name)}@{after}..{until}: {error}"
-                found = replace(found, left_out=[*found.left_out, left_out])
+                unreadable = f"{redact_urls(prefix)}@{after}..{until}: {error}"
+                found = replace(found, unreadable=[*found.unreadable, unreadable])
                 break
-            found = joined
+            found = tried
+            blend = grown
     return found
 
 
 def check_follows_something(config: DataConfig) -> None:
     """Raise ConfigError for a run none of whose datasets is named by a version."""
-    blends = [_first_blend(config)]
-    for phase in config.phases:
-        if phase.blend is not None:
-            blends.append(_named(phase.blend))
-    if not any(_held(blend) for blend in blends):
+    if not any(blend.newest() for blend in _blends(config).values()):
         raise ConfigError(
             "follow takes in what is appended to datasets that the blend names by a version, such "
             "as web@7, and there is none: `streammega versions` lists those of a dataset"
         )
 
 
-def _first_sample(phase: PhaseConfig | JoiningPhase) -> int:
-    return phase.first_sample
-
-
-def _named(blend: Blend) -> _NamedBlend:
-    names, weights = parse_blend(blend)
-    return _NamedBlend(names=names, weights=weights)
-
-
-def _first_blend(config: DataConfig) -> _NamedBlend:
-    blend = split_blend(config, "train")
-    if blend is None:
-        raise ConfigError("follow is of training, which the config gives nothing")
-    return _NamedBlend(names=blend.prefixes, weights=blend.weights)
-
-
-def _blend_at(config: DataConfig, sample: int) -> _NamedBlend:
-    """The blend in which a sample lies, of a config that has all phases."""
-    blend = _first_blend(config)
-    for phase in config.phases:
-        if phase.first_sample <= sample and phase.blend is not None:
-            blend = _named(phase.blend)
-    return blend
-
-
-def _held(blend: _NamedBlend) -> dict[str, int]:
-    """{dataset: the newest version that a blend has of it}."""
-    held: dict[str, int] = {}
-    for name in blend.names:
-        growing = VersionName.parse(name)
-        if growing is not None:
-            held[growing.prefix] = max(growing.number, held.get(growing.prefix, 0))
-    return held
-
-
-def _pieces(config: DataConfig, prefix: str, held: int, newest: int) -> list[tuple[int, int]]:
-    """What is taken in of a dataset from version `held` to the newest, as (after, until): cut where
-    the names of all phases are. What joined before, and which a phase by hand left out, is then the
-    dataset that it was, and goes on where it was.
-    """
-    cuts = {held, newest}
-    names = list(_first_blend(config).names)
-    for phase in config.phases:
-        if phase.blend is not None:
-            names += _named(phase.blend).names
-    for name in names:
-        growing = VersionName.parse(name)
-        if growing is not None and growing.prefix == prefix:
-            cuts |= {growing.after or 0, growing.number}
-    bounds = sorted(cut for cut in cuts if held <= cut <= newest)
-    return list(pairwise(bounds))
-
-
-def _joined_blend(blend: _NamedBlend, phase: JoiningPhase) -> _NamedBlend:
-    """A blend with what joins it, behind what it has."""
-    names = list(blend.names)
-    for joined in phase.joined:
-        growing = None
-        if 0 <= joined.dataset < len(names):
-            growing = VersionName.parse(names[joined.dataset])
-        if growing is None or growing.number != joined.after:
-            raise ConfigError(
-                f"at sample {phase.first_sample} versions up to {joined.until} joined dataset "
-                f"{joined.dataset} of the blend, {joined.name}, and that is no version now: name "
-                f"the datasets as the run did before"
-            )
-        names.append(f"{growing.prefix}@{joined.after}..{joined.until}")
-    weights = None if phase.weights is None else tuple(phase.weights)
-    if weights is not None and len(weights) != len(names):
-        raise ConfigError(
-            f"at sample {phase.first_sample} a blend of {len(weights)} datasets began, and now it "
-            f"has {len(names)}: name the datasets as the run did before"
+def _blends(config: DataConfig) -> dict[int, _NamedBlend]:
+    """{first sample: its blend} of each segment of training."""
+    if split_blend(config, "train") is None:
+        raise ConfigError("follow applies to training, which this config gives no data")
+    return {
+        segment.first_sample: _NamedBlend(
+            names=tuple(segment.datasets),
+            weights=None if segment.weights is None else tuple(segment.weights),
         )
-    joined_blend = _NamedBlend(names=tuple(names), weights=weights)
-    if not _keeps_weights(blend, joined_blend):
-        raise ConfigError(
-            f"at sample {phase.first_sample} versions joined a blend of other weights than the config "
-            f"now has there: restore those, or remove the files of sample {phase.first_sample} and "
-            f"later ones from data.follow.record: versions are then looked for anew"
-        )
-    return joined_blend
+        for segment in config.segments("train")
+    }
 
 
-def _keeps_weights(blend: _NamedBlend, joined: _NamedBlend) -> bool:
-    """Whether a blend with what joined it, behind what it has, has its weights: each dataset that
-    grew is drawn as often in all, and what it had is shared as before.
+def _pieces(
+    blends: Iterable[_NamedBlend], prefix: str, number: int, newest: int
+) -> list[tuple[int, int]]:
+    """What is taken in of a dataset from version `number` to the newest, as (after, until): cut where
+    the names of all segments are. What was appended before, and which a phase by hand left out, is
+    then the dataset that it was, and goes on where it was.
     """
-    if blend.weights is None or joined.weights is None:
-        return blend.weights is None and joined.weights is None
-    own = len(blend.names)
-    prefixes = {_prefix_of(name) for name in joined.names[own:]}
-    groups: dict[str | int, list[int]] = {}
-    for place, name in enumerate(joined.names):
-        prefix = _prefix_of(name)
-        groups.setdefault(prefix if prefix in prefixes else place, []).append(place)
-    scale = sum(joined.weights) / sum(blend.weights)
-    for places in groups.values():
-        before = sum(blend.weights[place] for place in places if place < own)
-        after = sum(joined.weights[place] for place in places)
-        if not math.isclose(before * scale, after):
-            return False
-        after_of_own = sum(joined.weights[place] for place in places if place < own)
-        for place in places:
-            # crosswise: no share of the two is divided by
-            if place < own and not math.isclose(
-                blend.weights[place] * after_of_own, joined.weights[place] * before
-            ):
-                return False
-    return True
+    cuts = {number, newest}
+    for blend in blends:
+        for _, version in blend.versions_of(prefix):
+            cuts |= {version.after or 0, version.number}
+    return list(pairwise(sorted(cut for cut in cuts if number <= cut <= newest)))
 
 
-def _prefix_of(name: str) -> str:
-    """The dataset of a version's name; any other name as it is."""
-    growing = VersionName.parse(name)
-    return name if growing is None else growing.prefix
-
-
-def _join(
-    found: Looked,
-    blend: _NamedBlend,
-    prefix: str,
-    after: int,
-    until: int,
-    storage: StorageConfig,
-) -> Looked:
-    """What was found, and what a dataset has more."""
-    phases = list(found.phases)
-    is_first = not phases or phases[-1].first_sample < found.sample
-    phase = JoiningPhase(
-        first_sample=found.sample,
-        joined=[],
-        weights=None if blend.weights is None else list(blend.weights),
-    )
-    if not is_first:
-        phase = phases.pop()
-    places = _places(_joined_blend(blend, phase), prefix)
-    place, _ = next(item for item in places if item[1].number == after)
-    joined = Joined(dataset=place, name=redact_urls(prefix), after=after, until=until)
-    weights = phase.weights
-    if weights is not None:
-        news = VersionName(prefix=prefix, number=until, after=after)
-        new_tokens = news.tokens(storage)
-        tokens = sum(growing.tokens(storage) for _, growing in places)
-        weights = _shared(weights, [place for place, _ in places], new_tokens, tokens)
-    phases.append(replace(phase, joined=[*phase.joined, joined], weights=weights))
-    return replace(found, phases=phases)
-
-
-def _places(blend: _NamedBlend, prefix: str) -> list[tuple[int, VersionName]]:
-    """(place, name) of each dataset of a blend that is of the one that grows."""
-    found = []
-    for place, name in enumerate(blend.names):
-        growing = VersionName.parse(name)
-        if growing is not None and growing.prefix == prefix:
-            found.append((place, growing))
-    return found
-
-
-def _shared(
-    weights: Sequence[float], places: Sequence[int], new_tokens: int, tokens: int
-) -> list[float]:
-    """Weights with one more, of what joins the datasets at `places`: theirs is shared out by tokens,
-    so that all of the dataset that grew is drawn as often as before.
+def _with_version(
+    blend: _NamedBlend, prefix: str, after: int, until: int, storage: StorageConfig
+) -> _NamedBlend:
+    """A blend with what a dataset has more: its weight is shared out by tokens, so that all of the
+    dataset is drawn as often as before.
     """
+    new = VersionName(prefix=prefix, number=until, after=after)
+    names = (*blend.names, f"{prefix}@{after}..{until}")
+    if blend.weights is None:
+        return _NamedBlend(names=names, weights=None)
+    new_tokens = new.tokens(storage)
     if new_tokens < 1:
         raise ConfigError("what was appended holds no token")
-    share = new_tokens / (new_tokens + tokens)
-    changed = list(weights)
-    for place in places:
-        changed[place] = weights[place] * (1 - share)
-    return [*changed, share * sum(weights[place] for place in places)]
+    versions = blend.versions_of(prefix)
+    share = new_tokens / (new_tokens + sum(version.tokens(storage) for _, version in versions))
+    weights = list(blend.weights)
+    for place, _ in versions:
+        weights[place] *= 1 - share
+    taken = share * sum(blend.weights[place] for place, _ in versions)
+    return _NamedBlend(names=names, weights=(*weights, taken))
 
 
 class AutoAppendSource(SampleSource):
@@ -323,8 +266,8 @@ class AutoAppendSource(SampleSource):
         # now: whoever writes a name more into a file of them must not change what was read already
         self._named = with_names_read(config, split)
         self._split = split
-        self._looked = record_of(self._named).newest()
-        whole = with_joined(self._named, self._looked)
+        self._checked = log_of(self._named).newest()
+        whole = with_appended(self._named, self._checked)
         # the one attribute that changes, at once: other threads locate samples meanwhile
         self._source = StreamSource(
             whole, split, global_batch_size, dataset_ids=self._dataset_ids(whole)
@@ -343,7 +286,7 @@ class AutoAppendSource(SampleSource):
     @property
     def appended_at(self) -> list[int]:
         """The samples at which newer versions joined."""
-        return [phase.first_sample for phase in self._looked.phases]
+        return [segment.first_sample for segment in self._checked.segments]
 
     def with_lanes(self, lanes: int) -> SampleSource:
         """The same in the lanes of a saved state, unless the config names its own."""
@@ -357,15 +300,15 @@ class AutoAppendSource(SampleSource):
 
         Raises ConfigError for the record of another run.
         """
-        record = record_of(self._named)
+        record = log_of(self._named)
         first = self._source.segments[0]
         assert first.order is not None
         # what tells the record of this run from others: not where its data lies
         digests = digests_of(first.order, first.files)
         record.begin({"seed": self.config.seed, "datasets": digests})
         self._take_in(record.newest())
-        if self._looked.sample < sample - 1:
-            self._looked = replace(self._looked, sample=sample - 1)
+        if self._checked.sample < sample - 1:
+            self._checked = replace(self._checked, sample=sample - 1)
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
         """Take in what joins up to a sample: newer versions are looked for at the ends of steps that
@@ -377,50 +320,50 @@ class AutoAppendSource(SampleSource):
         every_samples = self._named.follow.every_samples
         segments = self.segments
         while True:
-            looked = self._looked.sample
-            multiple = looked - looked % every_samples
+            checked = self._checked.sample
+            multiple = checked - checked % every_samples
             end = schedule.end_of_step(multiple)
-            while end <= looked:
+            while end <= checked:
                 multiple += every_samples
                 end = schedule.end_of_step(multiple)
             if end > sample:
                 return self.segments is not segments
-            self._look(end)
+            self._check(end)
 
-    def _look(self, sample: int) -> None:
+    def _check(self, sample: int) -> None:
         """Take in what joins at a sample, the end of a step: what the record says, or if nobody was
         there before, what there is now, which is then written to it.
 
         In the order of samples: what joined before must be known. Phases that have begun stay as
         they are.
         """
-        record = record_of(self._named)
-        looked = record.at(sample)
-        tried: list[tuple[Looked, StreamSource]] = []
-        if looked is None:
+        record = log_of(self._named)
+        check = record.at(sample)
+        tried: list[tuple[Check, StreamSource]] = []
+        if check is None:
 
-            def try_it(found: Looked) -> None:
+            def try_it(found: Check) -> None:
                 tried.append((found, self._with(found)))
 
-            looked = record.write(look(self._named, self._looked, sample, try_it))
-            for left_out in looked.left_out:
-                log.warning("sample %d: left out until it can be read: %s", sample, left_out)
-        self._take_in(looked, tried)
+            check = record.write(check_versions(self._named, self._checked, sample, try_it))
+            for unreadable in check.unreadable:
+                log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
+        self._take_in(check, tried)
 
-    def _take_in(self, looked: Looked, tried: Sequence[tuple[Looked, StreamSource]] = ()) -> None:
+    def _take_in(self, check: Check, tried: Sequence[tuple[Check, StreamSource]] = ()) -> None:
         """Go by what was found. tried: sources with it, perhaps, which need not be opened again."""
-        if not same_phases(looked, self._looked):
-            opened = [source for found, source in tried if same_phases(found, looked)]
-            source = opened[0] if opened else self._with(looked)
-            for phase in looked.phases[len(self._looked.phases) :]:
-                names = [f"{item.name}@{item.after}..{item.until}" for item in phase.joined]
-                log.info("from sample %d on: %s joined", phase.first_sample, ", ".join(names))
+        if check.segments != self._checked.segments:
+            opened = [source for found, source in tried if found.segments == check.segments]
+            source = opened[0] if opened else self._with(check)
+            for segment in check.segments[len(self._checked.segments) :]:
+                names = ", ".join(segment.appended)
+                log.info("from sample %d on: %s joined", segment.first_sample, names)
             self._source = source
-        self._looked = looked
+        self._checked = check
 
-    def _with(self, looked: Looked) -> StreamSource:
-        """The stream with what joined."""
-        whole = with_joined(self._named, looked)
+    def _with(self, check: Check) -> StreamSource:
+        """The stream with what was appended."""
+        whole = with_appended(self._named, check)
         return self._source.with_config(whole, self._dataset_ids(whole))
 
     def _dataset_ids(self, whole: DataConfig) -> NDArray[np.int64]:

@@ -68,7 +68,7 @@ def test_ranks_that_are_killed_repeat_what_they_took_in(run_file: str, tmp_path:
         assert record["batch_hash"] == expected[record["step"] - 1], record
     assert set(records[-1]["source_loss"]) == {"web@1", "code"}, "what joined is of its source"
     written = sorted((tmp_path / "run" / "follow").iterdir())
-    assert json.loads(written[1].read_text())["phases"][0]["joined"][0]["until"] == 2
+    assert json.loads(written[1].read_text())["segments"][0]["datasets"][-1] == f"{web}@1..2"
 
 
 @pytest.mark.guarantee("ranks-killed-between")
