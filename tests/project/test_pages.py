@@ -123,7 +123,9 @@ def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
     )
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "docs/glossary.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/architecture.md", "docs/design.md", "CONTRIBUTING.md", "docs/glossary.md"]
+)
 def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
     named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / page).read_text()))
     there = [
@@ -294,32 +296,32 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
-    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
-    ("architecture", "a block (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
+    ("design", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
+    ("design", "a block (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
     (
-        "architecture",
+        "design",
         "while at most a seventh more is fetched than is used",
         planner.MAX_WASTE,
         1 / 7,
     ),
-    ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
-    ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
-    ("architecture", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
-    ("architecture", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
-    ("architecture", "staged by four threads", staging.THREADS, 4),
+    ("design", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
+    ("design", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
+    ("design", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
+    ("design", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
+    ("design", "staged by four threads", staging.THREADS, 4),
     (
-        "architecture",
+        "design",
         "(1 GiB or 1 % stay free)",
         (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
     ),
-    ("architecture", "is not looked at again for half a minute", cache_folder.FULL_FOR, 30),
-    ("architecture", "groups of micro-batches (2 MiB of ids)", memory_plan.GROUP_BYTES, 2 << 20),
-    ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
-    ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
-    ("architecture", "Signs of life go to the job's store once a second", watchdog.BEAT, 1),
+    ("design", "is not looked at again for half a minute", cache_folder.FULL_FOR, 30),
+    ("design", "groups of micro-batches (2 MiB of ids)", memory_plan.GROUP_BYTES, 2 << 20),
+    ("design", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
+    ("design", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
+    ("design", "Signs of life go to the job's store once a second", watchdog.BEAT, 1),
     (
-        "architecture",
+        "design",
         "exponential pauses and jitter",
         (retry.FIRST_PAUSE, retry.LONGEST_PAUSE),
         (0.1, 10),
