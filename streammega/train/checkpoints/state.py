@@ -24,16 +24,13 @@ def state_to_save(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dic
     The first replica writes for all. The planner lets one rank write what tensor-parallel ranks and
     pipeline stages have in common.
     """
-    inner = _inner_optimizer(optimizer)
     is_first_replica = model.ranks.members("dp-cp")[0] == model.ranks.rank
-    state: dict[str, Tensor] = {}
-    if model.is_sharded or is_first_replica:
-        state |= _model_state(model)
-    # Each rank of a ZeroRedundancyOptimizer has the state of other parameters.
-    writes_optimizer = model.is_sharded or is_first_replica or inner is not optimizer
+    if not model.is_sharded and not is_first_replica:
+        return {}
+    state = _model_state(model)
     # torch would step an optimizer that has no state yet, which counts as a step of the run.
-    if writes_optimizer and inner.state:
-        state |= _optimizer_state(model, inner)
+    if optimizer.state:
+        state |= _optimizer_state(model, optimizer)
     return state
 
 
@@ -59,17 +56,13 @@ def state_to_load(
             raise StateError(f"the checkpoint has a parameter {name}, this model has not")
         raise StateError(f"this model has a parameter {name}, the checkpoint has not")
     state = _model_state(model)
-    inner = _inner_optimizer(optimizer)
-    of_optimizer = _optimizer_state(model, inner)
-    stepped_here = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    of_optimizer = _optimizer_state(model, optimizer)
     for name, parameter in names_of(model).items():
-        if id(parameter) not in stepped_here:
-            continue
         if name not in stored_states:
             # It was never stepped, and must not be counted as if it was.
-            inner.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)
             continue
-        state_names = set(inner.state.get(parameter, ()))
+        state_names = set(optimizer.state.get(parameter, ()))
         if state_names != stored_states[name]:
             raise StateError(
                 f"the optimizer keeps {sorted(stored_states[name])} of {name} in the checkpoint, "
@@ -91,9 +84,9 @@ def _model_state(model: ParallelModel) -> dict[str, Tensor]:
     return {f"model.{_name_in_model(name)}": tensor for name, tensor in of_stages.items()}
 
 
-def _optimizer_state(model: ParallelModel, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All state of an optimizer, which torch makes where there is none."""
-    of_stages: dict[str, Any] = get_optimizer_state_dict(nn.ModuleList(model.chunks), inner)
+    of_stages: dict[str, Any] = get_optimizer_state_dict(nn.ModuleList(model.chunks), optimizer)
     state: dict[str, Tensor] = {}
     for name, values in of_stages["state"].items():
         for state_name, value in values.items():
@@ -105,9 +98,3 @@ def _name_in_model(name: str) -> str:
     """The name of a parameter without the number of its stage in a list of stages."""
     _, _, name_in_stage = name.partition(".")
     return canonical(name_in_stage)
-
-
-def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that holds the state of this rank: a ZeroRedundancyOptimizer has one within."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
-    return inner
