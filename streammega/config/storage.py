@@ -104,7 +104,7 @@ class StorageConfig:
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, hides_text=True)
         if self.cache_dir:
             # the way to set a field of what is frozen
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))

@@ -103,11 +103,12 @@ def field_types(settings: type) -> dict[str, FieldType]:
     return types
 
 
-def check_fields(settings: Any, section: str = "") -> None:
+def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) -> None:
     """Raise ConfigError for a field whose value its type forbids: another kind of value, none of
     its choices, or out of its bounds. Numbers of other kinds (numpy's) become plain ones.
 
-    section: what stands before the name in messages, such as "train.".
+    section: what stands before the name in messages, such as "train.". hides_text: text in place of
+    a number is not repeated, for it may be a secret that was put in the wrong line.
     """
     settings_class: type = type(settings)
     types = field_types(settings_class)
@@ -121,8 +122,8 @@ def check_fields(settings: Any, section: str = "") -> None:
         if kind.flag is not None:
             what += f" ({flag_name(item.name, kind.flag)})"
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        if not item.repr:  # it may hold secrets
-            shown = f"a {type(value).__name__}"
+        if not item.repr or (hides_text and isinstance(value, str) and not kind.choices):
+            shown = f"a {type(value).__name__}"  # it may hold secrets
         for alternative in kind.alternatives:
             with suppress(TypeError):
                 value = _as_kind(value, alternative)
