@@ -27,6 +27,34 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:
 
 
 @kernel
+def fill_fields(ids, tokens, labels, mask, positions) -> None:
+    """The fields of whole samples: tokens, labels and positions int64, mask float32, [samples, S].
+
+    tokens are the ids of each row, labels those one place later as far as there are any, masks 1, and
+    positions count from 0. Fields that are not wanted have no rows. One call makes all of them: each
+    return from a kernel waits for the GIL, which other threads want too.
+    """
+    for r in range(len(tokens)):
+        row = ids[r]
+        token = tokens[r]
+        for c in range(len(token)):
+            token[c] = row[c]
+    for r in range(len(labels)):
+        row = ids[r, 1:]
+        label = labels[r]
+        for c in range(min(len(label), len(row))):
+            label[c] = row[c]
+    for r in range(len(mask)):
+        ones = mask[r]
+        for c in range(len(ones)):
+            ones[c] = np.float32(1.0)
+    for r in range(len(positions)):
+        position = positions[r]
+        for c in range(len(position)):
+            position[c] = c
+
+
+@kernel
 def fill_tails(ids, valid, pad) -> None:
     """Write `pad` after the valid[r] ids of each row of ids [samples, width]."""
     samples, width = ids.shape

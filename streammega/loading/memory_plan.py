@@ -12,19 +12,18 @@ from typing import NamedTuple
 from streammega.errors import ConfigError
 from streammega.storage.fetch.buffer_pool import rounded
 
-GROUP_BYTES = 2 << 20
-"""Ids that one kernel call gathers: as many as a core's cache holds until they are handed out. Each
-group costs a hand-over between two threads.
+GROUP_BYTES = 16 << 20
+"""Ids that one kernel call gathers, and fields that one call makes. Each group costs a plan and a
+hand-over between two threads: groups of 2 MiB take a fifth more CPU time than those of 16 MiB.
 """
+SMALL_GROUP_BYTES = 2 << 20
+"""The same where more blocks fit beside smaller groups: those save far more."""
 MAX_GROUP_BATCHES = 64
 """Micro-batches of a group at most: the first of them is handed out when all are gathered."""
 READY_GROUPS = 4
 """Groups made ahead at least: with fewer, the two threads wait for each other at every one."""
-FIELD_BYTES = 4 << 20
 MAX_FIELD_BATCHES = 8
-"""Fields, and the micro-batches that they are of, that are made together when the first of these is
-handed out: few enough for a core's cache, and enough for the calls that make them.
-"""
+"""Micro-batches at most whose fields are made together, when the first of them is handed out."""
 FIELDS_HELD = 2
 """How often they are there: those of what is handed out, and those of what was handed out before."""
 BLOCK_SHARE = 3 / 4
@@ -121,9 +120,11 @@ def _held(sizes: tuple[int, ...], batches: int) -> int:
     return sum(rounded(batches * size) for size in sizes if size)
 
 
-def _groups_of(batch: BatchSize, batches: int, ahead: int) -> _Groups:
-    """Groups of so many micro-batches: `ahead` micro-batches are ready, and four groups at least."""
-    field_batches = min(FIELD_BYTES // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
+def _groups_of(batch: BatchSize, batches: int, ahead: int, group_bytes: int) -> _Groups:
+    """Groups of so many micro-batches: `ahead` micro-batches are ready, and four groups at least.
+    group_bytes: of fields that are made together.
+    """
+    field_batches = min(group_bytes // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
     field_batches = max(1, field_batches)
     ready = max(READY_GROUPS, math.ceil(ahead / batches))
     field_bytes = FIELDS_HELD * _held(batch.fields, field_batches)
@@ -132,13 +133,50 @@ def _groups_of(batch: BatchSize, batches: int, ahead: int) -> _Groups:
     return _Groups(batches, field_batches, ready, ids_bytes + field_bytes, field_bytes)
 
 
-def _group_batches(batch: BatchSize) -> int:
-    """Micro-batches of a group where memory is no limit: a multiple of those whose fields are made
-    together, so that memory of one size serves all fields.
+def _group_batches(batch: BatchSize, group_bytes: int) -> int:
+    """Micro-batches of a group of so many bytes: a multiple of those whose fields are made together,
+    so that memory of one size serves all fields.
     """
-    batches = max(1, min(GROUP_BYTES // sum(batch.ids), MAX_GROUP_BATCHES))
-    together = _groups_of(batch, batches, 0).field_batches
+    batches = max(1, min(group_bytes // sum(batch.ids), MAX_GROUP_BATCHES))
+    together = _groups_of(batch, batches, 0, group_bytes).field_batches
     return batches - batches % together
+
+
+class _Blocks(NamedTuple):
+    """What of `MemoryPlan` is of blocks."""
+
+    whole: tuple[int, ...]
+    open_bytes: int
+    unfit: int
+    enough_bytes: int
+
+
+def _blocks_beside(
+    groups: _Groups, memory_bytes: int, batch: BatchSize, blocks: Sequence[BlockSize], lanes: int
+) -> _Blocks:
+    """The blocks that fit beside groups, of the datasets that are drawn most: each saves a request
+    for every sample.
+    """
+    room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
+    group_samples = groups.batches * batch.samples
+    whole: list[int] = []
+    lane_bytes = wanted_lane_bytes = 0
+    largest = wanted_largest = 0
+    for dataset, stored in blocks:
+        held = rounded(stored) + BLOCK_SLACK
+        wanted_lane_bytes += lanes * held
+        wanted_largest = max(wanted_largest, held)
+        if lane_bytes + lanes * held + group_samples * max(largest, held) <= room:
+            whole.append(dataset)
+            lane_bytes += lanes * held
+            largest = max(largest, held)
+    wanted_bytes = wanted_lane_bytes + group_samples * wanted_largest
+    return _Blocks(
+        whole=tuple(whole),
+        open_bytes=lane_bytes + group_samples * largest,
+        unfit=len(blocks) - len(whole),
+        enough_bytes=groups.ready_bytes + math.ceil(wanted_bytes / BLOCK_SHARE),
+    )
 
 
 def plan_memory(
@@ -159,31 +197,22 @@ def plan_memory(
 
     Raises ConfigError where there is no room for one micro-batch.
     """
-    # What is ready comes first: it is little, and no more where there is much memory.
-    groups = _groups_of(batch, _group_batches(batch), ahead)
-    # Then blocks, of the datasets that are drawn most: each saves a request for every sample.
-    room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
-    group_samples = groups.batches * batch.samples
-    whole: list[int] = []
-    lane_bytes = wanted_lane_bytes = 0
-    largest = wanted_largest = 0
-    for dataset, stored in blocks:
-        held = rounded(stored) + BLOCK_SLACK
-        wanted_lane_bytes += lanes * held
-        wanted_largest = max(wanted_largest, held)
-        if lane_bytes + lanes * held + group_samples * max(largest, held) <= room:
-            whole.append(dataset)
-            lane_bytes += lanes * held
-            largest = max(largest, held)
-    open_bytes = lane_bytes + group_samples * largest
-    wanted_bytes = wanted_lane_bytes + group_samples * wanted_largest
-    enough_bytes = groups.ready_bytes + math.ceil(wanted_bytes / BLOCK_SHARE)
+    # What is ready comes first: it is little beside the rest.
+    groups = _groups_of(batch, _group_batches(batch, GROUP_BYTES), ahead, GROUP_BYTES)
+    held = _blocks_beside(groups, memory_bytes, batch, blocks, lanes)
+    if held.unfit:
+        small = _groups_of(
+            batch, _group_batches(batch, SMALL_GROUP_BYTES), ahead, SMALL_GROUP_BYTES
+        )
+        beside_small = _blocks_beside(small, memory_bytes, batch, blocks, lanes)
+        if len(beside_small.whole) > len(held.whole):
+            groups, held = small, beside_small
     # Without blocks, groups become smaller until the next one can be fetched while one is gathered.
-    while not whole and groups.batches > 1:
+    while not held.whole and groups.batches > 1:
         fetched = GROUPS_FETCHED * batch.fetched(groups.batches) if is_remote else 0
         if groups.ready_bytes + fetched <= memory_bytes:
             break
-        groups = _groups_of(batch, groups.batches // 2, ahead)
+        groups = _groups_of(batch, groups.batches // 2, ahead, GROUP_BYTES)
     least = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
     if least > memory_bytes:
         raise ConfigError(
@@ -193,7 +222,7 @@ def plan_memory(
         )
     # What is left is for windows. Where groups hardly fit, what coalescing adds has no room.
     fetch_bytes = memory_bytes - groups.ready_bytes
-    left = fetch_bytes - open_bytes
+    left = fetch_bytes - held.open_bytes
     fitting = max(1, left // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
     if GROUPS_FETCHED * batch.fetched(groups.batches) > left:
@@ -207,8 +236,8 @@ def plan_memory(
         fetch_bytes=fetch_bytes,
         window_batches=max(groups.batches, window_batches),  # a group is of one window
         coalesce_bytes=coalesce_bytes,
-        whole=tuple(whole),
-        open_bytes=open_bytes,
-        unfit=len(blocks) - len(whole),
-        enough_bytes=enough_bytes,
+        whole=held.whole,
+        open_bytes=held.open_bytes,
+        unfit=held.unfit,
+        enough_bytes=held.enough_bytes,
     )

@@ -17,6 +17,7 @@ from streammega.config import FIELD_NAMES, FieldsConfig
 from streammega.errors import ConfigError, FormatError
 from streammega.kernels.fields import (
     document_bounds,
+    fill_fields,
     fill_tails,
     forbid,
     make_mask,
@@ -31,6 +32,8 @@ from streammega.samples.loss_masks import Seams
 Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+_NO_IDS: Ids = np.empty((0, 0), np.int64)
+_NO_MASK = np.empty((0, 0), np.float32)
 
 
 def or_none(token: int | None) -> int:
@@ -98,34 +101,36 @@ def make_fields(
     bounded = config.reset_attention_mask and not {"cu_seqlens", "attention_mask"}.isdisjoint(names)
     restarts = config.reset_position_ids and "position_ids" in names
     made: Batch = {}
+    tokens = labels = positions = _NO_IDS
+    mask = _NO_MASK
     if "tokens" in names or bounded or restarts or makes_mask:
         made["tokens"] = allocate(shape, torch.int64)
-        made["tokens"].numpy()[:] = ids[:, :length]
+        tokens = made["tokens"].numpy()
     if "labels" in names or makes_mask:
         made["labels"] = allocate(shape, torch.int64)
-        made["labels"].numpy()[:, : width - 1] = ids[:, 1:]
-        if width == length:
-            made["labels"].numpy()[:, -1] = pad
+        labels = made["labels"].numpy()
     if "loss_mask" in names:
-        made["loss_mask"] = plain_mask(shape, allocate)
+        made["loss_mask"] = allocate(shape, torch.float32)
         mask = made["loss_mask"].numpy()
-        if makes_mask:
-            inputs, targets = made["tokens"].numpy(), made["labels"].numpy()
-            make_mask(inputs, targets, pad, eod, config.eod_mask_loss, mask)
+    if "position_ids" in names and samples.pieces is None:
+        made["position_ids"] = allocate(shape, torch.int64)
+        positions = made["position_ids"].numpy()
+    fill_fields(ids, tokens, labels, mask, positions)
+    if width == length:
+        labels[:, -1:] = pad
+    if makes_mask:
+        make_mask(tokens, labels, pad, eod, config.eod_mask_loss, mask)
         if seams is not None:
             mask[seams.sample, seams.label_column] = 0
-        if samples.learned is not None:
-            mask[:, : width - 1] *= samples.learned[:, 1:]
+    if samples.learned is not None and "loss_mask" in names:
+        mask[:, : width - 1] *= samples.learned[:, 1:]
     bounds: list[Tensor] = []
     if bounded or restarts:
-        ends = with_ends(made["tokens"].numpy(), eod, seams)
+        ends = with_ends(tokens, eod, seams)
         if bounded:
             bounds = bounds_of(np.split(ends, batches), eod, allocate)
-        if restarts:
-            made["position_ids"] = allocate(shape, torch.int64)
-            make_positions(ends, eod, made["position_ids"].numpy())
-    if "position_ids" in names and not restarts and samples.pieces is None:
-        made["position_ids"] = plain_positions(shape, allocate)
+        if restarts and samples.pieces is None:
+            make_positions(ends, eod, positions)
     if "attention_mask" in names:
         made["attention_mask"] = causal_mask(len(ids), length, bounds, allocate)
     # last: masks and bounds are made by what padding was

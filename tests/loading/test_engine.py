@@ -338,7 +338,8 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
     small, large = plans
     if small is not None:
         assert large is not None
-        assert large.open_bytes >= small.open_bytes
+        holds_more = len(large.whole) > len(small.whole)  # beside smaller groups, it may be
+        assert large.open_bytes >= small.open_bytes or holds_more
         assert large.group_batches >= small.group_batches or large.whole
 
 
