@@ -133,13 +133,13 @@ def _groups_of(batch: BatchSize, batches: int, ahead: int, group_bytes: int) -> 
     return _Groups(batches, field_batches, ready, ids_bytes + field_bytes, field_bytes)
 
 
-def _group_batches(batch: BatchSize, group_bytes: int) -> int:
-    """Micro-batches of a group of so many bytes: a multiple of those whose fields are made together,
+def _groups_of_bytes(batch: BatchSize, group_bytes: int, ahead: int) -> _Groups:
+    """Groups of about so many bytes: a multiple of the micro-batches whose fields are made together,
     so that memory of one size serves all fields.
     """
     batches = max(1, min(group_bytes // sum(batch.ids), MAX_GROUP_BATCHES))
-    together = _groups_of(batch, batches, 0, group_bytes).field_batches
-    return batches - batches % together
+    together = _groups_of(batch, batches, ahead, group_bytes).field_batches
+    return _groups_of(batch, batches - batches % together, ahead, group_bytes)
 
 
 class _Blocks(NamedTuple):
@@ -198,12 +198,10 @@ def plan_memory(
     Raises ConfigError where there is no room for one micro-batch.
     """
     # What is ready comes first: it is little beside the rest.
-    groups = _groups_of(batch, _group_batches(batch, GROUP_BYTES), ahead, GROUP_BYTES)
+    groups = _groups_of_bytes(batch, GROUP_BYTES, ahead)
     held = _blocks_beside(groups, memory_bytes, batch, blocks, lanes)
     if held.unfit:
-        small = _groups_of(
-            batch, _group_batches(batch, SMALL_GROUP_BYTES), ahead, SMALL_GROUP_BYTES
-        )
+        small = _groups_of_bytes(batch, SMALL_GROUP_BYTES, ahead)
         beside_small = _blocks_beside(small, memory_bytes, batch, blocks, lanes)
         if len(beside_small.whole) > len(held.whole):
             groups, held = small, beside_small
