@@ -49,7 +49,7 @@ from streammega.errors import CacheError
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.derived_stores import DerivedStore
-from streammega.storage.store import Part, Span
+from streammega.storage.store import Part, Span, read_many
 from streammega.storage.thread_pool import parallel_map
 
 log = logging.getLogger(__name__)
@@ -264,11 +264,10 @@ def read_bodies(shards: Sequence[Shard], max_readers: int) -> list[Buffer]:
     infos = [shard.index_info for shard in shards]
     parts: list[Part] = [(info, 0, info.size) for info in infos]
     began = time.monotonic()
-    first = store.read_many(parts[:1], 1)
+    first = read_many(store, parts[:1], 1)
     is_near = time.monotonic() - began < NEAR
-    return first + store.read_many(
-        parts[1:], min(NEAR_READERS, max_readers) if is_near else max_readers
-    )
+    readers = min(NEAR_READERS, max_readers) if is_near else max_readers
+    return first + read_many(store, parts[1:], readers)
 
 
 def rows_of_headers(headers: Sequence[IndexHeader]) -> Integers:
@@ -389,7 +388,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
             unmapped.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in parts
         ]
     else:
-        bodies = store.read_many(parts, READERS)
+        bodies = read_many(store, parts, READERS)
     unused = iter(bodies)
     for shard, info in zip(shards, infos, strict=True):
         read = b"".join(next(unused) for _ in _end_spans(info))

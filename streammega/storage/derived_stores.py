@@ -23,7 +23,6 @@ from streammega.storage.store import (
     Buffer,
     Bytes,
     ObjectInfo,
-    Part,
     Span,
     Store,
     WrapperStore,
@@ -115,10 +114,6 @@ class DerivedStore(WrapperStore):
         """Decoded bytes; the stored ones are read as the store reads them."""
         return self._decoded(self.inner.read(key, self._stored(spans), self._etag(etag)), spans)
 
-    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
-        """As of other stores: the store behind would read stored bytes."""
-        return Store.read_many(self, parts, max_requests)
-
     def _etag(self, etag: str) -> str:
         # The view was made for that object, and would show another one wrongly.
         return etag or self._info.etag
@@ -167,7 +162,7 @@ class Members:
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
         """Members [first, last) that hold the shown bytes, without empty ones before them."""
-        # Without letting go of the GIL, and among integers of Python's, as `FrameBounds.holding`.
+        # Without letting go of the GIL, and among integers of Python's, as `Frames._frames_of`.
         begins = self._shown.data
         first = bisect_right(begins, start) - 1
         last = bisect_left(begins, stop, first)

@@ -212,9 +212,7 @@ class FallbackStore(WrapperStore):
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self._read(lambda store: store.read(key, spans, etag))
 
-    # These two read by the two above.
-    fetch_into = Store.fetch_into
-    read_many = Store.read_many
+    fetch_into = Store.fetch_into  # by `fetch` above
 
     def _read(self, read: Callable[[Store], Result]) -> Result:
         if not self._ranges_refused:

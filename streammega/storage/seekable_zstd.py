@@ -16,7 +16,6 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -37,6 +36,7 @@ from streammega.storage.store import (
     check_room,
 )
 
+Integers = NDArray[np.int64]
 FRAME_BYTES = 32 << 10
 """Decompressed bytes of a frame.
 
@@ -138,9 +138,7 @@ def _entry_words(descriptor: int) -> int:
     return SIZE_WORDS + 1 if descriptor & HAS_CHECKSUMS else SIZE_WORDS
 
 
-def parse_table(
-    table: bytes | memoryview, size: int, url: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[Integers, Integers]:
     """Where frames begin and end: (compressed, decompressed) bytes, int64 [frames + 1] each.
 
     Raises FormatError.
@@ -167,113 +165,18 @@ def parse_table(
     return compressed, decompressed
 
 
-def _ends_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ends_of(sizes: Integers) -> Integers:
     """Where each of several begins that lie end to end, and where the last one ends."""
     bounds = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds
 
 
-Integers = NDArray[np.int64]
-_of_thread = threading.local()
-KEPT_EDGE = 1 << 20
-"""Bytes of a buffer for frames wanted in part that a thread keeps: fresh memory costs a page fault
-for every 4 KiB. Frames of other writers may be larger, and are rare.
+_thread = threading.local()
+KEPT_BUFFER = 1 << 20
+"""Bytes of the buffer for frames wanted in part that a thread keeps: fresh memory costs a page
+fault for every 4 KiB. Frames of other writers may be larger, and are rare.
 """
-
-
-@dataclass(frozen=True)
-class FrameBounds:
-    """Where frames begin and end: in the file, and among the shown bytes, int64 [frames + 1] each.
-
-    largest: shown bytes of the largest one.
-    """
-
-    compressed: Integers
-    decompressed: Integers
-    largest: int
-
-    @classmethod
-    def of(cls, compressed: Integers, decompressed: Integers) -> FrameBounds:
-        """Those, contiguous."""
-        largest = int(np.diff(decompressed).max(initial=0))
-        return cls(
-            np.ascontiguousarray(compressed, np.int64),
-            np.ascontiguousarray(decompressed, np.int64),
-            largest,
-        )
-
-    def holding(self, start: int, stop: int) -> tuple[int, int]:
-        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
-        # Not `searchsorted`, which lets go of the GIL and then waits for it, among threads that all
-        # decompress: that took a quarter of the time of one.
-        # And in a view, whose elements are Python's integers: those of the array would be objects of
-        # numpy's: the whole search takes two and a half times as long among those.
-        edges = self.decompressed.data
-        first = bisect_right(edges, start) - 1
-        last = bisect_left(edges, stop, first)
-        return first, last
-
-
-@dataclass(frozen=True)
-class FrameRead:
-    """Frames [first, last) in memory, and the place for the shown bytes [start, stop) of them."""
-
-    first: int
-    last: int
-    start: int
-    stop: int
-    stored: Bytes
-    out: Bytes
-
-
-def decompress_into(bounds: FrameBounds, reads: Sequence[FrameRead]) -> int:
-    """Fill what reads want; frees the GIL once for all of them.
-
-    Returns -1, or the number of the first frame that is damaged or not of its size. Raises
-    ValueError for a read whose memory is not that of its frames, or of its bytes.
-    """
-    for read in reads:
-        _check(bounds, read)
-    if not reads:
-        return -1
-    rows = [
-        (
-            read.first,
-            read.last,
-            address_of(read.stored),
-            read.start,
-            read.stop,
-            address_of(read.out),
-        )
-        for read in reads
-    ]
-    columns = np.array(rows, np.int64).T.copy()
-    damaged: int = decompress_frames(
-        _context(),
-        bounds.compressed,
-        bounds.decompressed,
-        *columns,
-        _edge(bounds.largest),
-    )
-    return damaged
-
-
-def _check(bounds: FrameBounds, read: FrameRead) -> None:
-    """Raise ValueError for what the kernel, which looks at nothing, would read or write wrongly."""
-    check_room(read.out, read.stop - read.start)
-    frames = len(bounds.compressed) - 1
-    if not 0 <= read.first <= read.last <= frames:
-        raise ValueError(f"there are no frames [{read.first}, {read.last}) among {frames}")
-    size = bounds.compressed[read.last] - bounds.compressed[read.first]
-    if len(read.stored) != size or not read.stored.flags.c_contiguous:
-        raise ValueError(f"{len(read.stored)} bytes are not the frames that have {size}")
-    low = bounds.decompressed[read.first]
-    high = bounds.decompressed[read.last]
-    if not low <= read.start <= read.stop <= high:
-        raise ValueError(
-            f"frames of the bytes [{low}, {high}) do not show [{read.start}, {read.stop})"
-        )
 
 
 @cache
@@ -296,72 +199,101 @@ def _make_context() -> Callable[[], Any]:
 
 def _context() -> int:
     """The address of this thread's context. Contexts keep tables, so threads cannot share them."""
-    if not hasattr(_of_thread, "context"):
-        _of_thread.context = _make_context()()
-    _, address = _of_thread.context
+    if not hasattr(_thread, "context"):
+        _thread.context = _make_context()()
+    _, address = _thread.context
     return int(address)
 
 
-def _edge(size: int) -> Bytes:
-    """Room for a frame, whose content is left over from before."""
-    if size > KEPT_EDGE:
+def _thread_buffer(size: int) -> Bytes:
+    """Room for a frame that is wanted in part. Its content is left over from before."""
+    if size > KEPT_BUFFER:
         return np.empty(size, np.uint8)
-    if not hasattr(_of_thread, "edge"):
-        _of_thread.edge = np.empty(KEPT_EDGE, np.uint8)
-    edge: Bytes = _of_thread.edge
-    return edge
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = np.empty(KEPT_BUFFER, np.uint8)
+    buffer: Bytes = _thread.buffer
+    return buffer
 
 
 class Frames:
-    """The decompressed bytes of a seekable zstd file.
+    """The decompressed bytes of a seekable zstd object: a `View` of it.
 
-    `compressed`, `decompressed`: bounds of frames, int64 [frames + 1].
+    compressed, decompressed: where frames begin and end, as they are stored and as they are shown,
+    int64 [frames + 1] each.
     """
 
     def __init__(self, url: str, compressed: Integers, decompressed: Integers) -> None:
         self.url = url
-        self._bounds = FrameBounds.of(compressed, decompressed)
         self.size = int(decompressed[-1])
+        self._compressed = np.ascontiguousarray(compressed, np.int64)
+        self._decompressed = np.ascontiguousarray(decompressed, np.int64)
+        self._largest_frame = int(np.diff(self._decompressed).max(initial=0))
 
     def stored_range(self, start: int, stop: int) -> Span:
         """Whole frames."""
-        first, last = self._bounds.holding(start, stop)
-        compressed = self._bounds.compressed
-        return int(compressed[first]), int(compressed[last])
+        first, last = self._frames_of(start, stop)
+        return int(self._compressed[first]), int(self._compressed[last])
 
     def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
-        """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
-        reads = []
+        """Decompress all spans by one call, which frees the GIL.
+
+        Raises FormatError that names a damaged frame, and ValueError for memory of another size
+        than a span's, or its frames'.
+        """
+        rows = []
         for body, (start, stop), out in zip(stored, spans, outs, strict=True):
             if start < stop:
-                first, last = self._bounds.holding(start, stop)
-                reads.append(FrameRead(first, last, start, stop, body, out))
-        damaged = decompress_into(self._bounds, reads)
+                rows.append(self._kernel_row(body, start, stop, out))
+        if not rows:
+            return
+        columns = np.array(rows, np.int64).T.copy()
+        buffer = _thread_buffer(self._largest_frame)
+        damaged: int = decompress_frames(
+            _context(), self._compressed, self._decompressed, *columns, buffer
+        )
         if damaged >= 0:
-            raise self._damaged(damaged, _frame_of(self._bounds, reads, damaged))
+            raise self._damage_of(damaged, stored, spans)
 
-    def _damaged(self, number: int, frame: Bytes) -> FormatError:
-        """What is wrong with a frame, by the package's own call, which tells."""
-        bounds = self._bounds
-        size = int(bounds.decompressed[number + 1] - bounds.decompressed[number])
+    def _frames_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
+        # `searchsorted` lets go of the GIL and then waits for it, among threads that all
+        # decompress: that took a quarter of the time of one. A memoryview gives integers of Python:
+        # with those of numpy the search takes two and a half times as long.
+        edges = self._decompressed.data
+        first = bisect_right(edges, start) - 1
+        last = bisect_left(edges, stop, first)
+        return first, last
+
+    def _kernel_row(self, stored: Bytes, start: int, stop: int, out: Bytes) -> tuple[int, ...]:
+        """A read as the kernel takes it. Raises ValueError, since the kernel checks no address."""
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"there are no bytes [{start}, {stop}) among {self.size}")
+        check_room(out, stop - start)
+        first, last = self._frames_of(start, stop)
+        size = self._compressed[last] - self._compressed[first]
+        if len(stored) != size or not stored.flags.c_contiguous:
+            raise ValueError(f"{len(stored)} bytes are not the frames that have {size}")
+        return first, last, address_of(stored), start, stop, address_of(out)
+
+    def _damage_of(
+        self, number: int, stored: Sequence[Bytes], spans: Sequence[Span]
+    ) -> FormatError:
+        """What is wrong with a frame, by the package's own call, which says it."""
+        low, high = map(int, self._compressed[number : number + 2])
+        size = int(self._decompressed[number + 1] - self._decompressed[number])
+        for body, (start, stop) in zip(stored, spans, strict=True):
+            begin, end = self.stored_range(start, stop)
+            if start < stop and begin <= low and high <= end:
+                frame = body[low - begin : high - begin]
         try:
             shown = zstandard.ZstdDecompressor().decompress(frame.data, max_output_size=size)
             reason = f"{len(shown)} bytes instead of {size}"
         except zstandard.ZstdError as error:
             reason = str(error)
-        low = int(bounds.compressed[number])
-        high = int(bounds.compressed[number + 1])
         return FormatError(
             f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
             f"convert it again"
         )
-
-
-def _frame_of(bounds: FrameBounds, reads: Sequence[FrameRead], number: int) -> Bytes:
-    """The stored bytes of a frame of one of the reads."""
-    read = next(read for read in reads if read.first <= number < read.last)
-    begin = bounds.compressed[read.first]
-    return read.stored[bounds.compressed[number] - begin : bounds.compressed[number + 1] - begin]
 
 
 def read_frames(store: Store, info: ObjectInfo) -> Frames:

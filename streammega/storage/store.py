@@ -131,21 +131,6 @@ class Store(ABC):
         """
         return self.fetch(key, spans, etag)
 
-    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
-        """Parts of several objects, each of the version of its `ObjectInfo`. Raises as `read`."""
-
-        def read_group(group: Sequence[Part]) -> list[Buffer]:
-            return [
-                self.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in group
-            ]
-
-        # Several to a thread at a time: to hand one over costs as much as a small answer does.
-        size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_requests)))
-        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-        return [
-            body for bodies in parallel_map(read_group, groups, max_requests) for body in bodies
-        ]
-
     @abstractmethod
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key.
@@ -232,9 +217,6 @@ class WrapperStore(Store):
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self.inner.read(key, spans, etag)
 
-    def read_many(self, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
-        return self.inner.read_many(parts, max_requests)
-
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         return self.inner.list(prefix, recursive)
 
@@ -254,6 +236,18 @@ class WrapperStore(Store):
 
     def unmap(self) -> None:
         self.inner.unmap()
+
+
+def read_many(store: Store, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
+    """Parts of several objects, each of the version of its `ObjectInfo`. Raises as `Store.read`."""
+
+    def read_group(group: Sequence[Part]) -> list[Buffer]:
+        return [store.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in group]
+
+    # Several to a thread at a time: to hand one over costs as much as a small answer does.
+    size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_requests)))
+    groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+    return [body for bodies in parallel_map(read_group, groups, max_requests) for body in bodies]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streammega.errors import FormatError
 from streammega.storage import seekable_zstd
-from streammega.storage.seekable_zstd import FrameBounds, FrameRead, Frames, decompress_into
+from streammega.storage.seekable_zstd import Frames
 from streammega.storage.store import Bytes
 
 SIZES = (40_000, 1, 0, 70_000, 32_768, 32_768, 5)
@@ -74,7 +74,7 @@ def test_threads_decompress_side_by_side() -> None:
 
 
 def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
-    frames, stored, whole = framed((seekable_zstd.KEPT_EDGE + 7, 9))
+    frames, stored, whole = framed((seekable_zstd.KEPT_BUFFER + 7, 9))
     last = len(whole)
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 
@@ -104,8 +104,8 @@ def test_a_table_that_gives_frames_other_sizes_is_damage(wrong_by: int) -> None:
     """Their sum is right, so the table alone does not show it."""
     sizes = (40_000, 30_000, 20_000)
     frames, stored, _ = framed(sizes)
-    bounds = frames._bounds
-    lying = Frames("x", bounds.compressed, bounds.decompressed + np.array([0, wrong_by, 0, 0]))
+    shown_bounds = frames._decompressed + np.array([0, wrong_by, 0, 0])
+    lying = Frames("x", frames._compressed, shown_bounds)
     with pytest.raises(FormatError, match=r"frame 0, .* is damaged \(.*\)"):
         shown(lying, stored, 0, 90_000)
 
@@ -128,19 +128,20 @@ def test_several_reads_are_shown_together_each_in_its_place() -> None:
 
 
 def test_memory_that_is_not_that_of_a_read_is_refused_before_an_address_is_followed() -> None:
-    bounds = FrameBounds.of(np.array([0, 10, 20]), np.array([0, 10, 20]))
+    frames = Frames("x", np.array([0, 10, 20]), np.array([0, 10, 20]))
     stored = np.zeros(20, np.uint8)
     out = np.empty(20, np.uint8)
     wrong = {
-        "not the frames": FrameRead(0, 2, 0, 20, stored[:19], out),
-        "not the frames that": FrameRead(0, 1, 0, 10, np.zeros(20, np.uint8)[::2], out[:10]),
-        "do not show": FrameRead(1, 2, 5, 15, stored[:10], out[:10]),
-        "no frames": FrameRead(0, 3, 0, 20, stored, out),
-        "are to be written": FrameRead(0, 2, 0, 20, stored, out[1:]),
+        "not the frames": (stored[:19], (0, 20), out),
+        "not the frames that": (np.zeros(20, np.uint8)[::2], (0, 10), out[:10]),
+        "10 bytes are not the frames that have 20": (stored[:10], (5, 15), out[:10]),
+        "no bytes": (stored, (10, 30), out),
+        "no bytes \\[-5": (stored, (-5, 5), out[:10]),
+        "are to be written": (stored, (0, 20), out[1:]),
     }
-    for message, read in wrong.items():
+    for message, (body, span, place) in wrong.items():
         with pytest.raises(ValueError, match=message):
-            decompress_into(bounds, [read])
+            frames.decode([body], [span], [place])
     out.flags.writeable = False
     with pytest.raises(ValueError, match="writeable"):
-        decompress_into(bounds, [FrameRead(0, 2, 0, 20, stored, out)])
+        frames.decode([stored], [(0, 20)], [out])

@@ -48,6 +48,7 @@ from streammega.storage.store import (
     Span,
     WrapperStore,
     create_object,
+    read_many,
     replace_object,
 )
 from tests.support.servers import KEY, S3, SECRET, http_server
@@ -364,7 +365,7 @@ READS: dict[str, Callable[[Store, ObjectInfo], object]] = {
     "fetch": lambda store, info: bytes(store.fetch(info.key, [(2, 5)], info.etag)[0]),
     "fetch_into": lambda store, info: _fetch_into(store, info, (2, 5)),
     "read": lambda store, info: bytes(store.read(info.key, [(2, 5)], info.etag)[0]),
-    "read_many": lambda store, info: bytes(store.read_many([(info, 2, 5)], 4)[0]),
+    "read_many": lambda store, info: bytes(read_many(store, [(info, 2, 5)], 4)[0]),
 }
 
 
