@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
@@ -45,8 +45,20 @@ WARN_EVERY_S = 30.0
 """Seconds between two warnings of this process: an outage fails hundreds of reads at once."""
 
 
+_thread = threading.local()
+"""`end`: when the call of a policy that this thread is in must end. `refusals`: see below."""
 _answered: set[bytes] = set()
 """Endpoints that answered this process or its parent, whatever they said."""
+
+
+def take_refusals() -> int:
+    """How many tries of this thread's calls were refused (429, 503) since this was asked last.
+
+    A call that succeeds after them shows nothing of them, and flow control must know.
+    """
+    refusals: int = getattr(_thread, "refusals", 0)
+    _thread.refusals = 0
+    return refusals
 
 
 def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> bytes:
@@ -136,23 +148,33 @@ class RetryPolicy:
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds or is given up; then its last error is raised.
 
-        A pause ends at once, by `thread_pool.Cancelled`, when `stop` is set or nobody waits for this
-        thread's work any more.
+        Within a call of another policy it ends with that one. A pause ends at once, by
+        `thread_pool.Cancelled`, when `stop` is set or nobody waits for this thread's work any more.
         """
         began = time.monotonic()
+        outer_end: float = getattr(_thread, "end", math.inf)
+        policy = self
+        if outer_end < began + self.deadline:
+            policy = replace(self, deadline=outer_end - began)
+        _thread.end = began + policy.deadline
         failures = 0
-        while True:
-            try:
-                result = attempt()
-                self.note_answer()
-                return result
-            except StorageError as error:
-                # A refusal is an answer, too: somebody is there.
-                if not error.silent:
+        try:
+            while True:
+                try:
+                    result = attempt()
                     self.note_answer()
-                failures += 1
-                pause = self.next_pause(error, failures, time.monotonic() - began)
-            interruptible_pause(pause, stop)
+                    return result
+                except StorageError as error:
+                    # A refusal is an answer, too: somebody is there.
+                    if not error.silent:
+                        self.note_answer()
+                    if error.throttled:
+                        _thread.refusals = getattr(_thread, "refusals", 0) + 1
+                    failures += 1
+                    pause = policy.next_pause(error, failures, time.monotonic() - began)
+                interruptible_pause(pause, stop)
+        finally:
+            _thread.end = outer_end
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)

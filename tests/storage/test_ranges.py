@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from streammega import StorageConfig
 from streammega.errors import EndpointError, ShortReadError, StorageError
 from streammega.storage import open_store
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.http_errors import check_range
 from tests.support.servers import HttpObjects, http_server
 
@@ -213,6 +215,29 @@ def test_a_refusal_of_the_last_range_does_not_lose_the_answers_of_the_others(
     assert [bytes(body) for body in bodies] == [DATA[start:stop] for start, stop in spans]
     asked = Counter(span for _, _, span in server.requests)
     assert asked == {"bytes=0-7": 1, "bytes=16-31": 1, "bytes=1000-1007": 4}
+
+
+def test_flow_control_is_told_of_refusals_that_a_batch_outlived(server: HttpObjects) -> None:
+    store, key = store_of(server, "s3", "obstore")
+    refusals = [503, 429]
+
+    def refuse_last(data: bytes, first: int, last: int) -> tuple[int, str, bytes]:
+        if first == 1000 and refusals:
+            return refusals.pop(), "", b"slow down"
+        return named(0, 0)(data, first, last)
+
+    server.answer_range = refuse_last
+    requests = [RangeRequest(store, key, "", at, at + 8, at) for at in (0, 500, 1000)]
+    fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=8, hedge=False))
+    group = FetchGroup(1008, requests)
+    fetcher.submit([group])
+    fetcher.wait([group])
+    fetcher.close()
+    assert not refusals
+    assert fetcher.counters.throttled == 2
+    assert fetcher.counters.retries == 0
+    assert fetcher.flow.window == 4, "half of what was allowed"
+    assert not fetcher.counters.latencies, "it waited, so its time says nothing of the storage"
 
 
 @pytest.mark.guarantee("answers-other-bytes")

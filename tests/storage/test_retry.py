@@ -110,6 +110,20 @@ def test_an_error_says_once_that_it_was_given_up(clock: Clock) -> None:
     assert str(caught.value).count("given up after") == 1
 
 
+@pytest.mark.parametrize("outer", [2.0, 4.0, 100.0])
+def test_a_call_within_another_is_not_tried_beyond_the_end_of_that_one(
+    clock: Clock, outer: float
+) -> None:
+    inner = RetryPolicy(deadline=3)
+    with pytest.raises(EndpointError, match="given up after"):
+        RetryPolicy(deadline=outer).call(lambda: inner.call(failing(EndpointError("down"), clock)))
+    assert clock.now == pytest.approx(outer, abs=0.01)
+    began = clock.now
+    with pytest.raises(EndpointError):
+        inner.call(failing(EndpointError("down"), clock))
+    assert clock.now - began == pytest.approx(3), "alone it has its own time"
+
+
 @pytest.mark.guarantee("passing-faults-waited")
 @pytest.mark.parametrize("deadline", [0.13, 0.3, 0.72, 1.0])
 def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(

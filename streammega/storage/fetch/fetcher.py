@@ -30,7 +30,7 @@ from streammega.storage.fetch.requests import (
     send,
 )
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.retry import RetryPolicy
+from streammega.storage.retry import RetryPolicy, take_refusals
 from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
@@ -293,15 +293,16 @@ class Fetcher:
             error = caught
         finally:
             seconds = time.monotonic() - began
+            refusals = take_refusals()  # that the store outlived
             self._lock.acquire()
         self._idle += 1
         is_refusal = isinstance(error, StorageError) and error.throttled
-        if error is None:
+        if is_refusal or refusals:
+            self.counters.throttled += len(batch) if is_refusal else refusals
+            self.flow.refused(began, time.monotonic())
+        elif error is None:
             self.counters.latencies.append(seconds)
             self.flow.answered(batch[0].size_class, len(batch), seconds)
-        elif is_refusal:
-            self.counters.throttled += len(batch)
-            self.flow.refused(began, time.monotonic())
         for number, request in enumerate(batch):
             self.flow.finished(request.size)
             request.group.busy -= 1
