@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streammega.config import FieldsConfig, StorageConfig
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.stream import GOLDEN, mix
-from streammega.storage.open import open_file
+from streammega.storage.file_system import open_file
 
 Ids = NDArray[np.int64]
 

@@ -1,38 +1,28 @@
-"""Which backend serves a URL."""
+"""Which store serves a URL: one for all that is open in a bucket, by the same settings."""
 
-# ruff: noqa: D102  (methods that override others need no docstrings)
 from __future__ import annotations
 
 import hashlib
 import importlib
-import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote, urlsplit
-
-import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.storage.backends import obstore_after_fork
-from streammega.storage.backends.fsspec import FsspecStore, driver_options
+from streammega.storage.backends.fallback import FallbackStore
+from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore
-from streammega.storage.backends.obstore import ObstoreStore, RangesRefused
+from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.object_file import CountedFile, StoreFiles
-from streammega.storage.store import Buffer, Span, Store, WrapperStore
-from streammega.storage.warn_once import warn_once
-
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
+from streammega.storage.store import Store
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
@@ -73,17 +63,6 @@ would go on to write to the earlier endpoint or account.
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
 OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
-_UNCHAINED_SCHEMES = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
-"""Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
-
-FORKED = (
-    "this process was forked after obstore had been used, which obstore does not survive, and it "
-    "cannot load a copy of obstore"
-)
-RANGES_REFUSED = (
-    "the server answers range requests with 200 instead of 206, or with a Content-Range without a "
-    "size, which obstore refuses"
-)
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -167,76 +146,6 @@ def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
     return FallbackStore(first, make_second, after_fork=scheme in ("s3", "oss"))
 
 
-class FallbackStore(WrapperStore):
-    """One bucket or host.
-
-    Reads go to the second store from the first answer on that the first one refuses. Everything
-    does in a process that was forked and can load no copy of obstore, if `after_fork`.
-    """
-
-    owns_bodies = True
-
-    def __init__(
-        self, first: Store, make_second: Callable[[], Store], *, after_fork: bool = True
-    ) -> None:
-        super().__init__(first)
-        self._make_second = make_second
-        self._after_fork = after_fork
-        self._second: Store | None = None
-        self._ranges_refused = False
-        self._lock = process_lock()  # of the second store: one client for all threads
-
-    def __repr__(self) -> str:
-        return f"FallbackStore({self._inner!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "first": self._inner,
-            "make_second": self._make_second,
-            "after_fork": self._after_fork,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    @property
-    def inner(self) -> Store:
-        """The store that serves this process."""
-        if self._after_fork and obstore_after_fork.library() is None:
-            return self._fall_back(FORKED)
-        return self._inner
-
-    def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        return self._read(lambda store: store.fetch(key, spans, etag))
-
-    def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        return self._read(lambda store: store.read(key, spans, etag))
-
-    fetch_into = Store.fetch_into  # by `fetch` above
-
-    def _read(self, read: Callable[[Store], Result]) -> Result:
-        if not self._ranges_refused:
-            try:
-                return read(self.inner)
-            except RangesRefused:
-                self._ranges_refused = True
-        return read(self._fall_back(RANGES_REFUSED))
-
-    def _fall_back(self, reason: str) -> Store:
-        with self._lock:
-            if self._second is None:
-                self._second = self._make_second()
-                url = self._inner.url("")
-                warn_once(
-                    log,
-                    f"{url} {reason}",
-                    "%s: %s; reading by transport='fsspec', which is slower (set it to begin so)",
-                    url,
-                    reason,
-                )
-            return self._second
-
-
 def _by_obstore(scheme: str, config: StorageConfig) -> bool:
     if config.transport == "auto":
         return scheme in OBSTORE_SCHEMES
@@ -257,74 +166,6 @@ def _check_key(url: str, key: str) -> None:
             f"characters ('//', '/./'); write the key without them, or set transport='fsspec' if "
             f"the object is really named so"
         )
-
-
-def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path within.
-
-    Over our store for the schemes of object stores, its own driver for all else.
-    """
-    scheme, _, path = url.partition("://")
-    if scheme.lower() in BUCKET_SCHEMES and path:
-        store, key = open_store(url, config)
-        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do
-        # not.
-        bucket, _, _ = path.partition("/")
-        root = "" if key == path else f"{bucket}/"
-        return StoreFiles(store, root), path
-    options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
-    if url.startswith(("http://", "https://")) and "?" in url:
-        options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
-    if "::" in url and _is_no_chain(url):
-        return _unchained(url, options)
-    system, path = fsspec.core.url_to_fs(url, **options)
-    return system, path
-
-
-def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """What fsspec does of a URL with one file system, without a look for others in it."""
-    scheme = url.partition("://")[0] if "://" in url else "file"
-    driver = fsspec.get_filesystem_class(scheme)
-    of_url = driver._get_kwargs_from_urls(url)
-    system = driver(**{**of_url, **options})
-    return system, driver._strip_protocol(url)
-
-
-def _is_no_chain(url: str) -> bool:
-    """Whether `::` in a URL are letters, of a file's or an object's name.
-
-    fsspec would see file systems in each other.
-    """
-    scheme, _, _ = url.partition("://")
-    return not is_remote(url) or scheme in _UNCHAINED_SCHEMES
-
-
-@contextmanager
-def open_file(
-    url: str,
-    config: StorageConfig,
-    compression: str | None = None,
-    etag: str = "",
-    note: Callable[[int], None] | None = None,
-) -> Iterator[Any]:
-    """A file to read; `compression` as fsspec has it, "infer" by the suffix.
-
-    etag: of the version that is meant, of an object store. note: called with the number of stored
-    bytes that were just read. Raises ObjectChangedError if that is not
-    there any more, ObjectNotFoundError and so on; drivers of fsspec raise whatever they like.
-    """
-    system, path = file_system(url, config)
-    packed = fsspec.core.get_compression(path, compression)
-    versioned = isinstance(system, StoreFiles)
-    opened = system.open_version(path, etag) if versioned else system.open(path)
-    with opened as file:
-        if note is not None:
-            file = CountedFile(file, note)
-        if packed is None:
-            yield file
-            return
-        with fsspec.core.compr[packed](file, mode="rb") as plain:
-            yield plain
 
 
 def _shared(scheme: str, root: str, config: StorageConfig) -> Store:

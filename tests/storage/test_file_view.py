@@ -35,14 +35,13 @@ from streammega.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
 )
+from streammega.storage.file_system import expect_end, file_system, open_file
 from streammega.storage.object_file import (
     AHEAD_BYTES,
     LARGEST_READ,
     LEAST_READ,
     ObjectReader,
-    expect_end,
 )
-from streammega.storage.open import file_system, open_file
 from streammega.storage.store import ObjectInfo
 from tools.bench.object_server import Running, running
 
@@ -341,7 +340,7 @@ def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> 
     program = (
         "import json, sys\n"
         "from streammega import StorageConfig\n"
-        "from streammega.storage.open import open_file\n"
+        "from streammega.storage.file_system import open_file\n"
         "storage = StorageConfig(storage_options=json.loads(sys.argv[1]))\n"
         "with open_file('s3://data/a.bin', storage) as file:\n"
         "    file.read(1000)\n"

@@ -33,6 +33,7 @@ from streammega.errors.words import without_controls
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
 from streammega.storage.backends import obstore_after_fork
+from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.backends.obstore import ObstoreStore, RangesRefused
@@ -41,7 +42,6 @@ from streammega.storage.backends.remote import MAX_PARTS, PART_BYTES, part_bytes
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
-from streammega.storage.open import FallbackStore
 from streammega.storage.store import (
     Buffer,
     ObjectInfo,

@@ -25,7 +25,7 @@ from fsspec.utils import infer_compression
 from streammega.config import StorageConfig
 from streammega.errors import ConvertError
 from streammega.errors.redaction import split_query
-from streammega.storage.open import open_file
+from streammega.storage.file_system import open_file
 
 CHUNK_BYTES = 16 << 10
 """Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""

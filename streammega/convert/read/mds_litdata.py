@@ -21,7 +21,7 @@ from streammega.convert.read.compression import decompressed
 from streammega.convert.read.fields import MISSING, first_value
 from streammega.convert.read.source import Input, Slice, Source, escapes_folder
 from streammega.errors import ConvertError
-from streammega.storage.open import open_file
+from streammega.storage.file_system import open_file
 
 # litdata numbers dtypes by their place in these lists.
 LITDATA_TORCH = (

@@ -15,7 +15,8 @@ from streammega.convert.read.compression import open_stream
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact, redact_urls, without_queries
 from streammega.errors.words import in_one_line, without_controls
-from streammega.storage.open import is_remote, open_file
+from streammega.storage.file_system import open_file
+from streammega.storage.open import is_remote
 
 GLOB_CHARS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""

@@ -26,7 +26,7 @@ from streammega.convert.read.text import BYTE_ORDER_MARK
 from streammega.dataset.provenance import LINE
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
-from streammega.storage.open import open_file
+from streammega.storage.file_system import open_file
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""

@@ -27,8 +27,7 @@ from streammega.convert.read.source import (
     unreadable,
 )
 from streammega.errors import ConvertError, StreammegaError
-from streammega.storage.object_file import expect_end
-from streammega.storage.open import file_system
+from streammega.storage.file_system import expect_end, file_system
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
 """Of files with a JSON record a line. What other JSON files hold, their content says."""

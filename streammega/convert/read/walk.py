@@ -18,8 +18,8 @@ from streammega.convert.read.source import GLOB_CHARS
 from streammega.errors import ConvertError, EndpointError
 from streammega.errors.redaction import split_query, without_queries
 from streammega.storage.backends.fsspec import driver_error
-from streammega.storage.object_file import StoreFiles
-from streammega.storage.open import file_system, is_remote, local_path
+from streammega.storage.file_system import StoreFiles, file_system
+from streammega.storage.open import is_remote, local_path
 from streammega.storage.retry import RetryPolicy, endpoint_of
 
 FILE = "file"

@@ -1,0 +1,216 @@
+"""Files of any URL to read: corpora that are converted, and folders of them.
+
+Buckets are read by our stores, with their credentials, retries and ETags, behind fsspec's
+interface. All else is read by fsspec's own drivers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec.core
+from fsspec.spec import AbstractFileSystem
+
+from streammega.config import StorageConfig
+from streammega.errors import AccessDeniedError, ObjectNotFoundError
+from streammega.storage.backends.fsspec import driver_options
+from streammega.storage.object_file import ObjectReader, open_object
+from streammega.storage.open import BUCKET_SCHEMES, OBSTORE_SCHEMES, is_remote, open_store
+from streammega.storage.store import ObjectInfo, Store
+
+_UNCHAINED_SCHEMES = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
+"""Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
+
+
+def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
+    """fsspec's file system of a URL or path, and the path within.
+
+    Over our store for the schemes of object stores, its own driver for all else.
+    """
+    scheme, _, path = url.partition("://")
+    if scheme.lower() in BUCKET_SCHEMES and path:
+        store, key = open_store(url, config)
+        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do
+        # not.
+        bucket, _, _ = path.partition("/")
+        root = "" if key == path else f"{bucket}/"
+        return StoreFiles(store, root), path
+    options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
+    if url.startswith(("http://", "https://")) and "?" in url:
+        options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
+    if "::" in url and _is_no_chain(url):
+        return _unchained(url, options)
+    system, path = fsspec.core.url_to_fs(url, **options)
+    return system, path
+
+
+def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """What fsspec does of a URL with one file system, without a look for others in it."""
+    scheme = url.partition("://")[0] if "://" in url else "file"
+    driver = fsspec.get_filesystem_class(scheme)
+    of_url = driver._get_kwargs_from_urls(url)
+    system = driver(**{**of_url, **options})
+    return system, driver._strip_protocol(url)
+
+
+def _is_no_chain(url: str) -> bool:
+    """Whether `::` in a URL are letters, of a file's or an object's name.
+
+    fsspec would see file systems in each other.
+    """
+    scheme, _, _ = url.partition("://")
+    return not is_remote(url) or scheme in _UNCHAINED_SCHEMES
+
+
+@contextmanager
+def open_file(
+    url: str,
+    config: StorageConfig,
+    compression: str | None = None,
+    etag: str = "",
+    note: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """A file to read; `compression` as fsspec has it, "infer" by the suffix.
+
+    etag: of the version that is meant, of an object store. note: called with the number of stored
+    bytes that were just read. Raises ObjectChangedError if that is not
+    there any more, ObjectNotFoundError and so on; drivers of fsspec raise whatever they like.
+    """
+    system, path = file_system(url, config)
+    packed = fsspec.core.get_compression(path, compression)
+    versioned = isinstance(system, StoreFiles)
+    opened = system.open_version(path, etag) if versioned else system.open(path)
+    with opened as file:
+        if note is not None:
+            file = CountedFile(file, note)
+        if packed is None:
+            yield file
+            return
+        with fsspec.core.compr[packed](file, mode="rb") as plain:
+            yield plain
+
+
+class CountedFile:
+    """A file whose bytes are counted as they are read. note: called with how many they were."""
+
+    def __init__(self, file: Any, note: Callable[[int], None]) -> None:
+        self.file = file
+        self._note = note
+
+    def read(self, size: int = -1) -> Any:
+        """As that of the file."""
+        data = self.file.read(size)
+        self._note(len(data))
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def expect_end(file: Any, stop: int) -> None:
+    """Say that a file is read up to a byte and hardly on, so that little is read ahead in vain.
+
+    Files that are no objects' need not know.
+    """
+    if isinstance(file, CountedFile):
+        file = file.file
+    if isinstance(file, io.BufferedReader) and isinstance(file.raw, ObjectReader):
+        file.raw.expected_end = stop
+
+
+class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
+    """Read-only, by the store that serves the URL: its credentials, retries and ETags.
+
+    Paths are bucket/key; `root` is what the store's keys lack of them: `bucket/`, or nothing. What
+    was listed is not asked for again, so one of these is for one look at a bucket.
+    """
+
+    protocol = "object"
+    cachable = False  # fsspec would keep the first one, with its store, for ever
+
+    def __init__(self, store: Store, root: str) -> None:
+        super().__init__()
+        self._store = store
+        self._root = root
+        self._listed: dict[str, ObjectInfo] = {}
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Of an object, or of a folder: a prefix that objects have. Raises ObjectNotFoundError."""
+        key = self._key(path)
+        if self.isfile(path):
+            return self._described(self._object(key))
+        if not self._list(key):
+            raise ObjectNotFoundError(f"{self._store.url(key)}: no such object or folder")
+        return _folder(f"{self._root}{key}")
+
+    def isfile(self, path: str) -> bool:
+        """Whether there is an object of that name. One that is denied is none: some policies deny
+        what is not there.
+
+        Raises StorageError where that cannot be told, which fsspec's own would take for no.
+        """
+        key = self._key(path)
+        if not key:
+            return False
+        try:
+            self._object(key)
+        except (ObjectNotFoundError, AccessDeniedError):
+            return False
+        return True
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What lies directly in a folder, objects and folders."""
+        key = self._key(path)
+        prefix = f"{key}/" if key else ""
+        found: dict[str, dict[str, Any]] = {}
+        for item in self._list(key):
+            name, deeper, _rest = item.key.removeprefix(prefix).partition("/")
+            full = f"{self._root}{prefix}{name}"
+            found[full] = _folder(full) if deeper else self._described(item)
+        return list(found.values()) if detail else list(found)
+
+    def find(
+        self, path: str, maxdepth: int | None = None, *_: Any, detail: bool = False, **__: Any
+    ) -> Any:
+        """All objects below a folder, by one listing. maxdepth: 1 for those directly in it."""
+        rows = [self._described(item) for item in self._list(self._key(path), maxdepth != 1)]
+        if detail:
+            return {row["name"]: row for row in rows}
+        return [row["name"] for row in rows]
+
+    def open_version(self, path: str, etag: str) -> io.BufferedReader:
+        """A file to read, of the version that has this ETag ("": of the one that is there now).
+
+        Raises ObjectChangedError, StorageError.
+        """
+        return open_object(self._store, self._key(path), etag)
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
+        if mode != "rb":
+            raise ValueError(f"{self._store.url(self._key(path))}: is opened for reading only")
+        return self.open_version(path, "")
+
+    def _object(self, key: str) -> ObjectInfo:
+        # listings of some stores tell no ETag
+        if key in self._listed and self._listed[key].etag:
+            return self._listed[key]
+        return self._store.info(key)
+
+    def _list(self, folder: str, recursive: bool = True) -> list[ObjectInfo]:
+        found = self._store.list(f"{folder}/" if folder else "", recursive)
+        self._listed.update((item.key, item) for item in found)
+        return found
+
+    def _key(self, path: str) -> str:
+        return str(self._strip_protocol(path)).removeprefix(self._root.rstrip("/")).strip("/")
+
+    def _described(self, item: ObjectInfo) -> dict[str, Any]:
+        name = f"{self._root}{item.key.lstrip('/')}"
+        return {"name": name, "size": item.size, "type": "file", "ETag": item.etag}
+
+
+def _folder(name: str) -> dict[str, Any]:
+    return {"name": name, "size": 0, "type": "directory"}
