@@ -26,8 +26,8 @@ from streammega.storage.store import Store
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
-_latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
-_latest_environment: tuple[dict[Any, Any], bytes] = ({}, b"")
+_latest_digest: tuple[StorageConfig | None, dict[Any, Any], bytes] = (None, {}, b"")
+"""(config, environment, digest of both) of the store that was opened last."""
 _registered: dict[str, Callable[[], Store]] = {}
 _LAZY_SCHEMES = {"mock": "streammega.dataset.mock"}
 """Schemes whose module registers itself, and is imported when one is first used.
@@ -115,19 +115,19 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     # nor does the name of a bucket or host begin with a point: an ending was put behind "s3://"
     if (not root or root.startswith(".")) and scheme != "memory":
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
-    of_http = scheme in ("http", "https")
-    if not _by_obstore(scheme, config):
-        if scheme == "oss":
-            return _shared(scheme, root, config), key
-        return _shared(scheme, "", config), url if of_http else rest
-    if scheme not in OBSTORE_SCHEMES:
-        raise ConfigError(
-            f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' "
-            f"for {scheme}://"
-        )
-    if of_http:
-        key = unquote(key)  # which obstore quotes again
-    _check_key(url, key)
+    is_http = scheme in ("http", "https")
+    if _by_obstore(scheme, config):
+        if scheme not in OBSTORE_SCHEMES:
+            raise ConfigError(
+                f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or "
+                f"'fsspec' for {scheme}://"
+            )
+        if is_http:
+            key = unquote(key)  # which obstore quotes again
+        _check_key(url, key)
+    elif scheme != "oss":  # drivers of fsspec serve all buckets
+        root = ""
+        key = url if is_http else rest
     return _shared(scheme, root, config), key
 
 
@@ -172,8 +172,8 @@ def _shared(scheme: str, root: str, config: StorageConfig) -> Store:
     """One store, with its connections and threads, for all that is open under the same root and
     settings.
     """
-    identity = (scheme, root, _digest_of(config), _environment_digest())
-    # Two that open the same at once are to have one.
+    identity = (scheme, root, _digest_of(config))
+    # Two threads that open the same at once must get one store.
     with _lock:
         shared: Store | None = _stores.get(identity)
         if shared is None:
@@ -183,35 +183,23 @@ def _shared(scheme: str, root: str, config: StorageConfig) -> Store:
 
 
 def _digest_of(config: StorageConfig) -> bytes:
-    """A config does not show its options, which may hold secrets: a digest of both is kept.
+    """A digest of the settings, and of what clients read of the environment. Both may hold secrets.
 
-    That of the latest config is known: thousands of shards are opened by one.
+    The latest digest is kept, for thousands of shards are opened one after the other.
     """
     global _latest_digest
-    latest, digest = _latest_digest
-    if latest is not config:
-        options = sorted(config.storage_options.items(), key=str)
-        digest = hashlib.blake2b(repr((config, options)).encode()).digest()
-        _latest_digest = (config, digest)
-    return digest
-
-
-def _environment_digest() -> bytes:
-    """A digest of what leads elsewhere in the environment, which may hold secrets.
-
-    That of the latest environment is known, for the reason of `_digest_of`.
-    """
-    global _latest_environment
-    # What os.environ keeps is compared in two microseconds, where a single look through its own
-    # methods takes one.
+    # Two dictionaries are compared in two microseconds. A single look through the methods of
+    # os.environ takes one.
     environment = getattr(os.environ, "_data", os.environ)
-    latest, digest = _latest_environment
-    if latest != environment:
-        latest = dict(environment)
-        found = ((os.fsdecode(name), value) for name, value in latest.items())
-        leading = sorted(pair for pair in found if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES))
-        digest = hashlib.blake2b(repr(leading).encode()).digest()
-        _latest_environment = (latest, digest)
+    latest_config, latest_environment, digest = _latest_digest
+    if latest_config is not config or latest_environment != environment:
+        latest_environment = dict(environment)
+        found = ((os.fsdecode(name), value) for name, value in latest_environment.items())
+        read = sorted(pair for pair in found if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES))
+        # The text of a config leaves its options out.
+        options = sorted(config.storage_options.items(), key=str)
+        digest = hashlib.blake2b(repr((config, options, read)).encode()).digest()
+        _latest_digest = (config, latest_environment, digest)
     return digest
 
 

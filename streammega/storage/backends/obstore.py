@@ -8,7 +8,7 @@ import queue
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,7 +44,6 @@ from streammega.storage.store import (
     check_object_key,
     listed_etag,
 )
-from streammega.storage.thread_pool import Pool
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _DEBUG_DUMP = "\n\nDebug source"
@@ -260,14 +259,9 @@ class ObstoreStore(RemoteStore):
             except StorageError as error:
                 if error.silent:
                     raise
-        _, pool = self._client()
         # A client of its own: parts of an upload are tried again by obstore itself.
         client = obstore_after_fork.opened(self._open_client(self._policy))
-
-        def wrap(error: BaseException) -> BaseException:
-            return self._error(key, error)
-
-        return ObstoreWriter(client, key, self.url(key), wrap, pool, self._config.upload_part_bytes)
+        return ObstoreWriter(self, client, key)
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
@@ -410,21 +404,11 @@ def _retry_config(policy: RetryPolicy) -> Any:
 class ObstoreWriter(ObjectWriter):
     """Streams parts from a thread; small objects are one plain PUT."""
 
-    def __init__(
-        self,
-        client: Any,
-        key: str,
-        url: str,
-        wrap: Callable[[BaseException], BaseException],
-        pool: Pool,
-        part_bytes: int,
-    ) -> None:
+    def __init__(self, store: ObstoreStore, client: Any, key: str) -> None:
+        self._store = store
         self._client = client
         self._key = key
-        self._url = url
-        self._wrap = wrap
-        self._pool = pool
-        self._part_bytes = part_bytes
+        self._part_bytes = store._config.upload_part_bytes
         self._buffer = bytearray()
         self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=MAX_WAITING_PARTS)
@@ -444,15 +428,15 @@ class ObstoreWriter(ObjectWriter):
         try:
             if self._thread is None:
                 data = bytes(self._buffer)
-                put = partial(self._client.put, self._key, data, use_multipart=False)
-                self._pool.call(put)
+                _, pool = self._store._client()
+                pool.call(partial(self._client.put, self._key, data, use_multipart=False))
                 return
             if self._buffer:
                 self._send(bytes(self._buffer))
             self._send(None)
             self._thread.join()
         except Exception as error:
-            raise self._wrap(error) from None
+            raise self._store._error(self._key, error) from None
         self._raise_failure()
 
     def abort(self) -> None:
@@ -474,7 +458,7 @@ class ObstoreWriter(ObjectWriter):
             if self._sent > MAX_PARTS:
                 most_gib = MAX_PARTS * self._part_bytes >> 30
                 raise StorageError(
-                    f"{self._url}: an upload holds {most_gib} GiB ({MAX_PARTS:,} parts), and this "
+                    f"{self._store.url(self._key)}: an upload holds {most_gib} GiB ({MAX_PARTS:,} parts), and this "
                     f"object is larger; write several shards, with --shard-size, or raise "
                     f"upload_part_bytes of StorageConfig from {self._part_bytes:,}"
                 )
@@ -491,7 +475,9 @@ class ObstoreWriter(ObjectWriter):
                 if self._thread.is_alive():
                     continue
             self._raise_failure()
-            raise StorageError(f"{self._url}: the upload ended before all of its parts were sent")
+            raise StorageError(
+                f"{self._store.url(self._key)}: the upload ended before all of its parts were sent"
+            )
 
     def _upload(self) -> None:
         try:
@@ -517,4 +503,4 @@ class ObstoreWriter(ObjectWriter):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._wrap(self._failure) from None
+            raise self._store._error(self._key, self._failure) from None

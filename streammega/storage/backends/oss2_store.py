@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StorageError, StreammegaError
@@ -24,7 +24,6 @@ from streammega.storage.store import ObjectInfo, ObjectWriter, Span
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 20
 """Bodies are read in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
@@ -98,10 +97,6 @@ class Oss2Store(RemoteStore):
     def delete(self, key: str) -> None:
         """Delete an object; one that is not there is no error, nor for OSS."""
         self._call(key, lambda bucket: bucket.delete_object(key))
-
-    def send(self, key: str, request: Callable[[Any], Result], *, retry: bool = True) -> Result:
-        """`request(bucket)` for a writer. Raises our errors."""
-        return self._call(key, request) if retry else self._once(key, request)
 
     def _renewal(self) -> Callable[[], bool] | None:
         credentials = self._credentials
@@ -204,14 +199,14 @@ class Oss2Writer(ObjectWriter):
         key = self._key
         if not self._upload_id:
             body = bytes(self._buffer)
-            self._store.send(key, lambda bucket: bucket.put_object(key, body, headers=_md5(body)))
+            self._store._call(key, lambda bucket: bucket.put_object(key, body, headers=_md5(body)))
             return
         if self._buffer:
             self._send_part(bytes(self._buffer))
         # Once only: a second completion of an upload that is complete would be told as a missing
         # upload.
         upload = (key, self._upload_id, self._parts)
-        self._store.send(key, lambda bucket: bucket.complete_multipart_upload(*upload), retry=False)
+        self._store._once(key, lambda bucket: bucket.complete_multipart_upload(*upload))
         self._upload_id = ""
 
     def abort(self) -> None:
@@ -221,9 +216,7 @@ class Oss2Writer(ObjectWriter):
             return
         upload = (self._key, self._upload_id)
         try:
-            self._store.send(
-                self._key, lambda bucket: bucket.abort_multipart_upload(*upload), retry=False
-            )
+            self._store._once(self._key, lambda bucket: bucket.abort_multipart_upload(*upload))
         except StreammegaError as error:
             log.debug("the upload of %s could not be aborted: %s", self._key, type(error).__name__)
         self._upload_id = ""
@@ -233,10 +226,10 @@ class Oss2Writer(ObjectWriter):
 
         key = self._key
         if not self._upload_id:
-            begun = self._store.send(key, lambda bucket: bucket.init_multipart_upload(key))
+            begun = self._store._call(key, lambda bucket: bucket.init_multipart_upload(key))
             self._upload_id = begun.upload_id
         part = (key, self._upload_id, len(self._parts) + 1, body)
-        sent = self._store.send(key, lambda bucket: bucket.upload_part(*part, headers=_md5(body)))
+        sent = self._store._call(key, lambda bucket: bucket.upload_part(*part, headers=_md5(body)))
         self._parts.append(oss2.models.PartInfo(len(self._parts) + 1, sent.etag))
 
 
