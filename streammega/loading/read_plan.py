@@ -20,7 +20,7 @@ from streammega.samples.derived_fields import bytes_of_field
 from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files, masks_by_files
 from streammega.samples.token_file import TokenFile
-from streammega.storage.cache import PAGE_BYTES, PageCache
+from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.page_cache import SMALL, CachedStore
 from streammega.storage.etags import tell_unversioned
@@ -260,7 +260,7 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     if not file.etag:  # old pages could not be told from new ones
         tell_unversioned(file.url)
         return file
-    cached = cache.open(file.url, file.etag, size)
+    cached = open_cached(cache, file.url, file.etag, size)
     return replace(file, store=CachedStore(file.store, cached)) if cached else file
 
 

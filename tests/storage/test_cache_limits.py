@@ -33,6 +33,7 @@ from streammega.storage.cache import (
     PageCache,
     cache_folder,
     chunk_file,
+    open_cached,
 )
 from streammega.storage.cache import page_cache as cached_pages
 from streammega.storage.cache.page_cache import CachedStore
@@ -46,7 +47,7 @@ SMALL = 3000
 
 
 def open_object(cache: PageCache, url: str, size: int = SMALL) -> CachedObject:
-    cached = cache.open(url, "e", size)
+    cached = open_cached(cache, url, "e", size)
     assert cached is not None
     return cached
 
@@ -162,14 +163,14 @@ FEW_DESCRIPTORS = """
 import resource, sys
 import numpy as np
 from streammega.storage.fd_limit import open_files
-from streammega.storage.cache import PageCache
+from streammega.storage.cache import PageCache, open_cached
 cache = PageCache(sys.argv[1], 1 << 30, 1 << 20)  # raises the limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 def fetch(a, b, out): out[:] = data[a:b]
 objects = []
 for number in range(300):
     data = np.full(200_000, number % 251, np.uint8)
-    cached = cache.open(f"s3://b/{number}", "e", len(data))
+    cached = open_cached(cache, f"s3://b/{number}", "e", len(data))
     cached.read(0, len(data), np.empty(len(data), np.uint8), fetch)
     objects.append(cached)
 def fail(a, b, out): raise AssertionError("is there")
@@ -221,8 +222,8 @@ def test_more_chunks_than_may_be_mapped_are_read_from_the_cache_all_the_same(
 HOLDER = """
 import sys, time
 import numpy as np
-from streammega.storage.cache import PageCache
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", int(sys.argv[2]))
+from streammega.storage.cache import PageCache, open_cached
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20), "s3://b/k", "e", int(sys.argv[2]))
 def fetch(a, b, out):
     print("holds", flush=True)
     time.sleep(1000)
@@ -420,9 +421,9 @@ def test_what_another_process_uses_stays_and_goes_ten_minutes_after_its_end(
 TOUCHER = """
 import os, sys, time
 import numpy as np
-from streammega.storage.cache import PageCache, page_cache
+from streammega.storage.cache import PageCache, open_cached, page_cache
 page_cache.TOUCH_SECONDS = 0.02
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", 600_000)
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20), "s3://b/k", "e", 600_000)
 cached.read(0, 10, np.empty(10, np.uint8), lambda a, b, out: out.fill(7))
 used = cached.folder / "used"
 os.utime(used, (1000, 1000))
@@ -462,8 +463,8 @@ def test_what_an_earlier_layout_has_cached_is_fetched_again_and_evicted(
 FORKED_WITHIN_FETCH = """
 import os, sys, time
 import numpy as np
-from streammega.storage.cache import PageCache
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", 600_000)
+from streammega.storage.cache import PageCache, open_cached
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20), "s3://b/k", "e", 600_000)
 children = []
 def fetch(a, b, out):
     out.fill(7)
@@ -486,8 +487,8 @@ def test_a_child_that_is_forked_within_a_fetch_keeps_no_lock_of_its_parent(tmp_p
 FORKED_WHILE_A_THREAD_IS_BUSY = """
 import os, signal, sys, threading
 import numpy as np
-from streammega.storage.cache import PageCache
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", 6_000_000)
+from streammega.storage.cache import PageCache, open_cached
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20), "s3://b/k", "e", 6_000_000)
 reserve = PageCache.reserve
 is_inside, goes_on = threading.Event(), threading.Event()
 def fetch(a, b, out): out.fill(7)
@@ -535,8 +536,8 @@ def test_looking_at_a_cache_lets_no_claim_go(tmp_path: Path) -> None:
         code = """
 import sys
 import numpy as np
-from streammega.storage.cache import PageCache
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20, timeout=0.2).open("s3://b/k", "e", int(sys.argv[2]))
+from streammega.storage.cache import PageCache, open_cached
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20, timeout=0.2), "s3://b/k", "e", int(sys.argv[2]))
 print(cached.is_fetched_elsewhere(0, 1))
 """
         asked.append(run_python(code, str(tmp_path), str(SIZE)).strip())
@@ -594,12 +595,12 @@ def test_pages_of_an_object_that_was_removed_and_made_anew_are_not_mixed(tmp_pat
 FORKED = """
 import os, sys
 import numpy as np
-from streammega.storage.cache import PageCache, entries
+from streammega.storage.cache import PageCache, entries, open_cached
 from pathlib import Path
 cache = PageCache(sys.argv[1], 1 << 30, 1 << 20)
 def fetch(a, b, out): out.fill(7)
 def read(url, start):
-    cached = cache.open(url, "e", 600_000)
+    cached = open_cached(cache, url, "e", 600_000)
     out = np.empty(10, np.uint8)
     cached.read(start, start + 10, out, fetch)
     assert (out == 7).all()
@@ -629,8 +630,8 @@ import atexit, os, sys
 late = []
 atexit.register(lambda: late[0]())  # runs after whatever is registered later: finalizers of the library among it
 import numpy as np
-from streammega.storage.cache import PageCache
-cached = PageCache(sys.argv[1], 1 << 30, 1 << 20).open("s3://b/k", "e", 600_000)
+from streammega.storage.cache import PageCache, open_cached
+cached = open_cached(PageCache(sys.argv[1], 1 << 30, 1 << 20), "s3://b/k", "e", 600_000)
 def fetch(a, b, out): out.fill(7)
 cached.read(0, 10, np.empty(10, np.uint8), fetch)
 def end():
@@ -805,7 +806,7 @@ SECOND_USER = """
 import logging, os, sys
 import numpy as np
 folder, group, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-from streammega.storage.cache import PageCache
+from streammega.storage.cache import PageCache, open_cached
 os.setgroups([group])
 os.setegid(group)
 os.seteuid(65534)
@@ -816,7 +817,7 @@ def fetch(a, b, out):
     asked.append(b - a)
     out.fill(5)
 for url in ("s3://b/k", "s3://b/own"):
-    cached = PageCache(folder, 1 << 30, 1 << 20).open(url, "e", size)
+    cached = open_cached(PageCache(folder, 1 << 30, 1 << 20), url, "e", size)
     if cached is None:
         continue
     for _ in range(2):

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.storage import cache as page_cache
-from streammega.storage.cache import PAGE_BYTES, PageCache
+from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import try_lock
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.store import Bytes
@@ -82,8 +82,8 @@ def test_reads_are_right_and_no_page_is_fetched_twice(
     tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]]
 ) -> None:
     source = Source(data_of())
-    cached = PageCache(tmp_path_factory.mktemp("cache"), 1 << 30, 2 * PAGE_BYTES).open(
-        "s3://b/k", "e", SIZE
+    cached = open_cached(
+        PageCache(tmp_path_factory.mktemp("cache"), 1 << 30, 2 * PAGE_BYTES), "s3://b/k", "e", SIZE
     )
     assert cached is not None
     for start, length in spans:
@@ -103,7 +103,7 @@ def test_another_opening_finds_the_pages_and_another_etag_does_not(tmp_path: Pat
     out = np.empty(SIZE, np.uint8)
     for etag, expected in (("one", SIZE), ("one", 0), ("two", SIZE)):
         source = Source(data_of())
-        cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", etag, SIZE)
+        cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", etag, SIZE)
         assert cached is not None
         cached.read(0, SIZE, out, source)
         assert source.fetched == expected
@@ -116,7 +116,7 @@ def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
     """
     for fetched in (SIZE, 0):
         source = Source(data_of())
-        cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+        cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
         assert cached is not None
         if fetched:
             cached.read(0, SIZE, np.empty(SIZE, np.uint8), source)
@@ -132,7 +132,7 @@ def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
 
 def test_small_reads_make_no_pages(tmp_path: Path) -> None:
     source = Source(data_of())
-    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     assert cached is not None
     CachedStore(Through(source), cached).fetch_into("k", [(10, 200)], [np.empty(190, np.uint8)])  # type: ignore[arg-type]
     assert source.asked == [(10, 200)]
@@ -149,7 +149,7 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(
         return code, printed.out + printed.err
 
     out = np.empty(SIZE, np.uint8)
-    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     assert cached is not None
     cached.read(0, SIZE, out, Source(data_of()))
     del cached
@@ -160,7 +160,7 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(
     code, text = told("verify")
     assert (code, "page 2 is damaged" in text) == (1, True)
     source = Source(data_of())
-    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     assert cached is not None
     cached.read(0, SIZE, out, source)
     assert source.asked == [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
@@ -199,7 +199,7 @@ def _read_all(folder: str, log_file: str, seed: int) -> None:
         with open(log_file, "a") as file:
             file.write(f"{start} {stop}\n")
 
-    cached = PageCache(folder, 1 << 30, CHUNK).open("s3://b/k", "e", len(data))
+    cached = open_cached(PageCache(folder, 1 << 30, CHUNK), "s3://b/k", "e", len(data))
     assert cached is not None
     rng = np.random.default_rng(seed)
 
@@ -243,20 +243,20 @@ def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> 
 def test_what_nobody_uses_makes_room_oldest_first_and_what_is_used_stays(tmp_path: Path) -> None:
     out = np.empty(SIZE, np.uint8)
     for number, name in enumerate(("old", "newer")):
-        cached = PageCache(tmp_path, 1 << 30, CHUNK).open(f"s3://b/{name}", "e", SIZE)
+        cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), f"s3://b/{name}", "e", SIZE)
         assert cached is not None
         cached.read(0, SIZE, out, Source(data_of()))
         used = cached.folder / "used"
         del cached
         os.utime(used, (1000 + number, 1000 + number))
     cache = PageCache(tmp_path, int(2.5 * SIZE), CHUNK)
-    kept = cache.open("s3://b/third", "e", SIZE)
+    kept = open_cached(cache, "s3://b/third", "e", SIZE)
     assert kept is not None
     kept.read(0, SIZE, out, Source(data_of()))
     names = {entry.url for entry in page_cache.entries(tmp_path / "chunks") if entry.cached_bytes}
     assert names == {"s3://b/newer", "s3://b/third"}
     source = Source(data_of())
-    second = PageCache(tmp_path, SIZE, CHUNK).open("s3://b/fourth", "e", SIZE)
+    second = open_cached(PageCache(tmp_path, SIZE, CHUNK), "s3://b/fourth", "e", SIZE)
     assert second is not None
     for _ in range(2):
         second.read(0, SIZE, out, source)
@@ -275,12 +275,12 @@ def test_a_full_disk_turns_the_cache_off_with_one_warning(tmp_path: Path) -> Non
     code = f"""
 import logging, resource, signal, sys
 import numpy as np
-from streammega.storage.cache import PageCache
+from streammega.storage.cache import PageCache, open_cached
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 logging.basicConfig(stream=sys.stdout)
 data = np.arange({SIZE}, dtype=np.uint8)
-cached = PageCache({str(tmp_path)!r}, 1 << 30, 1 << 20).open("s3://b/k", "e", {SIZE})
+cached = open_cached(PageCache({str(tmp_path)!r}, 1 << 30, 1 << 20), "s3://b/k", "e", {SIZE})
 def fetch(a, b, out): out[:] = data[a:b]
 for at in range(0, {SIZE}, 100_000):
     out = np.empty(min(100_000, {SIZE} - at), np.uint8)
@@ -428,7 +428,7 @@ def test_a_cache_dir_that_is_a_file_is_said_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_bytes(b"no folder")
-    cached = PageCache(tmp_path / "cache", 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path / "cache", 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     source = Source(data_of())
     if cached is not None:
         cached.read(0, SIZE, np.empty(SIZE, np.uint8), source)
@@ -441,7 +441,7 @@ def test_a_page_that_cannot_be_forgotten_costs_no_descriptor(
 ) -> None:
     """A damaged page on a disk that fails: its chunk is closed all the same."""
     out = np.empty(SIZE, np.uint8)
-    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     assert cached is not None
     cached.read(0, SIZE, out, Source(data_of()))
     del cached
@@ -454,7 +454,7 @@ def test_a_page_that_cannot_be_forgotten_costs_no_descriptor(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "pwrite", fail)
-    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    cached = open_cached(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", "e", SIZE)
     assert cached is not None
     cached.read(0, SIZE, out, Source(data_of()))
     np.testing.assert_array_equal(out, data_of())

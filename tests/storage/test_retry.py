@@ -420,7 +420,7 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
 ) -> None:
     from streammega.loading.staging import Stager
     from streammega.samples.token_file import TokenFile
-    from streammega.storage.cache import PageCache
+    from streammega.storage.cache import PageCache, open_cached
     from streammega.storage.cache.page_cache import CachedStore
 
     monkeypatch.setattr(retry, "FIRST_PAUSE", 100.0)
@@ -433,7 +433,9 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
 
     store: Any = Scripted(refuse)
     config = StorageConfig(cache_dir=tmp_path)
-    cached = PageCache(tmp_path, 1 << 30, config.chunk_bytes).open("s3://b/k", "etag", 1 << 20)
+    cached = open_cached(
+        PageCache(tmp_path, 1 << 30, config.chunk_bytes), "s3://b/k", "etag", 1 << 20
+    )
     assert cached is not None
     file = TokenFile(
         store=CachedStore(store, cached),

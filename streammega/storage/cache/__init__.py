@@ -5,9 +5,16 @@ taken, what is evicted, and what the command line shows. `page_cache`: reading t
 an object, and a store that does so.
 """
 
-from streammega.storage.cache.cache_folder import Entry, clear, damaged_pages, entries, recount
+from streammega.storage.cache.cache_folder import (
+    Entry,
+    PageCache,
+    clear,
+    damaged_pages,
+    entries,
+    recount,
+)
 from streammega.storage.cache.chunk_file import PAGE_BYTES
-from streammega.storage.cache.page_cache import CachedObject, CachedStore, PageCache
+from streammega.storage.cache.page_cache import CachedObject, CachedStore, open_cached
 
 __all__ = [
     "PAGE_BYTES",
@@ -18,5 +25,6 @@ __all__ = [
     "clear",
     "damaged_pages",
     "entries",
+    "open_cached",
     "recount",
 ]

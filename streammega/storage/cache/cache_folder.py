@@ -51,16 +51,16 @@ from streammega.storage.warn_once import warn_once
 log = logging.getLogger(__name__)
 
 LAYOUT = 3
-"""Part of the name of each object. Those of another layout are not found, but evicted in time."""
+"""Part of the name of each object. Objects of another layout are ignored and evicted later."""
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}")
 GRACE = 600.0
 """Seconds after the last touch within which an object is in use."""
 DISK_RESERVE = 1 << 30
-"""Bytes of its disk that a cache leaves free: for checkpoints, logs and other programs."""
+"""Bytes of its disk that a cache leaves free for checkpoints, logs and other programs."""
 DISK_SHARE = 0.01
-"""The share of a large disk that it leaves free, where that is more."""
+"""The share of a large disk that it leaves free, if that is more."""
 SMALL_DISK_SHARE = 0.1
-"""Of a small disk it leaves free no more than this share."""
+"""On a small disk it leaves at most this share free."""
 LOCK_TIMEOUT = 1.0
 """Seconds to wait for another process that makes or removes a chunk."""
 BUSY_FOR = 5.0
@@ -70,22 +70,22 @@ MAX_PAUSE = 0.02
 FULL_FOR = 30.0
 """Seconds without new chunks after nothing could be evicted."""
 COUNT_AGE = 3600.0
-"""Seconds for which the noted bytes are believed when the cache is full."""
+"""Seconds after which a full cache counts its bytes again."""
 PAGE_TIMEOUT = 60.0
 """Seconds to wait for a page that another process fetches."""
 LATE_TIMEOUT = 1.0
-"""Seconds to wait after such a timeout: a process that was stopped may have locked hundreds."""
+"""Seconds to wait after one such timeout: a stopped process may have locked hundreds of pages."""
 _RECORD = struct.Struct("<8sQd")
-"""Of the file `lock`: the magic, the bytes of all chunk files, and when they were counted."""
+"""The content of `lock`: the magic, the bytes of all chunk files, and when they were counted."""
 _MAGIC = b"SMTOTAL\n"
 
 
 class LockedError(OSError):
-    """Another process holds the lock of a cache folder for too long."""
+    """Another process held the lock of a cache folder for too long."""
 
 
-class CacheFolder:
-    """A cache folder as this process sees it. Safe for threads and processes.
+class PageCache:
+    """The page cache in a folder, as this process uses it. Safe for threads and processes.
 
     A disk that fails turns the cache off with one warning: `usable` is False then.
 
@@ -151,8 +151,8 @@ class CacheFolder:
     def reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
         """Make the file of a chunk of `size` bytes; False if there is no room. Raises OSError.
 
-        Evicts objects that are not in use, the longest unused first. The cost does not depend on
-        the number of objects, but for a list of all of them when the last list is used up.
+        Evicts objects that are not in use, the longest unused first. Lists all objects when the
+        last list is used up; other calls do not depend on the number of objects.
         """
         if time.monotonic() < self._full_until:
             return False
@@ -178,7 +178,7 @@ class CacheFolder:
             with contextlib.suppress(FileNotFoundError):
                 old_bytes = os.stat(path, follow_symlinks=False).st_size
             if old_bytes == new_bytes:
-                return True  # another process was quicker
+                return True  # another process made it
             total, counted_at = _read_total(self.folder, lock)
             is_full = not self._fits(total, new_bytes) and not self._evictable
             if is_full and abs(time.time() - counted_at) > COUNT_AGE:
@@ -188,8 +188,8 @@ class CacheFolder:
                 if last_use(folder) == last_used:
                     total -= _remove_object(folder)
             fits = self._fits(total, new_bytes)
-            # Noted before the chunk is made and after others were removed: a process that is killed
-            # in between leaves a number that is too high, never one that is too low.
+            # Written after others were removed and before the chunk is made: a process that is killed
+            # between leaves a number that is too high, never one that is too low.
             total += new_bytes - old_bytes if fits else 0
             _write_total(lock, total, counted_at)
             if fits:
@@ -221,10 +221,7 @@ def object_folders(folder: Path) -> list[Path]:
 
 
 def last_use(folder: Path) -> float:
-    """When an object was used last; 0 if it is gone.
-
-    An object that was made halfway is as old as its folder.
-    """
+    """When an object was used last; 0 if it is gone. Without a `used` file, the age of its folder."""
     for path in (folder / "used", folder):
         with contextlib.suppress(OSError):
             return os.stat(path).st_mtime
@@ -268,7 +265,7 @@ def entries(folder: Path) -> list[Entry]:
     """All objects of a cache's `chunks` folder. Those of another layout have no bytes."""
     found = []
     for object_folder in sorted(object_folders(folder)):
-        # Halfway made, being removed, or of somebody else: it is left out.
+        # It is incomplete, being removed, or not ours.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found.append(_entry(object_folder))
     return found
@@ -287,7 +284,7 @@ def _entry(folder: Path) -> Entry:
         url=str(about["url"]),
         size=size,
         chunk_bytes=chunk_bytes,
-        cached_bytes=min(int(pages) * PAGE_BYTES, size),  # the last page is a short one
+        cached_bytes=min(int(pages) * PAGE_BYTES, size),  # the last page may be shorter
         used=used,
         in_use=is_in_use(used),
     )
@@ -359,7 +356,7 @@ def _remove_object(folder: Path) -> int:
     Processes that have mapped them go on reading what is mapped.
     """
     freed = 0
-    # The description last: a process that is killed before leaves chunks with a name.
+    # The description last: after a kill, chunks that are left still have one.
     for path in sorted(folder.glob("*"), key=lambda path: path.suffix != ".data"):
         with contextlib.suppress(OSError):
             size = path.lstat().st_size if path.suffix == ".data" else 0
@@ -375,14 +372,14 @@ def _open_or_make(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | OPEN_FLAGS)
     except FileNotFoundError:
-        # Only then: in a sticky folder, O_CREAT refuses a file of another user.
+        # Not with O_CREAT at first: in a sticky folder it refuses a file of another user.
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Hold the lock of a cache folder; gives the descriptor of its file. Raises OSError."""
+    """Hold the lock of a cache folder. Yields the descriptor of its file. Raises OSError."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     pause = FIRST_PAUSE
     descriptor = _open_or_make(folder / "lock")
@@ -420,9 +417,7 @@ def _count(folder: Path) -> tuple[int, float]:
 
 
 def _spare_bytes(folder: Path) -> int:
-    """Bytes that the cache may still take of its disk; negative where less than the reserve is
-    free.
-    """
+    """Bytes of its disk that the cache may still use; negative if less than the reserve is free."""
     disk = os.statvfs(folder)
     disk_bytes = disk.f_blocks * disk.f_frsize
     reserve = max(DISK_RESERVE, int(DISK_SHARE * disk_bytes))

@@ -1,8 +1,8 @@
 """One file of the page cache: the bytes of a chunk of an object, then a checksum of each page.
 
-A checksum is written after its page, and 0 says that the page is not there. So a writer that was
-killed leaves no page that is believed. Who fetches pages locks their bytes in the file meanwhile;
-the kernel ends such a lock with its process.
+A checksum is written after its page, and 0 means that the page is not there. So a writer that is
+killed leaves no page that counts. A process that fetches pages locks their bytes in the file. The
+kernel ends such a lock with its process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from streammega.storage.backends.local import map_file
 from streammega.storage.store import Bytes, address_of
 
 PAGE_BYTES = 128 << 10
-"""Pages are small, so that a piece of the stream order fetches little more than itself."""
+"""Pages are small, so that a block of the stream order fetches little more than itself."""
 ENTRY_BYTES = 8
 """Bytes of a page's checksum."""
 MAX_MAPPED = 32_000
 """Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count)."""
-# A link or a pipe in place of a file was put there by somebody else: it is neither followed nor
-# waited for.
+# A link or a pipe in place of a file is not ours: it is neither followed nor waited for.
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _locking: set[int] = set()
@@ -43,8 +42,8 @@ class ChunkFile:
     """The pages of a chunk, mapped. Numbers of pages are those within the object.
 
     `view` uint8 [size]: its bytes. `verified` uint8 [pages]: pages that are there and were checked,
-    or written, by this process. `gone`: another file has taken the place of this one; what is
-    mapped stays right, and nothing is added to it.
+    or written, by this process. `gone`: the file was removed or replaced. What is mapped stays
+    valid, and no more pages are written.
     """
 
     def __init__(self, path: Path, descriptor: int, first: int, size: int) -> None:
@@ -103,7 +102,7 @@ class ChunkFile:
         return descriptor
 
     def lock(self, descriptor: int, first: int, last: int) -> bool:
-        """Lock pages [first, last); False if somebody else has locked one. Raises OSError."""
+        """Lock pages [first, last); False if one of them is locked. Raises OSError."""
         start = (first - self.first) * PAGE_BYTES
         return try_lock(descriptor, start, (last - first) * PAGE_BYTES)
 
@@ -152,7 +151,7 @@ def open_chunk(path: Path, first: int, size: int) -> ChunkFile | None:
 def make_chunk(path: Path, size: int) -> None:
     """Make the file of a chunk of `size` bytes, without any page. Raises OSError.
 
-    It is sparse, but for its checksums: on a full tmpfs, reading a hole that is mapped would end
+    Its pages are sparse. Its checksums are written: on a full tmpfs, reading a mapped hole would end
     the process (SIGBUS). They come last, so that a file of the right size has all of them.
     """
     with contextlib.suppress(FileNotFoundError):
@@ -171,12 +170,12 @@ def pages_of(size: int) -> int:
 
 
 def whole_pages(chunk_bytes: int) -> int:
-    """The size of chunks that is used for a configured one."""
+    """The size of chunks in whole pages, for a configured size."""
     return max(PAGE_BYTES, chunk_bytes // PAGE_BYTES * PAGE_BYTES)
 
 
 def table_at(size: int) -> int:
-    """Where the checksums of a chunk of `size` bytes begin: aligned, for they are mapped."""
+    """Where the checksums of a chunk of `size` bytes begin. They are aligned, for they are mapped."""
     return -(-size // ENTRY_BYTES) * ENTRY_BYTES
 
 
@@ -191,11 +190,11 @@ def checksum(data: Any) -> int:
 
 
 def try_lock(descriptor: int, start: int = 0, length: int = 0) -> bool:
-    """Lock bytes of an open file, all of them by default; False if another opening of it has locked
-    one of them. Raises OSError where the file system has no locks.
+    """Lock bytes of an open file, by default all; False if another opening of it has locked one of
+    them. Raises OSError where the file system has no locks.
 
-    Such a lock belongs to the open file (Linux: open file description locks), so that it keeps
-    threads apart as well as processes. It ends with `unlock`, or with the process.
+    The lock belongs to the open file (an open file description lock of Linux), so it excludes other
+    threads as well as processes. It ends with `unlock`, or with the process.
     """
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     try:
@@ -209,7 +208,7 @@ def try_lock(descriptor: int, start: int = 0, length: int = 0) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Release all locks of a descriptor and close it. A forked child's copy holds none then."""
+    """Release all locks of a descriptor and close it. Copies in forked children hold none then."""
     if descriptor in _locking:
         _locking.discard(descriptor)
         with contextlib.suppress(OSError):
@@ -219,7 +218,7 @@ def unlock(descriptor: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Close a forked child's copies of descriptors that hold locks: the locks are its parent's."""
+    """In a forked child, close copies of descriptors that hold locks of the parent."""
     for descriptor in list(_locking):
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -232,7 +231,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    # A call may write less: on a disk that is nearly full, or where a signal comes.
+    # A call may write less: on a disk that is nearly full, or after a signal.
     written = 0
     while written < len(view):
         written += os.pwrite(descriptor, view[written:], offset + written)

@@ -1,7 +1,7 @@
 """The cached pages of objects: read, fetched where they are missing, and kept.
 
-A page's checksum is compared before its bytes are believed, once in each process. One process of
-the node fetches a page, under a lock; the others wait for it, but not for ever.
+Each process compares the checksum of a page before the first use. One process of the node fetches a
+page, under a lock. The others wait for it, for a limited time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from streammega.errors import StorageError
 from streammega.storage.cache import chunk_file
-from streammega.storage.cache.cache_folder import CacheFolder, object_name, touch
+from streammega.storage.cache.cache_folder import PageCache, object_name, touch
 from streammega.storage.cache.chunk_file import (
     PAGE_BYTES,
     ChunkFile,
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""
 SMALL = PAGE_BYTES // 4
-"""Reads below this size are not worth their pages: what is missing of them is fetched as it is."""
+"""Smaller reads do not fetch whole pages: only their own bytes are fetched, and not kept."""
 FIRST_PAUSE = 0.005
 MAX_PAUSE = 0.05
-"""Seconds between two looks at a page that somebody else fetches: most take milliseconds."""
+"""Seconds between two checks of a page that another thread or process fetches."""
 PAUSE_GROWTH = 1.5
 Fetch = Callable[[int, int, Bytes], None]
 """Reads bytes [start, stop) of the object itself into an array."""
 IsClosed = Callable[[], bool]
-"""Whether nobody wants the bytes any more."""
+"""Whether the bytes are not wanted any more."""
 _open_objects: weakref.WeakValueDictionary[str, CachedObject] = weakref.WeakValueDictionary()
 _lock = process_lock()
 _toucher_pid = 0
@@ -67,7 +67,7 @@ class CachedObject:
     as this object lives.
     """
 
-    def __init__(self, cache: CacheFolder, name: str, url: str, etag: str, size: int) -> None:
+    def __init__(self, cache: PageCache, name: str, url: str, etag: str, size: int) -> None:
         self.cache = cache
         self.url = url
         self.size = size
@@ -86,11 +86,11 @@ class CachedObject:
     def read(
         self, start: int, stop: int, out: Bytes, fetch: Fetch, is_closed: IsClosed = _never
     ) -> int:
-        """Fill `out` with bytes [start, stop), from pages that are there, else by `fetch`, whose
-        pages are kept. Returns the bytes that came from the cache.
+        """Fill `out` with bytes [start, stop) from pages. Missing pages are read by `fetch` and kept.
+        Returns the bytes that came from the cache.
 
-        Raises what `fetch` raises, and StorageError if `is_closed()` while it waits for somebody
-        else's pages.
+        Raises what `fetch` raises, and StorageError if `is_closed()` while it waits for pages that
+        another thread or process fetches.
         """
         cached_bytes = 0
         source = _Source(fetch, is_closed)
@@ -105,7 +105,7 @@ class CachedObject:
                     part[:] = chunk.part(low, high)
                     cached_bytes += present * PAGE_BYTES
                     continue
-            # Pages cannot be kept: exactly what is wanted, without the rest of its pages.
+            # Pages cannot be kept: fetch only the bytes that are wanted.
             fetch(low, high, part)
         return cached_bytes
 
@@ -114,7 +114,7 @@ class CachedObject:
         return bool(self.verified[start // PAGE_BYTES : pages_of(stop)].all())
 
     def contains(self, start: int, stop: int) -> bool:
-        """Whether all pages of bytes [start, stop) are there, whoever wrote them."""
+        """Whether all pages of bytes [start, stop) are on the disk, whichever process wrote them."""
         if self.has(start, stop):
             return True
         for first, last in self._by_chunk(start, stop):
@@ -124,14 +124,16 @@ class CachedObject:
         return True
 
     def prefetch(self, start: int, stop: int, fetch: Fetch, is_closed: IsClosed = _never) -> None:
-        """Have the pages of bytes [start, stop) on disk and verified, as far as there is room."""
+        """Fetch and verify the missing pages of bytes [start, stop), as far as there is room."""
         for first, last in self._by_chunk(start, stop):
             chunk = self._chunk(first)
             if chunk is not None:
                 self._fill(chunk, first, last, _Source(fetch, is_closed))
 
     def is_fetched_elsewhere(self, start: int, stop: int) -> bool:
-        """Whether somebody else fetches pages of bytes [start, stop) now. They are of one chunk."""
+        """Whether another thread or process fetches pages of bytes [start, stop), which are in one
+        chunk.
+        """
         first = start // PAGE_BYTES
         chunk = None if self.has(start, stop) else self._chunk(first, make=False)
         descriptor = self._open(chunk) if chunk is not None else None
@@ -154,12 +156,12 @@ class CachedObject:
     def _chunk(self, page: int, *, make: bool = True) -> ChunkFile | None:
         """The chunk of a page, mapped.
 
-        None: it is not there and is not to be made, there is no room, or the disk failed.
+        None: it does not exist and `make` is False, there is no room, or the disk failed.
         """
         if not self.cache.usable:
             return None
         number = page * PAGE_BYTES // self.chunk_bytes
-        # Without the lock, as nearly always: what is mapped stays.
+        # Without the lock: mapped chunks stay mapped.
         chunk = self._chunks.get(number)
         if chunk is not None:
             return chunk
@@ -177,8 +179,8 @@ class CachedObject:
                 self.cache.on_error(error)
                 return None
             if chunk is not None and len(chunk_file.mapped) < chunk_file.MAX_MAPPED:
-                # Kernels may read it where it is mapped, as long as this object lives. Its pages
-                # are a part of the whole: what is verified in the one is so in the other.
+                # Kernels read it as long as this object lives. Its `verified` becomes a view of the
+                # object's.
                 chunk_file.mapped.add(chunk)
                 chunk.verified = self.verified[first : first + len(chunk.verified)]
                 self.address[number] = chunk.address
@@ -215,18 +217,18 @@ class CachedObject:
         return chunk.has(first, last)
 
     def _fetch_pages(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
-        """Fetch pages [first, last) under a lock, or wait for whoever does; False if they cannot be
-        kept.
+        """Fetch pages [first, last) under a lock, or wait for who fetches them; False if they cannot
+        be kept.
         """
         descriptor = self._open(chunk, (last - first) * PAGE_BYTES)
         if descriptor is None:
             return False
         try:
             self._wait_for_lock(chunk, descriptor, first, last, source.is_closed)
-            # Whoever had the lock before has fetched some of them, or all.
+            # Another one, which had the lock before, may have fetched some or all of them.
             missing = [page for page in range(first, last) if not self._is_present(chunk, page)]
             if missing:
-                # In one request, though some in between may be there.
+                # By one request, although some pages between may be there.
                 start = missing[0] * PAGE_BYTES
                 stop = min((missing[-1] + 1) * PAGE_BYTES, self.size)
                 data = np.empty(stop - start, np.uint8)
@@ -255,7 +257,7 @@ class CachedObject:
     def _wait_for_lock(
         self, chunk: ChunkFile, descriptor: int, first: int, last: int, is_closed: IsClosed
     ) -> None:
-        """Return when pages are locked, are there, or were locked by somebody else for too long.
+        """Return when pages are locked by this thread, are there, or after a timeout.
 
         Fetching without the lock does no harm: two writers of a page write the same bytes.
         """
@@ -274,7 +276,7 @@ class CachedObject:
                 return
 
     def _lock(self, chunk: ChunkFile, descriptor: int, first: int, last: int) -> bool:
-        """Lock pages; False if somebody else has. Where there are no locks, all may fetch."""
+        """Lock pages; False if another one has. True on a file system without locks."""
         try:
             return chunk.lock(descriptor, first, last)
         except OSError as error:
@@ -282,33 +284,30 @@ class CachedObject:
             return True
 
 
-class PageCache(CacheFolder):
-    """The page cache in a folder; its arguments are those of CacheFolder."""
+def open_cached(cache: PageCache, url: str, etag: str, size: int) -> CachedObject | None:
+    """The cached pages of an object, which all openings in this process share.
 
-    def open(self, url: str, etag: str, size: int) -> CachedObject | None:
-        """The pages of an object, which all openings in this process share.
-
-        None: the disk cannot be used.
-        """
-        name = object_name(url, etag, size, self.chunk_bytes)
-        key = str(self.folder / name)
-        with _lock:
-            cached = _open_objects.get(key)
-            if cached is None and self.usable:
-                try:
-                    cached = CachedObject(self, name, url, etag, size)
-                except OSError as error:
-                    self.on_error(error)
-                    return None
-                _open_objects[key] = cached
-            _start_toucher()
-            return cached
+    None: the disk cannot be used.
+    """
+    name = object_name(url, etag, size, cache.chunk_bytes)
+    key = str(cache.folder / name)
+    with _lock:
+        cached = _open_objects.get(key)
+        if cached is None and cache.usable:
+            try:
+                cached = CachedObject(cache, name, url, etag, size)
+            except OSError as error:
+                cache.on_error(error)
+                return None
+            _open_objects[key] = cached
+        _start_toucher()
+        return cached
 
 
 def _start_toucher() -> None:
     """Start the thread that touches open objects, once in each process: no thread survives a fork.
 
-    A daemon, which does not hold up the end of the process, even on a disk that hangs.
+    It is a daemon, so that a disk that hangs does not delay the end of the process.
     """
     global _toucher_pid
     if _toucher_pid != os.getpid():
@@ -321,7 +320,7 @@ def _touch_objects() -> None:
     while True:
         time.sleep(TOUCH_SECONDS)
         with _lock:
-            # Folders, for the objects themselves would be kept open until the next round.
+            # Only folders, since references to the objects would keep them open until the next round.
             folders = [cached.folder for cached in _open_objects.values()]
         for folder in folders:
             with contextlib.suppress(OSError):
@@ -342,7 +341,7 @@ class CachedStore(WrapperStore):
     def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """From pages where they are there; large reads bring their pages to the cache."""
+        """From pages. Large reads fetch and keep the pages that are missing."""
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
             self.inner.fetch_into(key, [(start, stop)], [out], etag)
@@ -357,20 +356,20 @@ class CachedStore(WrapperStore):
             else:
                 missing_spans.append((start, stop))
                 missing_outs.append(out)
-        # Together: several small reads are one call of the transport.
+        # Several small reads are one call of the transport.
         if missing_spans:
             self.read_past_cache(key, missing_spans, missing_outs, etag)
 
     def read_past_cache(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """From the object itself, and counted: for reads that must not wait for those of others."""
+        """From the object itself, without waiting for pages that others fetch."""
         self.inner.fetch_into(key, spans, outs, etag)
         fetched = sum(stop - start for start, stop in spans)
         self._count(0, fetched)
 
     def close(self) -> None:
-        """End all waiting for pages that others fetch: nobody wants them any more."""
+        """End all waiting for pages that others fetch."""
         self._closed = True
 
     def _is_closed(self) -> bool:
