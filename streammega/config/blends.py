@@ -1,4 +1,4 @@
-"""Datasets and their weights, in any form in which somebody may write them."""
+"""Datasets and their weights, in all forms that are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streammega.errors import ConfigError
 
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
 MOST_DATASETS = 32766
-"""Of a blend: which dataset a sample is of is an int16, as in Megatron's index."""
+"""Most datasets of a blend: the dataset of a sample is an int16, as in Megatron's index."""
 
 
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
@@ -61,10 +61,10 @@ def _pairs(blend: Blend) -> list[tuple[str, Any]]:
 
 
 def _entries(blend: Blend) -> list[Any]:
-    """The entries of a blend in a list; weights that alternate with prefixes are put behind them.
+    """The entries of a blend in a list. Weights that alternate with prefixes are paired with them.
 
-    They do where every other of an even number of words, from the first on, is a number, as in
-    Megatron's --data-path; where only some of these are, a weight was forgotten.
+    They alternate if there is an even number of words and the first, third and so on are numbers, as
+    in Megatron's --data-path. If only some of these are numbers, a weight was forgotten.
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
@@ -82,8 +82,8 @@ def _entries(blend: Blend) -> list[Any]:
     if not any(map(_is_number, in_places_of_weights)):
         return entries
     if len(entries) % 2:
-        # As Megatron reads its lists: one of odd length has no weights, whatever its first prefix
-        # looks like. In a string something was forgotten.
+        # As in Megatron, a list of odd length has no weights, even if its first prefix is a number.
+        # In a string something was forgotten.
         if not isinstance(blend, str):
             return entries
         raise ConfigError(
@@ -95,7 +95,7 @@ def _entries(blend: Blend) -> list[Any]:
 
 
 def _as_text(item: Any) -> Any:
-    """An entry of a blend, paths of pathlib being text."""
+    """An entry of a blend, with paths of pathlib as text."""
     if isinstance(item, os.PathLike):
         return os.fspath(item)
     if isinstance(item, (tuple, list)) and item and isinstance(item[0], os.PathLike):
@@ -125,7 +125,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_schedule(schedule: Any, blend: Blend | None, order: str) -> None:
-    """Raise ConfigError for a blend_schedule that is none, or none of this blend."""
+    """Raise ConfigError for a malformed blend_schedule, or one that does not fit the blend."""
     if order != "stream" or blend is None:
         raise ConfigError("blend_schedule belongs to the stream order and a blend")
     prefixes, _ = parse_blend(blend)
@@ -147,7 +147,7 @@ def _check_segments(schedule: Sequence[tuple[int, Sequence[float]]], datasets: i
                 f"blend_schedule starts a segment at sample {start}; starts must rise, "
                 f"from 0 or later"
             )
-        # so that NaN is none either; a weight may be zero for a while, all of them may not
+        # The comparison refuses NaN too. A weight may be zero for a while, but not all of them.
         are_weights = all(0 <= weight < math.inf for weight in weights)
         if len(weights) != datasets or not are_weights or not 0 < sum(weights) < math.inf:
             raise ConfigError(

@@ -28,9 +28,7 @@ from streammega.errors.redaction import redacted_repr
 
 Order = Literal["megatron", "stream", "sequential"]
 MOST_SAMPLES = 1 << 50
-"""Of a split: far more than any run has, and few enough for all that is counted of them to be
-int64.
-"""
+"""Most samples of a split: far more than any run has, and all counts of them fit int64."""
 
 FIELD_NAMES = (
     "tokens",
@@ -49,7 +47,7 @@ MADE_BY = {
     "attention_mask": "create_attention_mask",
     "dataset_id": "dataset_ids",
 }
-"""The settings that make a field. The other fields are there in any case."""
+"""The settings that add a field. The other fields are always made."""
 NO_MASK = (
     "by {} some labels have no loss, and fields leaves out loss_mask, which says which; add 'loss_mask' "
     "to fields"
@@ -171,7 +169,7 @@ class FieldsConfig:
         if self.pad_id is None:
             return -1
         if self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens:
-            # ends of documents would be masked and zeroed as padding
+            # Otherwise ends of documents would be masked and zeroed as padding.
             return -1
         return self.pad_id
 
@@ -392,7 +390,7 @@ class DataConfig(FieldsConfig):
             )
 
     def _check_changes(self) -> None:
-        """Of what changes in the middle of a run."""
+        """Check what changes in the middle of a run."""
         if self.blend_schedule is not None:
             check_schedule(self.blend_schedule, self.blend, self.order)
         if self.phases:

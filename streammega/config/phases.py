@@ -1,4 +1,4 @@
-"""What changes in the middle of a run: phases, what is appended, and what training skips."""
+"""Changes in the middle of a run: phases, appended data, and samples and documents to skip."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SkippedList(NamedTuple):
 
 
 def skipped_lists(given: Any) -> list[SkippedList]:
-    """skip_documents of a run, in any of its forms. Raises ConfigError for others."""
+    """The lists in skip_documents of a run. Raises ConfigError for other forms."""
     if isinstance(given, Sequence) and given and not isinstance(given[0], str):
         lists: list[SkippedList] = []
         for entry in given:
@@ -46,7 +46,7 @@ def skipped_lists(given: Any) -> list[SkippedList]:
 
 
 def skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
-    """One list of names, or those of each dataset. Raises ConfigError for anything else."""
+    """One list of names, or one for each dataset. Raises ConfigError for other forms."""
     by_dataset = given if isinstance(given, Mapping) else {None: given}
     lists = []
     for dataset, names in by_dataset.items():
@@ -67,7 +67,7 @@ def skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
 
 
 def check_ranges(skipped: Any) -> None:
-    """Raise ConfigError for skip_samples that are no ranges."""
+    """Raise ConfigError for skip_samples that are not ranges."""
     try:
         ranges = [(start, stop, 0 <= start < stop) for start, stop in skipped]
     except (TypeError, ValueError):
@@ -127,18 +127,20 @@ class PhaseConfig:
 
     @property
     def is_in_samples(self) -> bool:
-        """Whether it is told by its first sample, rather than by a step or token."""
+        """Whether its beginning is given as a sample, and not as a step or token."""
         return self.first_step is None and self.first_token is None
 
     def _check_start(self) -> None:
         starts = {"first_step": (self.first_step, 2), "first_token": (self.first_token, 1)}
-        # 0 stands for one that is left out, where another says it
+        # 0 means that it was left out, if another one is given.
         if self.first_sample or self.is_in_samples:
             starts["first_sample"] = (self.first_sample, 1)
-        told = {name: start for name, start in starts.items() if start[0] is not None}
-        if len(told) > 1:
-            raise ConfigError(f"a phase says {' and '.join(told)}; it begins at one of them")
-        for name, (value, least) in told.items():
+        chosen = {name: start for name, start in starts.items() if start[0] is not None}
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"a phase has {' and '.join(chosen)}; set one of them, at which it begins"
+            )
+        for name, (value, least) in chosen.items():
             if value is not None and value < least:
                 raise ConfigError(
                     f"{name} of a phase is {value}; it must be at least {least} (a phase begins at a "
@@ -213,7 +215,7 @@ def _check_segments_before(
     first_of_phases: int, schedule: Sequence[tuple[int, Sequence[float]]] | None
 ) -> None:
     for start, _ in schedule or ():
-        # 0 where that is told by a step or a token: then it is compared when that is known
+        # 0 if the phase begins at a step or a token: then it is compared once that is known.
         if start >= first_of_phases > 0:
             raise ConfigError(
                 f"blend_schedule has a segment from sample {start} on, where the phase from "
@@ -222,7 +224,7 @@ def _check_segments_before(
 
 
 def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
-    """Raise ConfigError for what Megatron's phase transitions do not change."""
+    """Raise ConfigError for settings that Megatron's phase transitions do not change."""
     if phase.global_batch_size is not None:
         raise ConfigError(
             f"phase {number} sets global_batch_size, which is the same in all phases of the Megatron "
@@ -265,7 +267,7 @@ class FollowConfig:
 
 
 def check_follow(order: str, has_schedule: bool) -> None:
-    """Raise ConfigError where nothing can be followed."""
+    """Raise ConfigError for settings with which `follow` cannot be used."""
     if order != "stream":
         raise ConfigError('follow belongs to the stream order: set order="stream"')
     if has_schedule:

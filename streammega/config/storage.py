@@ -106,7 +106,7 @@ class StorageConfig:
     def __post_init__(self) -> None:
         check_fields(self, hides_text=True)
         if self.cache_dir:
-            # the way to set a field of what is frozen
+            # This sets a field of a frozen dataclass.
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
 
     def for_url(self, url: str) -> StorageConfig:

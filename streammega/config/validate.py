@@ -1,4 +1,4 @@
-"""How settings are checked: by the types of their fields, once, with one form of message."""
+"""Settings are checked by the types of their fields, once, with one form of message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Settings = TypeVar("Settings", bound=type)
 
 
 class Bound(NamedTuple):
-    """A limit of a number, as it stands in the type of a field: `Annotated[int, Ge(1)]`."""
+    """A limit of a number in the type of a field: `Annotated[int, Ge(1)]`."""
 
     words: str
     is_met: Callable[[Any, Any], bool]
@@ -55,7 +55,7 @@ Lt = partial(Bound, "less than", operator.lt)
 
 @dataclass(frozen=True)
 class Flag:
-    """How the command line calls a setting. name: where it is not the field's with dashes."""
+    """The flag of a setting. name: if it is not the name of the field with dashes."""
 
     group: str
     name: str = ""
@@ -73,12 +73,12 @@ class FieldType(NamedTuple):
 
     @property
     def range(self) -> str:
-        """What a number may be: "at least 0 and less than 1"; empty where it may be any."""
+        """The bounds of a number: "at least 0 and less than 1"; empty if there are none."""
         return " and ".join(map(str, self.bounds))
 
     @property
     def expected(self) -> str:
-        """What a value may be: "text or a list", "one of none, full, a whole number"."""
+        """The values that are accepted: "text or a list", "one of none, full, a whole number"."""
         words = [*self.choices, *dict.fromkeys(map(_words_of, self.alternatives))]
         return f"one of {', '.join(words)}" if self.choices else " or ".join(words)
 
@@ -107,8 +107,8 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
     """Raise ConfigError for a field whose value its type forbids: another kind of value, none of
     its choices, or out of its bounds. Numbers of other kinds (numpy's) become plain ones.
 
-    section: what stands before the name in messages, such as "train.". hides_text: text in place of
-    a number is not repeated, for it may be a secret that was put in the wrong line.
+    section: a prefix of names in messages, such as "train.". hides_text: text in place of a number is
+    not repeated, for it may be a secret in the wrong line.
     """
     settings_class: type = type(settings)
     types = field_types(settings_class)
@@ -130,7 +130,7 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
                 break
         else:
             raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
-        # the way to set a field of a frozen dataclass
+        # This sets a field of a frozen dataclass.
         object.__setattr__(settings, item.name, value)
         for number in value if isinstance(value, tuple | list) else (value,):
             is_number = isinstance(number, numbers.Real)
@@ -151,7 +151,7 @@ KINDS: dict[Any, tuple[str, Any, Any]] = {
     dict: ("a mapping", Mapping, ()),
     Mapping: ("a mapping", Mapping, ()),
 }
-"""How messages call a type, which classes its values have, and which of these it refuses."""
+"""For each type: its name in messages, the classes that it accepts, and those that it refuses."""
 
 
 def _as_kind(value: Any, kind: Any) -> Any:
@@ -175,13 +175,13 @@ def _as_kind(value: Any, kind: Any) -> Any:
 
 
 def _fixed_size(kind: Any) -> int:
-    """How many numbers a tuple holds whose type says it; 0 for every other type."""
+    """The number of elements of a tuple type of fixed size; 0 for every other type."""
     elements = get_args(kind) if get_origin(kind) is tuple else ()
     return 0 if Ellipsis in elements else len(elements)
 
 
 def _words_of(kind: Any) -> str:
-    """How messages call a type."""
+    """The name of a type in messages."""
     if size := _fixed_size(kind):
         return f"{size} whole numbers"
     origin = get_origin(kind) or kind
@@ -194,7 +194,7 @@ def flag_name(name: str, flag: Flag) -> str:
 
 
 def unknown_setting(name: str, settings: type, section: str = "") -> str:
-    """What an error says of a name that no setting has: the nearest that one has."""
+    """The message for an unknown setting, with the nearest known one."""
     known = [item.name for item in fields(settings)]
     nearest = get_close_matches(name, known, 1)
     hint = f"known: {', '.join(section + other for other in known)}"
@@ -204,7 +204,7 @@ def unknown_setting(name: str, settings: type, section: str = "") -> str:
 
 
 def refuse_unknown(settings: Settings) -> Settings:
-    """A class of settings, which refuses an unknown one by a ConfigError that names the nearest."""
+    """Make a class of settings refuse unknown ones, by a ConfigError that names the nearest."""
     init = settings.__init__  # type: ignore[misc]
     known = {item.name for item in fields(settings)}
 
@@ -234,8 +234,8 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def read_toml(path: str, remedy: str) -> dict[str, Any]:
-    """What a TOML file holds. remedy: what to do where it cannot be read. Raises ConfigError, which
-    repeats no value of the file: it may hold secrets.
+    """The content of a TOML file. remedy: what to do if it cannot be read. Raises ConfigError, which
+    repeats no value of the file, for it may hold secrets.
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -246,5 +246,5 @@ def read_toml(path: str, remedy: str) -> dict[str, Any]:
 
 
 def local_folder(path: str | Path) -> Path:
-    """A folder that somebody named, `~` being their home."""
-    return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
+    """A folder by its name, in which `~` is the home folder."""
+    return Path(os.path.expanduser(path))  # leaves the `~` of an unknown user

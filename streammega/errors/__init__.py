@@ -2,22 +2,22 @@
 
     StreammegaError
     ├── ConfigError                  a setting that cannot work, found before any data is read
-    ├── StorageError                 bytes that could not be had or put
+    ├── StorageError                 bytes that could not be read or written
     │   ├── ObjectNotFoundError      no such object, bucket or file
     │   │   └── MissingShardsError   some shards of a numbered set are not there
-    │   ├── AccessDeniedError        the endpoint takes no such credentials, or forbids it
+    │   ├── AccessDeniedError        the endpoint refused the credentials, or forbids it
     │   ├── EndpointError            the endpoint refused, timed out or failed
-    │   ├── ShortReadError           other bytes came than were asked for
+    │   ├── ShortReadError           other bytes arrived than were asked for
     │   ├── UnsupportedOperation     this storage cannot do that
     │   └── ObjectChangedError       the object is not the one that was opened
-    ├── FormatError                  an .idx, .bin or other file that is not what it should be
+    ├── FormatError                  an .idx, .bin or other file of another content than its format
     ├── CacheError                   the local cache cannot hold what it must
     ├── StateError                   a checkpoint's data state that does not fit this run
     ├── ConvertError                 a corpus that could not be converted
     └── GradientError                a gradient that is not finite, or far too large
 
-Messages say what happened, where, and how to mend it. They never hold credentials: what URLs carry
-is taken out here, what `storage_options` carry where a library's words enter a message
+Messages say what happened, where, and how to mend it. They never hold credentials: those in URLs are
+removed here, those of `storage_options` where a library's text enters a message
 (`redaction.redact`). `ConfigError` and `FormatError` are also `ValueError`s, and
 `ObjectNotFoundError` is also a `FileNotFoundError`, so that code written for the standard errors
 keeps working.
@@ -49,8 +49,8 @@ class StreammegaError(Exception):
     """The root: catch this to catch everything below."""
 
     def __init__(self, *args: object) -> None:
-        # here, where every error passes: a URL with a password in it is easily put in a message,
-        # and so is a name that a terminal would obey
+        # Every error passes here. A message may easily contain a URL with a password, or a name
+        # with control characters.
         shown = [
             without_controls(redact_urls(arg)) if isinstance(arg, str) else arg for arg in args
         ]
@@ -62,7 +62,7 @@ class ConfigError(StreammegaError, ValueError):
 
 
 class StorageError(StreammegaError):
-    """Bytes could not be read from, or written to, where they live."""
+    """Bytes could not be read from a store, or written to it."""
 
     transient = False
     """Trying again may help."""
@@ -77,7 +77,7 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 
 class MissingShardsError(ObjectNotFoundError):
-    """Of a numbered set of shards, some are there and others are not."""
+    """Some shards of a numbered set do not exist."""
 
 
 class AccessDeniedError(StorageError):

@@ -17,8 +17,8 @@ from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
 SHORTEST = 4
-"""Characters from which on a value is looked for: shorter ones would blank out half of a message,
-and are no secrets.
+"""Characters of the shortest value that is hidden. Shorter ones are no secrets, and hiding them would
+remove half of a message.
 """
 
 _USER_INFO = re.compile(
@@ -31,7 +31,7 @@ _USER_INFO = re.compile(
     re.X,
 )
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
-"""Of these, what stands before the @ is a container's name."""
+"""In URLs of these schemes, the text before the @ is the name of a container."""
 _SIGNATURES = (
     r"sig|[\w-]*signature|x-(?:amz|goog|oss)-(?:credential|security-token)"
     r"|AccountKey|(?:OSS|AWS)AccessKeyId|GoogleAccessId"
@@ -61,7 +61,7 @@ _PUBLIC = frozenset(
         "quota_project_id",
     )
 )
-"""Of a mapping of credentials, what is none itself and may well be a bucket's or project's name."""
+"""Fields of a mapping of credentials that are not secret. Some may be names of buckets or projects."""
 _KEYWORDS = frozenset(
     (
         "anon",
@@ -76,12 +76,12 @@ _KEYWORDS = frozenset(
         "none",
     )
 )
-"""What `token` and `auth` may say instead of a secret."""
+"""Values of `token` and `auth` that are not secrets."""
 
 
 def redact_urls(text: str) -> str:
     """`text` without the passwords, signatures and tokens of URLs in it."""
-    # asked first, which is quick: most texts have neither
+    # These checks are quick, and most texts have neither.
     if "://" in text:
         text = _USER_INFO.sub(_without_user, text)
     if "=" in text:
@@ -97,16 +97,14 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def redact(text: str, options: Mapping[str, Any]) -> str:
-    """`text` without secrets of URLs in it, and without the values of secret options, however they
-    are written.
-    """
+    """`text` without the secrets of URLs, and without the values of secret options in any spelling."""
     return redaction_of(options)(text)
 
 
 def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:
-    """`redact` for many texts and the same options, whose secrets are looked for once."""
+    """`redact` for many texts and the same options, whose secrets are collected once."""
     forms: list[str] = []
-    # a longer one may contain a shorter one
+    # Longer ones first: they may contain shorter ones.
     for value in sorted(set(_secrets(options)), key=len, reverse=True):
         forms += _forms(value)
 
@@ -121,7 +119,7 @@ def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:
 
 
 def _secrets(options: Mapping[Any, Any], secret: bool = False) -> Iterator[str]:
-    """Secret values of options; `secret`: the options are themselves the value of a secret one."""
+    """The secret values of options. secret: the options are the value of a secret option."""
     for name, value in options.items():
         is_named_so = bool(_SECRET_NAME.search(str(name)))
         is_part_of_one = secret and name not in _PUBLIC
@@ -129,7 +127,7 @@ def _secrets(options: Mapping[Any, Any], secret: bool = False) -> Iterator[str]:
 
 
 def _leaves(value: Any, secret: bool) -> Iterator[str]:
-    """Secret texts within the value of an option; `secret`: those that no mapping says more of."""
+    """The secret texts within the value of an option. secret: the option is secret."""
     if isinstance(value, Mapping):
         yield from _secrets(value, secret)
     elif isinstance(value, (bytes, bytearray)):
@@ -143,9 +141,7 @@ def _leaves(value: Any, secret: bool) -> Iterator[str]:
 
 
 def _secret_lines(value: str) -> Iterator[str]:
-    """The lines of a secret, of which a message may show one: those of a key, without the marks
-    around it.
-    """
+    """The lines of a secret, without the marks around a key: a message may contain one of them."""
     for line in value.splitlines():
         if line.startswith("-----"):
             continue
@@ -155,9 +151,9 @@ def _secret_lines(value: str) -> Iterator[str]:
 
 
 def _forms(value: str) -> set[str]:
-    """As it is, as URLs spell it, and as JSON does."""
+    """The spellings of a value: as it is, in URLs, and in JSON."""
     if value.isalnum():
-        return {value}  # which all of them leave as it is
+        return {value}  # the same in all spellings
     in_json = json.dumps(value).removeprefix('"').removesuffix('"')
     return {value, quote(value), quote(value, safe=""), quote_plus(value), in_json}
 
@@ -172,9 +168,9 @@ def redacted_repr(settings: Any) -> str:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """A URL without its query, and the query with its question mark; of http(s) only.
+    """A URL of http(s) without its query, and the query with its question mark.
 
-    The query of a presigned URL is a secret as a whole: it is for reading, and never shown.
+    The whole query of a presigned URL is secret: it is used for reading, and never shown.
     """
     if not url.startswith(("http://", "https://")):
         return url, ""

@@ -1,4 +1,4 @@
-"""Numbers and texts from outside in messages and reports."""
+"""Numbers, and texts of unknown origin, in messages and reports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ def pluralize(count: int, noun: str, plural: str = "") -> str:
 
 
 def without_controls(text: str) -> str:
-    """Text whose control characters, which a terminal would obey, are spelt; newlines and tabs
-    stay.
-    """
+    """Text with its control characters escaped, which a terminal would obey. Newlines and tabs stay."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @lru_cache(maxsize=64)
 def in_one_line(name: str) -> str:
-    """A name from outside as a message shows it: control characters are spelt, and newlines too.
+    """A name for a message, with control characters and newlines escaped.
 
-    Kept, since the records of a file have all the same.
+    Cached, since all records of a file have the same name.
     """
     return without_controls(name).replace("\n", "\\n").replace("\t", "\\t")

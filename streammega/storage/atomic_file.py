@@ -1,4 +1,4 @@
-"""Files that appear whole: written beside their final name under a temporary one, then renamed."""
+"""Files that appear whole: written under a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _UNFINISHED = re.compile(
 )
 """A temporary file of `create_beside`, or of a driver whose files are renamed."""
 ORPHAN_SECONDS = 86400.0
-"""A temporary file that nobody holds is removed when nothing was written to it for so long.
+"""Seconds without a write after which a temporary file without a lock is removed.
 
-Its writer may be on a node whose locks are not seen here.
+Its writer may be on another node, whose locks are not visible here.
 """
 BUFFER_BYTES = 256 << 10
 """Larger writes go past the buffer: a copy into it would cost more than the call."""
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _swept: set[str] = set()
-"""Folders in which this process has looked for what killed ones left: it lists all of a folder."""
+"""Folders that this process has swept. A sweep lists the whole folder."""
 _lock = process_lock()
 
 
@@ -44,7 +44,7 @@ class AtomicFile:
     def commit(self, *, sync: bool = True) -> None:
         """Flush, sync and rename."""
         self._flush(sync)
-        # While it is open, and so locked: nobody takes it for an orphan.
+        # It is still open, and so locked: no other process removes it.
         os.replace(self._temporary, self._path)
         self.file.close()
 
@@ -59,7 +59,7 @@ class AtomicFile:
         except FileExistsError:
             return False
         finally:
-            self.abort()  # the other name of the file, or all of it
+            self.abort()  # removes the temporary name, and the file if the link failed
         return True
 
     def abort(self) -> None:
@@ -91,8 +91,8 @@ def write_file(
 def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     """(descriptor, name) of a new, empty file in the folder of `path`, which is made.
 
-    Its mode is as the umask says. It is locked as long as it is open: what a killed process left is
-    told from what is being written by its lock, and removed. Raises OSError.
+    Its mode follows the umask. It is locked while it is open. A temporary file without a lock was
+    left by a killed process, and is removed. Raises OSError.
     """
     folder, name = os.path.split(os.fspath(path))
     existing_folder = folder or "."
@@ -110,13 +110,13 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 
 def finished_name(name: str) -> str | None:
-    """What a temporary file was to be called when it was written; None for all other names."""
+    """The final name of a temporary file; None for all other names."""
     found = _UNFINISHED.fullmatch(name)
     return None if found is None else found["local"] or found["remote"]
 
 
 def _sweep(folder: str) -> None:
-    """Remove what killed processes left in a folder; once in the life of a process."""
+    """Remove temporary files that killed processes left in a folder; once in a process."""
     folder = os.path.abspath(folder)
     with _lock:
         if folder in _swept:
@@ -129,7 +129,7 @@ def _sweep(folder: str) -> None:
             if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS:
                 old_paths.append(entry.path)
     for path in old_paths:
-        # It may be gone, another user's, or being written.
+        # It may be gone, belong to another user, or still be written.
         with contextlib.suppress(OSError):
             _remove_unheld(path)
 

@@ -1,6 +1,5 @@
-"""Stores that show another form of stored objects.
-
-The decompressed frames of one, the payloads of an archive's members, or several objects as one.
+"""Stores that show another form of stored objects: decompressed, the members of an archive, or several
+objects as one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class View(Protocol):
-    """How bytes of the shown form lie in the stored one."""
+    """How the bytes that are shown are made of those that are stored."""
 
     size: int
 
@@ -43,16 +42,14 @@ class View(Protocol):
         """The stored bytes that hold the shown bytes [start, stop)."""
 
     def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
-        """Fill each of `outs` with the shown bytes of its span, from the stored ones of
-        `stored_range(start, stop)`.
+        """Fill each of `outs` with the shown bytes of its span.
+
+        stored: the bytes of `stored_range(start, stop)` of each span.
         """
 
 
 class LazyView:
-    """A view that is made when bytes are first asked of it.
-
-    Its size is known, and making it costs requests.
-    """
+    """A view that is made at the first read, since making it costs requests. Its size is known."""
 
     def __init__(self, size: int, make: Callable[[], View]) -> None:
         self.size = size
@@ -67,16 +64,16 @@ class LazyView:
         self.__init__(state["size"], state["make"])  # type: ignore[misc]
 
     def stored_range(self, start: int, stop: int) -> Span:
-        """Of the view, which is made now at the latest. Raises FormatError, StorageError."""
+        """As of the view. Raises FormatError, StorageError."""
         return self._view().stored_range(start, stop)
 
     def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
-        """By the view."""
+        """As of the view."""
         self._view().decode(stored, spans, outs)
 
     def _view(self) -> View:
         if self._view_made is None:
-            # Many threads ask for the first bytes of a shard at once, and one is to read its table.
+            # Many threads read the first bytes of a shard at once. One of them reads its table.
             with self._lock:
                 if self._view_made is None:
                     self._view_made = self._make()
@@ -84,7 +81,7 @@ class LazyView:
 
 
 class DerivedStore(WrapperStore):
-    """One object, as its view shows it. Keys are those of the object."""
+    """One object, as a view shows it. Keys are those of the object."""
 
     def __init__(self, store: Store, info: ObjectInfo, view: View) -> None:
         super().__init__(store)
@@ -111,11 +108,11 @@ class DerivedStore(WrapperStore):
         self._decode(bodies, spans, outs)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """Decoded bytes; the stored ones are read as the store reads them."""
+        """Decoded bytes. The inner store reads the stored ones."""
         return self._decoded(self.inner.read(key, self._stored(spans), self._etag(etag)), spans)
 
     def _etag(self, etag: str) -> str:
-        # The view was made for that object, and would show another one wrongly.
+        # The view was made for this version and would decode another one wrongly.
         return etag or self._info.etag
 
     def _decoded(self, bodies: Sequence[Buffer], spans: Sequence[Span]) -> list[Buffer]:
@@ -135,16 +132,16 @@ class DerivedStore(WrapperStore):
             if not 0 <= start <= stop <= self._view.size:
                 url = self.url(self._info.key)
                 raise truncated(url, f"bytes [{start}, {stop}) of {self._view.size}")
-            # No bytes lie in no frame, and in no member.
+            # An empty span is in no frame and in no member.
             stored.append(self._view.stored_range(start, stop) if start < stop else (0, 0))
         return stored
 
 
 class Members:
-    """The payloads of an archive's members, end to end.
+    """The payloads of an archive's members, one after the other.
 
-    `shown_begins`, `stored_begins`: where each payload begins in both forms, int64 [members + 1];
-    the last of `shown_begins` is the size.
+    `shown_begins`, `stored_begins`: where each payload begins in both forms, int64 [members + 1].
+    The last of `shown_begins` is the size.
     """
 
     def __init__(self, shown_begins: Integers, stored_begins: Integers) -> None:
@@ -162,7 +159,7 @@ class Members:
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
         """Members [first, last) that hold the shown bytes, without empty ones before them."""
-        # Without letting go of the GIL, and among integers of Python's, as `Frames._frames_of`.
+        # Without releasing the GIL, and with integers of Python, as in `Frames._frames_of`.
         begins = self._shown.data
         first = bisect_right(begins, start) - 1
         last = bisect_left(begins, stop, first)
@@ -178,7 +175,7 @@ class Members:
         begin, end = self.stored_range(start, stop)
         if len(stored) != end - begin:
             raise ValueError(
-                f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in "
+                f"{len(stored)} stored bytes do not hold [{start}, {stop}), which is stored in "
                 f"[{begin}, {end})"
             )
         check_room(out, stop - start)
@@ -193,7 +190,7 @@ class Members:
 
 
 class ConcatStore(Store):
-    """Objects of several stores end to end, as one, for reading."""
+    """Objects of several stores, one after the other, as one object to read."""
 
     def __init__(self, parts: Sequence[tuple[Store, ObjectInfo]], name: str) -> None:
         self.parts = parts
@@ -211,7 +208,7 @@ class ConcatStore(Store):
         return self._name
 
     def info(self, key: str) -> ObjectInfo:
-        """All sizes together, and a digest of which objects these are."""
+        """The sum of the sizes, and a digest of the objects' versions."""
         return ObjectInfo(key=key, size=int(self._ends[-1]), etag=self._etag)
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
@@ -224,7 +221,7 @@ class ConcatStore(Store):
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From the objects that hold them, each compared with its own ETag."""
-        # Of each object what is wanted of it, so that it is asked once.
+        # Grouped by object, so that each is read by one call.
         part_spans: dict[int, list[Span]] = {}
         part_outs: dict[int, list[Bytes]] = {}
         for (start, stop), out in zip(spans, outs, strict=True):
@@ -237,7 +234,7 @@ class ConcatStore(Store):
             store.fetch_into(info.key, wanted, part_outs[number], info.etag)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """As `fetch`, tried again by the stores; bytes of one object are not copied."""
+        """As `fetch`, with the stores' retries. Bytes of one object are not copied."""
         bodies: list[Buffer] = []
         for start, stop in spans:
             pieces = []
@@ -256,7 +253,7 @@ class ConcatStore(Store):
             yield self.parts[number], low, high
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(object, start and stop in it, at which byte of what was asked)."""
+        """(object, start and stop in it, offset in the span)."""
         size = self._ends[-1]
         if not 0 <= start <= stop <= size:
             raise truncated(self._name, f"bytes [{start}, {stop}) of {size}")
@@ -266,7 +263,7 @@ class ConcatStore(Store):
             part_begin = int(self._ends[number - 1]) if number > 0 else 0
             part_end = int(self._ends[number])
             end = min(stop, part_end)
-            # Nothing is asked of an object that is empty.
+            # Empty objects are left out.
             if end > begin:
                 yield number, begin - part_begin, end - part_begin, begin - start
             begin = end
@@ -274,10 +271,9 @@ class ConcatStore(Store):
 
 
 def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
-    """What changes when any of several objects does.
+    """A digest that changes when any of several objects does; empty where one has no ETag.
 
-    Empty where one of them says nothing of its version. Sizes are part of it: they say where each
-    object begins in the whole. So are URLs: two objects may change places.
+    It covers sizes, which say where each object begins, and URLs, since objects may change places.
     """
     digest = hashlib.blake2b(digest_size=16)
     for store, info in parts:
@@ -289,9 +285,9 @@ def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
 
 
 def file_ranges(store: Store, key: str, start: int, stop: int, etag: str) -> list[FileRange] | None:
-    """Where the bytes [start, stop) of an object lie in local files, in order.
+    """The ranges of local files that hold bytes [start, stop) of an object, in order.
 
-    None where some lie elsewhere, or in another form.
+    None where some of them are not in local files, or stored in another form.
     """
     if not isinstance(store, ConcatStore):
         path = store.local_path(key)

@@ -1,6 +1,6 @@
-"""Which version of an object an answer is of: its ETag, or else its Last-Modified.
+"""The version of an object: its ETag, or its Last-Modified where the server sends no ETag.
 
-Each is compared with its own kind only.
+Versions are compared with those of the same kind only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from streammega.storage.warn_once import warn_once
 log = logging.getLogger(__name__)
 
 MODIFIED = "modified "
-"""Begins versions that are a time; no ETag begins so, for ETags are quoted or hexadecimal."""
+"""The prefix of versions that are a time. No ETag has it, for ETags are quoted or hexadecimal."""
 
 
 def version_of(etag: str | None, modified: datetime | None) -> str:
-    """The version that an answer tells: the ETag as it is spelled, else its time of last change.
+    """The version in an answer: its ETag as it is spelled, else its Last-Modified.
 
-    Empty where it tells neither.
+    Empty where it has neither.
     """
     if etag:
         return etag
@@ -32,14 +32,14 @@ def version_of(etag: str | None, modified: datetime | None) -> str:
 
 
 def is_etag(version: str) -> bool:
-    """Whether a version is an ETag, which a server can be asked to compare; a time is none."""
+    """Whether a version is an ETag, and not a time. Servers compare ETags for conditional writes."""
     return bool(version) and not version.startswith(MODIFIED)
 
 
 def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
-    """What an answer tells of the kind of version that is expected.
+    """The version in an answer, of the same kind as the expected one.
 
-    Empty where it tells none of that kind.
+    Empty where the answer has none of that kind.
     """
     if expected.startswith(MODIFIED):
         return version_of(None, modified)
@@ -57,8 +57,8 @@ def same_version(one: str, other: str) -> bool:
 def check_version(url: str, expected: str, found: str) -> None:
     """Raise ObjectChangedError if an answer is of another version than the object that was opened.
 
-    One without a version, or with one of the other kind, tells nothing: some servers send ETags
-    with some answers only. That is said once.
+    An answer without a version, or with one of the other kind, cannot be compared: some servers
+    send ETags with some answers only. One warning says so.
     """
     if not expected:
         return

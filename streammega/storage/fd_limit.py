@@ -1,4 +1,6 @@
-"""Open files: as many as the system allows, and an error that names the limit, not the network."""
+"""The limit of open files: it is raised as far as the system allows, and errors that it causes name
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ log = logging.getLogger(__name__)
 
 TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 _SIGNS = ("too many open files", "os error 24)", "os error 23)")
-"""How libraries that keep no errno word it: the C library's text, and Rust's."""
+"""Texts of libraries whose errors have no errno: the C library's, and Rust's."""
 NEARLY = 4
-"""Descriptors short of the limit at which a failed connection is blamed on it.
+"""A failed connection is blamed on the limit when no more than so many descriptors are free.
 
-Sockets that could not be made are closed again before their error arrives, and looking up a name
-takes a few at once.
+Sockets that could not be made are closed before their error arrives, and looking up a name takes a
+few descriptors.
 """
 
 
@@ -39,11 +41,8 @@ def raise_limit() -> None:
 
 
 def blame_limit(error: BaseException) -> str:
-    """What to say where an error, or one behind it, is that no more files may be open.
-
-    Empty for all other errors.
-    """
-    # Errors may be each other's context: a chain of them has no end then.
+    """The message for an error that the limit of open files caused; empty for all other errors."""
+    # Two errors may be each other's context: such a chain has no end.
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
@@ -55,15 +54,12 @@ def blame_limit(error: BaseException) -> str:
 
 
 def blame_limit_of_connection(error: BaseException) -> str:
-    """As `blame_limit`, for a failed connection.
-
-    Also where the limit is all but reached, whatever the error says.
-    """
+    """As `blame_limit`, for a failed connection: also where the limit is nearly reached."""
     blame = blame_limit(error)
     if blame:
         return blame
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A limit below 0 is none.
+    # A negative limit means that there is none.
     if 0 <= soft <= open_files() + NEARLY:
         return limit_reached()
     return ""
@@ -80,7 +76,7 @@ def limit_reached() -> str:
 
 
 def open_files() -> int:
-    """Descriptors open in this process; where even counting takes one too many, the limit."""
+    """Descriptors open in this process. Where counting them fails for lack of one, the limit."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         try:
             return len(os.listdir(folder)) - 1  # without the one that lists

@@ -33,14 +33,13 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
     scheme, _, path = url.partition("://")
     if scheme.lower() in BUCKET_SCHEMES and path:
         store, key = open_store(url, config)
-        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do
-        # not.
+        # Keys of obstore's stores lack the bucket, for each serves one. Keys of drivers have it.
         bucket, _, _ = path.partition("/")
         root = "" if key == path else f"{bucket}/"
         return StoreFiles(store, root), path
     options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
     if url.startswith(("http://", "https://")) and "?" in url:
-        options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
+        options.setdefault("encoded", True)  # the signature covers the URL as it is spelled
     if "::" in url and _is_no_chain(url):
         return _unchained(url, options)
     system, path = fsspec.core.url_to_fs(url, **options)
@@ -48,7 +47,7 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
 
 
 def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """What fsspec does of a URL with one file system, without a look for others in it."""
+    """As `fsspec.core.url_to_fs`, for a URL in which `::` does not separate file systems."""
     scheme = url.partition("://")[0] if "://" in url else "file"
     driver = fsspec.get_filesystem_class(scheme)
     of_url = driver._get_kwargs_from_urls(url)
@@ -57,9 +56,9 @@ def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _is_no_chain(url: str) -> bool:
-    """Whether `::` in a URL are letters, of a file's or an object's name.
+    """Whether `::` is part of a file's or an object's name.
 
-    fsspec would see file systems in each other.
+    fsspec takes it for file systems within each other.
     """
     scheme, _, _ = url.partition("://")
     return not is_remote(url) or scheme in _UNCHAINED_SCHEMES
@@ -75,9 +74,9 @@ def open_file(
 ) -> Iterator[Any]:
     """A file to read; `compression` as fsspec has it, "infer" by the suffix.
 
-    etag: of the version that is meant, of an object store. note: called with the number of stored
-    bytes that were just read. Raises ObjectChangedError if that is not
-    there any more, ObjectNotFoundError and so on; drivers of fsspec raise whatever they like.
+    etag: the version to read, of an object in a bucket. note: called with the number of stored
+    bytes that were just read. Raises ObjectChangedError if that version is gone,
+    ObjectNotFoundError and other StorageErrors; drivers of fsspec raise their own errors.
     """
     system, path = file_system(url, config)
     packed = fsspec.core.get_compression(path, compression)
@@ -94,7 +93,7 @@ def open_file(
 
 
 class CountedFile:
-    """A file whose bytes are counted as they are read. note: called with how many they were."""
+    """A file that calls `note` with the number of bytes of each read."""
 
     def __init__(self, file: Any, note: Callable[[int], None]) -> None:
         self.file = file
@@ -111,9 +110,9 @@ class CountedFile:
 
 
 def expect_end(file: Any, stop: int) -> None:
-    """Say that a file is read up to a byte and hardly on, so that little is read ahead in vain.
+    """Read no further ahead than this byte: the caller hardly needs what follows.
 
-    Files that are no objects' need not know.
+    Only files of objects read ahead.
     """
     if isinstance(file, CountedFile):
         file = file.file
@@ -122,14 +121,14 @@ def expect_end(file: Any, stop: int) -> None:
 
 
 class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
-    """Read-only, by the store that serves the URL: its credentials, retries and ETags.
+    """The objects of a bucket as a read-only file system of fsspec, read by our store.
 
-    Paths are bucket/key; `root` is what the store's keys lack of them: `bucket/`, or nothing. What
-    was listed is not asked for again, so one of these is for one look at a bucket.
+    Paths are bucket/key. root: the part of paths that the store's keys lack, `bucket/` or nothing.
+    Listings are remembered, so make a new one to see later changes.
     """
 
     protocol = "object"
-    cachable = False  # fsspec would keep the first one, with its store, for ever
+    cachable = False  # fsspec would keep the first instance, with its store, for ever
 
     def __init__(self, store: Store, root: str) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         self._listed: dict[str, ObjectInfo] = {}
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Of an object, or of a folder: a prefix that objects have. Raises ObjectNotFoundError."""
+        """An object, or a folder, which is a prefix of objects. Raises ObjectNotFoundError."""
         key = self._key(path)
         if self.isfile(path):
             return self._described(self._object(key))
@@ -147,10 +146,10 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         return _folder(f"{self._root}{key}")
 
     def isfile(self, path: str) -> bool:
-        """Whether there is an object of that name. One that is denied is none: some policies deny
-        what is not there.
+        """Whether there is an object of that name. Access denied means no: some policies deny access
+        to what does not exist.
 
-        Raises StorageError where that cannot be told, which fsspec's own would take for no.
+        Raises StorageError for other failures, which fsspec's own method would take for no.
         """
         key = self._key(path)
         if not key:
@@ -162,7 +161,7 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What lies directly in a folder, objects and folders."""
+        """The objects and folders directly in a folder."""
         key = self._key(path)
         prefix = f"{key}/" if key else ""
         found: dict[str, dict[str, Any]] = {}
@@ -194,7 +193,7 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         return self.open_version(path, "")
 
     def _object(self, key: str) -> ObjectInfo:
-        # listings of some stores tell no ETag
+        # Listings of some stores have no ETags.
         if key in self._listed and self._listed[key].etag:
             return self._listed[key]
         return self._store.info(key)

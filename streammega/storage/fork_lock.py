@@ -1,4 +1,4 @@
-"""Locks that are free again in a forked child, whichever thread of the parent held them."""
+"""Locks that are free in a forked child, even if a thread of the parent held them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _given: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def process_lock() -> threading.Lock:
-    """A lock of what outlives a fork: of stores, and of what all of them share.
+    """A lock for objects that a forked child uses too.
 
-    A fork copies a lock as it is at that moment, but not the thread that would release it.
+    A fork copies a lock in its present state, but not the thread that would release it.
     """
     lock = threading.Lock()
     _given.add(lock)
@@ -21,7 +21,7 @@ def process_lock() -> threading.Lock:
 
 def _free_all() -> None:
     for lock in list(_given):
-        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library's own users
+        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
 
 
 os.register_at_fork(after_in_child=_free_all)

@@ -18,15 +18,15 @@ from streammega.errors import (
 from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
 
 TRANSIENT_STATUSES = frozenset((408, 409, 425))
-"""Statuses below 500 that a second try mends: too slow, a conflict of requests, too early."""
+"""Statuses below 500 after which another try may succeed: timeout, conflict, too early."""
 PERMANENT_STATUSES = frozenset((501, 505))
-"""Statuses from 500 on that none does: the server cannot do what was asked."""
+"""Statuses from 500 on after which no other try can: the server does not support the request."""
 PARTIAL_CONTENT = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Names of botocore's errors."""
 NO_BUCKET = "bucket does not exist"
-"""In what s3fs makes of NoSuchBucket, which leaves the code out."""
+"""Part of the message that s3fs has for NoSuchBucket, without that code."""
 _NETWORK = (
     "Timeout",
     "Connect",
@@ -37,7 +37,7 @@ _NETWORK = (
     "HTTPClient",
     "ServerDisconnected",
 )
-"""In the names of errors of botocore and aiohttp, neither of which has one class for them."""
+"""Parts of the names of network errors. Neither botocore nor aiohttp has one class for them."""
 _NETWORK_NUMBERS = frozenset(
     {
         errno.EIO,
@@ -56,14 +56,11 @@ _NETWORK_NUMBERS = frozenset(
         socket.EAI_NONAME,
     }
 )
-"""What an OSError is numbered by where a network failed; names that are not found have EAI_*."""
+"""Numbers of an OSError where a network failed. A name that was not found has EAI_*."""
 
 
 def failure_of_status(url: str, status: int, text: str) -> StorageError:
-    """The error for an answer.
-
-    `text`: what the server said, of which `url`'s error repeats the first line.
-    """
+    """The error for an answer. text: what the server said; the error repeats its first line."""
     reason = text.splitlines()[0] if text else f"status {status}"
     if "NoSuchBucket" in text or NO_BUCKET in text:
         return missing_bucket(url)
@@ -76,7 +73,7 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
     if status in (429, 503):
         return throttled(url, reason)
     server_failed = status >= 500 and status not in PERMANENT_STATUSES
-    # A code of S3's, which comes with status 400.
+    # S3 sends this code with status 400.
     too_slow = "RequestTimeout" in text
     if status in TRANSIENT_STATUSES or server_failed or too_slow:
         return unreachable(url, reason)
@@ -84,7 +81,7 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
 
 
 def short_read(url: str, start: int, stop: int, got: int) -> ShortReadError:
-    """For a body of another length than was asked for."""
+    """The error for a body of another length than was asked for."""
     return ShortReadError(
         f"{url}: wanted bytes [{start}, {stop}), got {got} bytes; the object is shorter than its "
         f"index says, or changed while it was read: compare its size with the .idx, or convert it "
@@ -93,7 +90,7 @@ def short_read(url: str, start: int, stop: int, got: int) -> ShortReadError:
 
 
 def truncated(url: str, reason: str) -> ShortReadError:
-    """For a range outside of the object: trying again does not help."""
+    """The error for a range outside of the object. Trying again does not help."""
     error = ShortReadError(
         f"{url}: the object ends before the bytes that were asked for ({reason}); compare its size "
         f"with the .idx, and copy or convert it again if it is shorter"
@@ -103,7 +100,7 @@ def truncated(url: str, reason: str) -> ShortReadError:
 
 
 def throttled(url: str, reason: str) -> EndpointError:
-    """For an endpoint that asks for fewer requests."""
+    """The error for an endpoint that asks for fewer requests."""
     error = EndpointError(
         f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on "
         f"({reason})"
@@ -113,14 +110,14 @@ def throttled(url: str, reason: str) -> EndpointError:
 
 
 def missing(url: str) -> ObjectNotFoundError:
-    """No object of that name."""
+    """The error for an object that does not exist."""
     return ObjectNotFoundError(
         f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)"
     )
 
 
 def no_size(url: str) -> StorageError:
-    """An answer to a look at an object that leaves its size out."""
+    """The error for an answer to HEAD without a size."""
     return StorageError(
         f"{url}: the server does not say how large the object is (no Content-Length); have it send "
         f"the size, without compression (Content-Encoding)"
@@ -128,23 +125,23 @@ def no_size(url: str) -> StorageError:
 
 
 def missing_bucket(url: str) -> ObjectNotFoundError:
-    """Nowhere for an object of that name to be, or to be written to."""
+    """The error for a bucket that does not exist."""
     return ObjectNotFoundError(
         f"{url}: the bucket {root_of(url)} does not exist; check its name, or create it first"
     )
 
 
 def denied(url: str, reason: str) -> AccessDeniedError:
-    """The credentials are wrong, or have no right to it."""
+    """The error for credentials that are wrong, or have no right to the object."""
     return AccessDeniedError(
         f"{url}: access denied; check the credentials, their rights and the bucket ({reason})"
     )
 
 
 def no_answer(url: str, reason: str) -> EndpointError:
-    """Refused, reset, not found by its name, or silent.
+    """The error for a connection that was refused or reset, or for a server that did not answer.
 
-    The network or the server may be well again in a while.
+    Another try may help.
     """
     error = unreachable(url, reason)
     error.silent = True
@@ -152,7 +149,7 @@ def no_answer(url: str, reason: str) -> EndpointError:
 
 
 def unreachable(url: str, reason: str) -> EndpointError:
-    """An answer that says that the server failed: it may be well again in a while."""
+    """The error for an answer that says that the server failed. Another try may help."""
     return EndpointError(
         f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"
     )
@@ -161,18 +158,18 @@ def unreachable(url: str, reason: str) -> EndpointError:
 def failure_without_status(
     url: str, error: BaseException, text: str, *, of_network: bool
 ) -> StorageError:
-    """The error for a request that no status came for: open files, the network, or anything else.
+    """The error for a request that ended without a status.
 
-    text: what its error says.
+    text: what the client's error says. of_network: whether the network failed.
     """
     limit = blame_limit_of_connection(error) if of_network else blame_limit(error)
     if limit:
-        return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
+        return EndpointError(f"{url}: {limit}")  # another try may help, since other connections end
     return no_answer(url, text) if of_network else StorageError(f"{url}: {text}")
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that an error of botocore, aiohttp or their users came with; 0: none."""
+    """The HTTP status in an error of botocore, aiohttp or a driver that uses them; 0: none."""
     for cause in _causes(error):
         answer = getattr(cause, "response", None)
         if isinstance(answer, dict):
@@ -192,9 +189,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Whether something between here and the server failed.
+    """Whether the network failed, or the server did not answer.
 
-    Drivers raise errors without a number for nearly everything.
+    Drivers raise an OSError without a number for nearly everything.
     """
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
@@ -233,7 +230,7 @@ def check_range(
 
 
 def wrong_range(url: str, span: tuple[int, int], answer: str) -> ShortReadError:
-    """For an answer that names other bytes than were asked for."""
+    """The error for an answer that names other bytes than were asked for."""
     start, stop = span
     return ShortReadError(
         f"{url}: the server sent other bytes than were asked for: wanted bytes [{start}, {stop}), "

@@ -1,8 +1,6 @@
-"""A stored object as a file to read: one version of it, sought in, and read ahead of whoever reads
-on.
+"""A stored object as a file to read: one version of it, which is read ahead.
 
-What is read goes through the store that serves the object: its credentials and transport, its
-retries, and its comparison of ETags.
+Reads use the store that serves the object, with its credentials, retries and ETag checks.
 """
 
 from __future__ import annotations
@@ -18,25 +16,25 @@ from streammega.storage.store import Buffer, ObjectInfo, Store
 from streammega.storage.thread_pool import Batch, Pool
 
 LEAST_READ = 256 << 10
-"""Bytes of the smallest request: the footer of a Parquet file lies in them as a rule, and less
-would hardly come sooner.
+"""Bytes of the smallest request. The footer of most Parquet files is shorter, and a smaller request
+would hardly be faster.
 """
 LARGEST_READ = 2 << 20
-"""Bytes of the largest request: it takes several times as long as its first byte does, and
-larger bodies cost more of the processor.
+"""Bytes of the largest request. It takes several times as long as its first byte, and larger bodies
+cost more CPU time.
 """
 IN_FLIGHT = 6
 """Requests of one file at once. Where an answer begins after 30 ms and a connection gives 80 MB/s,
 reading is twice as fast as by one request at a time; more of them brought nothing.
 """
 AHEAD_BYTES = IN_FLIGHT * LARGEST_READ
-"""Bytes that are held or on their way, at most, beside the request that is being used up."""
+"""Most bytes that are read ahead, without those of the request that is being used."""
 BUFFER_BYTES = 64 << 10
-"""Bytes of the buffer for whoever reads lines or headers: small reads then take no lock."""
+"""Bytes of the buffer for lines and headers: small reads then take no lock."""
 
 
 class _Part:
-    """Bytes [start, stop) of the object, as one request: on its way, or there."""
+    """Bytes [start, stop) of the object, as one request that was begun."""
 
     def __init__(self, start: int, stop: int, work: Batch) -> None:
         self.start = start
@@ -51,19 +49,19 @@ class _Part:
         return self._body
 
     def drop(self) -> None:
-        """Nobody wants it: what has not been sent is not sent, and no pause is waited for."""
+        """Cancel it: what has not been sent is not sent, and no pause is waited for."""
         self._work.stop.set()
 
 
 class ObjectReader(io.RawIOBase):
     """An object as an unbuffered file. Not for several threads at once.
 
-    Parts of the object are requested in order, several at a time, as soon as reading goes on where
-    it stopped, or a little behind; how far ahead grows with what was read, so that a look at a
-    header costs no more than itself. A jump elsewhere drops what was read ahead.
+    Sequential reads request the next parts of the object, several at a time. How far they read ahead
+    grows with what was read, so that reading a header requests little else. A jump drops what was
+    read ahead.
 
-    Raises ObjectChangedError when the object is another one than when it was opened, and whatever
-    the store raises when waiting has not helped.
+    Raises ObjectChangedError if the object was replaced after it was opened, and other errors as
+    `Store.read`.
     """
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
@@ -76,10 +74,10 @@ class ObjectReader(io.RawIOBase):
         self._read_to = 0
         """Where the last read ended."""
         self.expected_end = info.size
-        """Behind this byte nothing is read ahead."""
+        """Nothing after this byte is read ahead."""
         self._parts: deque[_Part] = deque()
-        """Side by side, in order; the first one holds the position, if any does."""
-        # Threads leave at once: a conversion of many small files opens hundreds in a second.
+        """Adjacent parts, in order. The first one holds the position, if any does."""
+        # Threads end at once: a conversion of many small files opens hundreds in a second.
         self._pool = Pool(IN_FLIGHT, "streammega-file", idle_timeout=0.0)
 
     @property
@@ -119,7 +117,7 @@ class ObjectReader(io.RawIOBase):
         if wanted <= 0:
             return 0
         jumped_over = self._position - self._read_to
-        # A short jump ahead reads on: over a column of Parquet that is not wanted, for instance.
+        # A short jump ahead counts as reading on, as over an unwanted column of Parquet.
         if not 0 <= jumped_over <= LEAST_READ:
             self._read_from = self._position
         self._drop_before(self._position)
@@ -127,7 +125,7 @@ class ObjectReader(io.RawIOBase):
         part = self._parts[0]
         try:
             body = part.wait()
-        except BaseException:  # Ctrl-C too: a part that was given up never comes
+        except BaseException:  # also Ctrl-C: a cancelled part never arrives
             self._drop_all()
             raise
         offset = self._position - part.start
@@ -160,10 +158,9 @@ class ObjectReader(io.RawIOBase):
     def _request(self, until: int) -> None:
         """Send for parts from the position on: those up to `until`, and what is to be read ahead.
 
-        No more is read ahead than was read since the last jump: who looks only at a header pays for
-        little else.
+        No more is read ahead than was read since the last jump.
         """
-        # a reader of everything asks for gigabytes, which come as there is room for them
+        # `readall` asks for gigabytes, which are requested as there is room for them.
         farthest = self._position + AHEAD_BYTES
         until = min(until, farthest)
         read_so_far = self._position - self._read_from
@@ -171,7 +168,7 @@ class ObjectReader(io.RawIOBase):
         end = min(max(until, self.expected_end), self.size)
         part_bytes = min(max(LEAST_READ, read_so_far // IN_FLIGHT), LARGEST_READ)
         start = self._parts[-1].stop if self._parts else self._position
-        # ahead of what is asked for come whole parts only: each read would send a small one else
+        # Only whole parts are read ahead: otherwise each read would send a small request.
         while start < end and (start < until or min(start + part_bytes, end) <= goal):
             length = max(part_bytes, min(until - start, LARGEST_READ))
             stop = min(start + length, end)
@@ -200,10 +197,10 @@ class ObjectReader(io.RawIOBase):
 
 
 def open_object(store: Store, key: str, etag: str = "") -> io.BufferedReader:
-    """An object as a file, for a `with` block: the version that is there now.
+    """An object as a file, for a `with` block.
 
-    etag: of the version that is meant, where one is. Raises ObjectChangedError if that is not there
-    any more, and what `Store.info` raises.
+    etag: the version to read; empty: the one that is there now. Raises ObjectChangedError if that
+    version is gone, and other errors as `Store.info`.
     """
     info = store.info(key)
     check_version(store.url(key), etag, info.etag)

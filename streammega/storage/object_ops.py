@@ -19,14 +19,14 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
 
 COPY_BYTES = 16 << 20
-"""Bytes of an object that a copy holds in memory, beside the parts of its upload."""
+"""Bytes of an object that a copy holds in memory, without the parts of its upload."""
 READ_TRIES = 3
 _NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-"""What `link` ends with where a file cannot have a second name there: file systems differ."""
+"""Errors of `os.link` where a file system has no hard links. File systems differ."""
 
 
 def link(source: str, target: str) -> bool:
-    """Give a file a second name, in place of whatever had it.
+    """Give a file a second name, and replace a file that has that name.
 
     False where the file system has no hard links.
     """
@@ -44,7 +44,7 @@ def link(source: str, target: str) -> bool:
 
 
 def version(url: str, storage: StorageConfig) -> str:
-    """What changes with an object: its ETag; empty where there is no object."""
+    """The ETag of an object; empty where there is no object."""
     store, key = open_store(url, storage)
     try:
         return store.info(key).etag
@@ -53,7 +53,7 @@ def version(url: str, storage: StorageConfig) -> str:
 
 
 def read_whole(url: str, storage: StorageConfig) -> bytes | None:
-    """A small object as it is stored; None where there is none. Raises StorageError."""
+    """The bytes of a small object; None where it does not exist. Raises StorageError."""
     store, key = open_store(url, storage)
     try:
         data, _ = read_object(store, key)
@@ -98,7 +98,7 @@ def delete(url: str, storage: StorageConfig) -> None:
 def move(source: str, target: str, storage: StorageConfig) -> None:
     """Rename within a local file system, else copy.
 
-    There is nothing to do if it was done before an interruption. Raises StorageError.
+    Does nothing if the source is gone, after an earlier move. Raises StorageError.
     """
     if not is_remote(source) and not is_remote(target):
         # The keys of local stores are absolute paths.

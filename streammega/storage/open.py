@@ -57,8 +57,8 @@ _CLIENT_ENV_PREFIXES = (
 )
 """Prefixes of environment variables that clients read.
 
-A store is shared only between opens for which these are equal: else a program that changes them
-would go on to write to the earlier endpoint or account.
+A store is shared only between openings for which these are equal. Otherwise a program that changes
+them would still write to the earlier endpoint or account.
 """
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
@@ -66,7 +66,7 @@ OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
-    """Serve URLs of a scheme by a store of one's own; keys are what follows `scheme://`."""
+    """Serve URLs of a scheme by the store that `make` returns. Keys are what follows `scheme://`."""
     _registered[scheme] = make
 
 
@@ -84,13 +84,13 @@ def scheme_of(url: str) -> str:
 
 
 def local_path(url: str) -> str:
-    """The path that a local name or file:// URL stands for; `~` is a home."""
+    """The absolute path of a local name or file:// URL. `~` is the home folder."""
     path = unquote(urlsplit(url).path) if "://" in url else url
     return os.path.abspath(os.path.expanduser(path))
 
 
 def resolved(url: str) -> str:
-    """What all names of one local file or folder have in common; a URL as it is."""
+    """One name for all names of a local file or folder: its real path. A URL stays as it is."""
     return url if is_remote(url) else os.path.realpath(local_path(url))
 
 
@@ -112,7 +112,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         return _registered[scheme](), rest
     scheme = scheme_of(url)
     root, _, key = rest.partition("/")
-    # nor does the name of a bucket or host begin with a point: an ending was put behind "s3://"
+    # A name that begins with a point is a suffix that was appended to "s3://".
     if (not root or root.startswith(".")) and scheme != "memory":
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     is_http = scheme in ("http", "https")
@@ -132,7 +132,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 
 
 def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
-    """A store of its own. root: the bucket or host; empty where the driver serves all of them."""
+    """Make a store. root: the bucket or host; empty where the driver serves all of them."""
     driver_store = Oss2Store if scheme == "oss" else FsspecStore
     if not _by_obstore(scheme, config):
         return driver_store(scheme, root, config)
@@ -153,11 +153,11 @@ def _by_obstore(scheme: str, config: StorageConfig) -> bool:
 
 
 def _check_key(url: str, key: str) -> None:
-    """Raise ConfigError for a key that obstore would take for another.
+    """Raise ConfigError for a key that obstore would change.
 
-    It takes keys for paths: it refuses empty and dotted segments, or reads the key without them.
+    obstore treats keys as paths: it refuses empty and dotted segments, or removes them.
     """
-    # The name of a folder ends in a slash.
+    # The key of a folder ends in a slash.
     segments = key.removesuffix("/").split("/") if key else []
     not_a_name = any(segment in ("", ".", "..") for segment in segments)
     if not_a_name or _CONTROL.search(key):

@@ -1,4 +1,4 @@
-"""How a conversion or a verification tells how far it is."""
+"""The progress of a conversion or a verification."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Progress = Callable[[int, int], None]
 
 
 class ProgressObserver:
-    """Is called as the work goes on, by any thread; make a subclass of it."""
+    """Called while the work goes on, from any thread. Write a subclass."""
 
     def begin(self, stage: str, total: int | None) -> None:
-        """A stage of the work begins, of so many bytes; None: nobody knows how many."""
+        """A stage of the work begins. total: its bytes; None: unknown."""
 
     def advance(self, size: int, tokens: int = 0) -> None:
-        """So many bytes and tokens of the stage were just done.
+        """`size` bytes and `tokens` tokens of the stage were just done.
 
         While inputs are converted these are bytes as they are stored (compressed ones are read
         compressed), later the bytes of tokens that are written.

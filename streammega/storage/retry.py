@@ -1,6 +1,6 @@
 """The one retry policy: which failures are tried again, for how long, and after which pause.
 
-An endpoint that never answered is mistyped rather than down, and is not waited for as long.
+An endpoint that never answered may be mistyped, and is not waited for as long.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 10.0
 """Seconds of the longest pause after the first failure, and after any.
 
-Longer pauses spare an overloaded endpoint little, and a run that waits would notice its recovery
-late.
+Longer pauses would hardly relieve an overloaded endpoint, and delay the run after its recovery.
 """
 SHORTEST_PAUSE = FIRST_PAUSE / 2
 """Seconds. With less than this left, the deadline counts as reached."""
 MAX_DOUBLINGS = 16
-"""Of the first pause: far past the longest one, far below what a float holds."""
+"""Doublings of the first pause: far more than the longest pause has, and no overflow."""
 SHORT_READS = 6
 """Times a body of another length is tried again.
 
@@ -48,7 +47,7 @@ WARN_EVERY_S = 30.0
 _thread = threading.local()
 """`end`: when the call of a policy that this thread is in must end. `refusals`: see below."""
 _answered: set[bytes] = set()
-"""Endpoints that answered this process or its parent, whatever they said."""
+"""Endpoints that answered this process or its parent, with any answer."""
 
 
 def take_refusals() -> int:
@@ -62,14 +61,14 @@ def take_refusals() -> int:
 
 
 def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> bytes:
-    """What names the server of a bucket.
+    """An identifier of the server of a bucket.
 
-    All buckets under the same options have the same server, and all URLs of one http host: a run
-    may write to a new bucket after days.
+    All buckets with the same options have the same server, and all URLs of one http host. So a new
+    bucket of a long run counts as a server that has answered.
     """
     host = root if scheme in ("http", "https") else ""
     spelled = repr((scheme, host, sorted(options.items(), key=str)))
-    # A digest tells options apart without keeping their secrets.
+    # A digest, since options may hold secrets.
     return hashlib.blake2b(spelled.encode(), digest_size=16).digest()
 
 
@@ -77,9 +76,9 @@ def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> bytes:
 class RetryPolicy:
     """Capped exponential backoff with jitter, until something has failed for `deadline` seconds.
 
-    retries: at most so many times, whatever the deadline; None: the deadline alone counts.
-    endpoint: whose answers are noted; without any, requests fail after `first_answer` seconds.
-        Empty: it has answered.
+    retries: most retries before the deadline; None: no limit.
+    endpoint: from `endpoint_of`. Until it has answered, requests fail after `first_answer` seconds.
+        Empty: it counts as answered.
     """
 
     deadline: float
@@ -99,7 +98,7 @@ class RetryPolicy:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the endpoint ever did."""
+        """Whether the endpoint ever answered."""
         return not self.endpoint or self.endpoint in _answered
 
     def note_answer(self) -> None:
@@ -110,9 +109,8 @@ class RetryPolicy:
     def next_pause(self, error: BaseException, failures: int, elapsed: float) -> float:
         """Seconds to wait before the next try. Raises the error when there is to be none.
 
-        What waiting cannot mend (no such object, no access, a changed object) is raised at once.
-
-        failures: until now, from 1. elapsed: seconds since the first try began.
+        Errors that are not transient (no such object, no access, a changed object) are raised at
+        once. failures: so far, at least 1. elapsed: seconds since the first try began.
         """
         if not isinstance(error, StorageError) or not error.transient:
             raise error from None
@@ -128,7 +126,7 @@ class RetryPolicy:
             if never_answered and self.first_answer < self.deadline:
                 note += "; this endpoint never answered (first_answer_within)"
             if error.args:
-                # A policy of one of its requests may have given it up before.
+                # An inner policy may have appended its note already.
                 message = str(error.args[0]).partition(" [given up after")[0]
                 error.args = (message + note, *error.args[1:])
             raise error from None
@@ -140,13 +138,13 @@ class RetryPolicy:
             text = "storage requests have failed for %.0f s; retrying for up to %s: %s"
             warn_once(log, "outage", text, elapsed, until, error, every=WARN_EVERY_S)
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, MAX_DOUBLINGS))
-        # Drawn, so that ranks that failed together do not return together.
+        # Random, so that ranks that failed together do not return together.
         pause = random.uniform(longest / 2, longest)
-        # The last try is at the deadline, as promised, whatever the pauses were.
+        # The last try is at the deadline.
         return left if left - pause < SHORTEST_PAUSE else pause
 
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
-        """`attempt()` until it succeeds or is given up; then its last error is raised.
+        """`attempt()` until it succeeds; after the last try its error is raised.
 
         Within a call of another policy it ends with that one. A pause ends at once, by
         `thread_pool.Cancelled`, when `stop` is set or nobody waits for this thread's work any more.
@@ -165,7 +163,7 @@ class RetryPolicy:
                     self.note_answer()
                     return result
                 except StorageError as error:
-                    # A refusal is an answer, too: somebody is there.
+                    # A refusal is an answer, too.
                     if not error.silent:
                         self.note_answer()
                     if error.throttled:
@@ -178,4 +176,4 @@ class RetryPolicy:
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
-"""For clients whose users try again by themselves."""
+"""For clients whose callers retry by themselves."""

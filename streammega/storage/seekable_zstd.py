@@ -5,8 +5,8 @@ u32, then for each frame its compressed and decompressed size u32 u32 (and a che
 descriptor's bit 7 is set), the number of frames u32, the descriptor u8, and 0x8F92EAB1 u32. All
 little-endian.
 
-All frames of several reads are decompressed into the callers' buffers by one call that holds no GIL,
-by the C library that the zstandard package brings.
+One call decompresses the frames of several reads into the callers' buffers, without the GIL. It uses
+the C library that the zstandard package brings.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ WORD_BYTES = 4
 SIZE_WORDS = 2
 """Words of an entry that are sizes: the compressed one, then the decompressed one."""
 MOST_FRAMES = 0x8000000
-"""What the format allows; a larger number is no table."""
+"""The format allows no more: a larger number shows that this is not a table."""
 TABLE_GUESS = 1 << 14
-"""Bytes read at once from the end of a small zstd object, in which its table lies."""
+"""Bytes that are read from the end of a small zstd object. They hold its table."""
 
 
 class FrameWriter(ObjectWriter):
@@ -72,7 +72,7 @@ class FrameWriter(ObjectWriter):
             level=level, write_checksum=True, write_content_size=True
         )
         self._pending = bytearray()
-        self._table = array("I")  # of each frame its compressed and its decompressed size
+        self._table = array("I")  # the compressed and decompressed size of each frame
 
     def write(self, data: bytes | memoryview) -> None:
         """Append decompressed bytes."""
@@ -86,7 +86,7 @@ class FrameWriter(ObjectWriter):
                 return
             self._frame(self._pending)
             self._pending = bytearray()
-        # Whole frames are compressed from where they lie, without a copy.
+        # Whole frames are compressed without a copy.
         while len(view) - taken >= self._frame_bytes:
             self._frame(view[taken : taken + self._frame_bytes])
             taken += self._frame_bytes
@@ -97,7 +97,7 @@ class FrameWriter(ObjectWriter):
         if self._pending:
             self._frame(self._pending)
         frames = len(self._table) // SIZE_WORDS
-        descriptor = 0  # without checksums: frames have their own
+        descriptor = 0  # no checksums in the table: frames have their own
         entries = np.array(self._table, "<u4").tobytes()
         content_bytes = len(entries) + FOOTER.size
         header = HEADER.pack(SKIPPABLE, content_bytes)
@@ -166,7 +166,7 @@ def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[Integer
 
 
 def _ends_of(sizes: Integers) -> Integers:
-    """Where each of several begins that lie end to end, and where the last one ends."""
+    """Where each part of a whole begins, and where the last one ends."""
     bounds = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds
@@ -181,7 +181,7 @@ fault for every 4 KiB. Frames of other writers may be larger, and are rare.
 
 @cache
 def _make_context() -> Callable[[], Any]:
-    """Registers the C function for the kernel. What it returns makes a context of that library."""
+    """Register the C function for the kernel. Returns what makes a context of that library."""
     from zstandard._cffi import ffi, lib  # type: ignore[import-not-found]
 
     function = ffi.addressof(lib, "ZSTD_decompressDCtx")
@@ -297,7 +297,7 @@ class Frames:
 
 
 def read_frames(store: Store, info: ObjectInfo) -> Frames:
-    """How the bytes of a seekable zstd object lie: one read of its end, seldom two.
+    """The frames of a seekable zstd object: one read of its end, seldom two.
 
     Raises FormatError, StorageError.
     """

@@ -1,4 +1,4 @@
-"""The store interface: objects by key, whatever serves them."""
+"""The store interface: objects by key."""
 
 # ruff: noqa: D102  (methods that override others need no docstrings)
 from __future__ import annotations
@@ -25,18 +25,18 @@ from streammega.storage.thread_pool import parallel_map
 
 Buffer = memoryview
 _NOTHING = np.empty(0, np.uint8)
-"""What `copy_bytes` may take bytes from beside addresses: here all have addresses."""
+"""`copy_bytes` can also copy from one array. Here all sources are addresses."""
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 """Bytes [start, stop) of an object."""
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
+# Not frozen: making one would take two to three times as long, and there are thousands.
 @dataclass(kw_only=True, slots=True)
 class ObjectInfo:
     """One stored object: its key within the store, its size in bytes, and its ETag.
 
-    The ETag is whatever changes when the bytes do; local files use size and modification time.
+    The ETag changes when the bytes do. For local files it is made of size and modification time.
     """
 
     key: str
@@ -47,14 +47,14 @@ class ObjectInfo:
 Part = tuple[ObjectInfo, int, int]
 """Bytes [start, stop) of an object."""
 PARTS_TOGETHER = 16
-"""Small objects that a thread reads one after the other before it looks for more."""
+"""Most small objects that are one task of a thread."""
 
 
 class ObjectWriter(ABC):
     """A file being written. Nothing shows under the final name before `commit` returns."""
 
     can_write_at = False
-    """Whether several threads may put bytes in their places, by the last three methods."""
+    """Whether several threads may write at offsets, by the last three methods."""
 
     @abstractmethod
     def write(self, data: bytes | memoryview) -> None:
@@ -62,21 +62,21 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Publish everything written under the final name, at once. Raises StorageError."""
+        """Publish all that was written under the final name, at once. Raises StorageError."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Throw away what was written; the final name keeps what it had. Never raises."""
+        """Discard what was written. An object of the final name stays. Never raises."""
 
     def reserve(self, size: int) -> int:
-        """Room for `size` bytes after those that were written. Returns where it begins.
+        """Reserve `size` bytes after those that were written. Returns their offset.
 
-        All of it must be written before `commit`.
+        All of them must be written before `commit`.
         """
         raise UnsupportedOperation("this writer only appends")
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """Put bytes into reserved room. Raises StorageError."""
+        """Write reserved bytes. Raises StorageError."""
         raise UnsupportedOperation("this writer only appends")
 
     def write_back(self, start: int, stop: int) -> None:
@@ -94,16 +94,16 @@ class Store(ABC):
     """
 
     owns_bodies = False
-    """Whether `fetch` returns memory of its own, which the caller may keep."""
+    """Whether `fetch` returns new memory, which the caller may keep."""
 
     @property
     def is_local(self) -> bool:
-        """Whether reads cost no network: they are of mapped files."""
+        """Whether objects are mapped local files, whose reads need no network."""
         return False
 
     @abstractmethod
     def url(self, key: str) -> str:
-        """The full URL of a key, for messages and cache keys; never with credentials."""
+        """The full URL of a key, for messages and cache keys, without credentials."""
 
     @abstractmethod
     def info(self, key: str) -> ObjectInfo:
@@ -111,11 +111,11 @@ class Store(ABC):
 
     @abstractmethod
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """The bytes [start, stop) of each span: one request each, and one try.
+        """The bytes [start, stop) of each span, by one request each, without retries.
 
         Raises ObjectChangedError if `etag` is given and the object has another one now,
-        ShortReadError for any other number of bytes than asked, EndpointError and so on. Errors
-        that are `transient` may be tried again. Several spans fail together.
+        ShortReadError for a body of another length, EndpointError and so on. The caller may retry
+        errors that are `transient`. If one span fails, all fail.
         """
 
     def fetch_into(
@@ -125,9 +125,9 @@ class Store(ABC):
         copy_into(self.url(key), spans, self.fetch(key, spans, etag), outs)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """As `fetch`, and tries failed requests again where that may help.
+        """As `fetch`, with retries of transient errors.
 
-        `etag`: of the object that was opened; empty: reads whatever is there.
+        etag: of the object that was opened; empty: of any version.
         """
         return self.fetch(key, spans, etag)
 
@@ -135,15 +135,15 @@ class Store(ABC):
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key.
 
-        Not `recursive`: only those with no slash after it. Where the store's listings tell no ETag,
-        theirs is empty.
+        Not `recursive`: only those without a slash after the prefix. ETags are empty where the
+        store's listings have none.
         """
 
     def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
         """Objects with after < key < until, sorted by key, at most `max_objects`.
 
-        None where the store lists whole folders only, or its answer is not all of these objects.
-        Raises StorageError where another try may help.
+        None where the store lists whole folders only, or cannot list all of these objects. Raises
+        StorageError where another try may help.
         """
         return None
 
@@ -154,10 +154,10 @@ class Store(ABC):
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
     ) -> bool:
-        """Write a small object at once, on at most one condition. False: it does not hold.
+        """Write a small object at once. False if a condition is given and does not hold.
 
-        if_absent: no such object exists. if_match: the object has this ETag. Raises StorageError,
-        and UnsupportedOperation where the store has no such condition.
+        if_absent: no such object exists. if_match: the object has this ETag. At most one of both.
+        Raises StorageError, and UnsupportedOperation where the store has no such condition.
         """
         if if_absent or if_match:
             raise UnsupportedOperation(f"{self.url(key)}: its driver has no conditional writes")
@@ -166,26 +166,26 @@ class Store(ABC):
         return True
 
     def delete(self, key: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Remove an object. It is no error if it does not exist."""
         raise UnsupportedOperation(f"{self.url(key)}: this storage cannot be written to")
 
     def local_path(self, key: str) -> str | None:
-        """The path of the file that is this object; None where no file may be read in its place."""
+        """The path of the file that is this object; None where there is none to read directly."""
         return None
 
     def view(self, key: str, etag: str = "") -> Buffer:
-        """All bytes of an object that has a `local_path`, mapped. Raises as `fetch`."""
+        """All bytes of an object with a `local_path`, mapped. Raises as `fetch`."""
         raise UnsupportedOperation(f"{self.url(key)}: is not a local file")
 
     def unmap(self) -> None:
-        """Let go of mapped files. They are mapped again when they are read."""
+        """Unmap files. They are mapped again when they are read."""
         return None
 
 
 class WrapperStore(Store):
     """A store that forwards to another. Subclasses override what they change.
 
-    Not forwarded: `local_path` and `view`, for the file may hold other bytes than are shown.
+    `local_path` and `view` are not forwarded: the file may hold other bytes than the wrapper shows.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -252,10 +252,7 @@ def read_many(store: Store, parts: Sequence[Part], max_requests: int) -> list[Bu
 
 @contextmanager
 def atomic_writer(store: Store, key: str) -> Iterator[ObjectWriter]:
-    """A writer of an object, which appears when the block ends, with all that was written.
-
-    After an error in the block, nothing does.
-    """
+    """A writer of an object, which is published when the block ends, and discarded after an error."""
     writer = store.open_writer(key)
     try:
         yield writer
@@ -266,10 +263,10 @@ def atomic_writer(store: Store, key: str) -> Iterator[ObjectWriter]:
 
 
 def create_on_condition(store: Store, key: str, data: bytes) -> bool:
-    """Write a small object on the condition that none is there.
+    """Write a small object on the condition that it does not exist.
 
-    False if one is, which may be this very one after a lost answer. Raises UnsupportedOperation
-    where store or server know no conditional writes, StorageError.
+    False if it exists, which may be this one, after a lost answer. Raises UnsupportedOperation
+    where the store or the server has no conditional writes, StorageError.
     """
     return _put_if(store, key, data, if_absent=True)
 
@@ -277,7 +274,7 @@ def create_on_condition(store: Store, key: str, data: bytes) -> bool:
 def _put_if(
     store: Store, key: str, data: bytes, *, if_absent: bool = False, if_match: str = ""
 ) -> bool:
-    """A conditional write. Raises UnsupportedOperation for an error that says there is no such."""
+    """A conditional write. Raises UnsupportedOperation where the server has none."""
     try:
         return store.put(key, data, if_absent=if_absent, if_match=if_match)
     except (AccessDeniedError, ObjectNotFoundError, UnsupportedOperation):
@@ -285,16 +282,16 @@ def _put_if(
     except StorageError as error:
         if error.transient:
             raise
-        # Anything else that lasts: the server knows no conditions.
+        # Any other permanent error: the server has no conditional writes.
         raise UnsupportedOperation(str(error)) from None
 
 
 def create_object(store: Store, key: str, data: bytes) -> bool:
-    """Write a small object where none is.
+    """Write a small object that does not exist yet.
 
-    False if one is there, which may be this very one after a lost answer. Of several that do so at
-    once one succeeds, where store and server know conditional writes. Else it is a look and a
-    write: between both others may write as well, and the last of them stays. Raises StorageError.
+    False if it exists, which may be this one, after a lost answer. Of several concurrent calls one
+    succeeds. Where the store or the server has no conditional writes, it is looked up and then
+    written: of several concurrent writes the last one stays. Raises StorageError.
     """
     with suppress(UnsupportedOperation):
         return create_on_condition(store, key, data)
@@ -306,11 +303,11 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
 
 
 def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
-    """Write a small object in place of that with this ETag.
+    """Replace the small object that has this ETag.
 
-    False if another one, or none, is there by now, which may be this very one after a lost answer.
-    Where store or server know no such condition, or told a time instead of an ETag, it is written
-    whatever is there. Raises StorageError.
+    False if there is none or another one now, which may be this one, after a lost answer. It is
+    written without a condition where the store or the server has no conditional writes, or sent a
+    time instead of an ETag. Raises StorageError.
     """
     if is_etag(etag):
         with suppress(UnsupportedOperation):
@@ -319,19 +316,16 @@ def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
 
 
 def check_object_key(url: str, key: str) -> None:
-    """Raise ConfigError for a key that ends in a slash.
-
-    Clients leave the slash out of some requests and send it with others.
-    """
+    """Raise ConfigError for a key that ends in a slash: clients send it with some requests only."""
     if key.endswith("/"):
         raise ConfigError(
-            f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is "
-            f"one"
+            f"{url}: a name that ends in a slash is a folder, not an object; leave the slash out if "
+            f"it is an object"
         )
 
 
 def check_length(url: str, span: Span, body: Buffer) -> Buffer:
-    """`body` if it has as many bytes as its span; else ShortReadError that names the object."""
+    """`body`, if it has as many bytes as its span. Raises ShortReadError that names the object."""
     start, stop = span
     if len(body) != stop - start:
         raise short_read(url, start, stop, len(body))
@@ -341,10 +335,10 @@ def check_length(url: str, span: Span, body: Buffer) -> Buffer:
 def copy_into(
     url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]
 ) -> None:
-    """Copy bodies that came whole, in one call without the GIL.
+    """Copy bodies into `outs`, by one call without the GIL.
 
-    Raises ShortReadError for a body of another length than its span, and ValueError for a place in
-    `outs` of another one.
+    Raises ShortReadError for a body of another length than its span, and ValueError for an array of
+    another length.
     """
     sources = []
     for span, body in zip(spans, bodies, strict=True):
@@ -360,14 +354,14 @@ def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
 
 
 def check_room(out: Bytes, size: int) -> None:
-    """Raise ValueError if `out` is not the place for `size` bytes.
+    """Raise ValueError if `out` is not an array for `size` bytes.
 
-    Kernels write to its address, without a look at its end.
+    Kernels write to its address and do not check its size.
     """
     if out.nbytes != size or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError(
-            f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and "
-            f"writeable, it must be)"
+            f"{size} bytes are to be written to an array of {out.nbytes} bytes, which must be "
+            f"contiguous and writeable"
         )
 
 
@@ -377,9 +371,9 @@ def address_of(array: Bytes) -> int:
 
 
 def listed_etag(etag: str | None) -> str:
-    """The ETag of a listing as other answers spell it: some servers leave its quotes out there.
+    """The ETag of a listing, with the quotes that other answers have; empty for None.
 
-    Empty where there is none.
+    Some servers leave the quotes out in listings.
     """
     if not etag or etag.endswith('"'):
         return etag or ""

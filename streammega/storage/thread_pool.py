@@ -1,8 +1,8 @@
-"""Threads that wait for storage, and never make anybody wait for them.
+"""Threads that wait for storage, and never delay the end of the program.
 
-They are daemons: an endpoint that hangs holds up neither Ctrl-C nor the end of the program, as the
-threads of `concurrent.futures` would, which Python joins at exit. Cancelled work is not begun any
-more, its pauses between tries end at once, and its requests in flight end by themselves.
+They are daemons: an endpoint that hangs delays neither Ctrl-C nor the exit. Python joins the threads
+of `concurrent.futures` at exit. Cancelled work is not begun, its pauses between tries end at once,
+and its requests in flight end by themselves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _thread_state = threading.local()
 
 
 class Cancelled(Exception):
-    """Ends the work of a thread whose results nobody waits for any more. It stays in the thread."""
+    """Ends the work of a thread whose results are not wanted any more. It stays in the thread."""
 
 
 class Batch:
-    """Calls that are made by any number of threads, until somebody sets `stop`."""
+    """Calls that threads make until `stop` is set."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.stop = threading.Event()
@@ -68,7 +68,7 @@ class Batch:
                         raise Cancelled
                 results.append(future.result())
             return results
-        finally:  # also for an error, or for Ctrl-C: nobody wants the rest
+        finally:  # also after an error or Ctrl-C: the rest is not wanted
             self.stop.set()
 
 
@@ -87,7 +87,7 @@ class Pool:
         self._jobs: queue.SimpleQueue[tuple[Batch, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
-        self._busy = 0  # calls that are queued or made: no more threads are of use
+        self._busy = 0  # calls that are queued or running: more threads would have no work
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """`function` of each item, concurrently, in the order of the items.
@@ -97,7 +97,7 @@ class Pool:
         return self.begin(function, items).wait()
 
     def begin(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Batch:
-        """The same, without waiting: the results are for `Batch.wait`."""
+        """The same, without waiting: `Batch.wait` returns the results."""
         calls = [partial(function, item) for item in items]
         batch = Batch(calls)
         with self._lock:
@@ -111,7 +111,7 @@ class Pool:
         return batch
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """`function()`. The main thread has another one do it, so that it notices Ctrl-C."""
+        """`function()`. Called in the main thread, it runs in another one, so that Ctrl-C is noticed."""
         if threading.current_thread() is not threading.main_thread():
             return function()
         (result,) = self.map(lambda _: function(), [None])
@@ -123,13 +123,13 @@ class Pool:
                 batch, number = self._jobs.get(timeout=self._leave_after)
             except queue.Empty:
                 with self._lock:
-                    # Else work came just now, and counts on this thread.
+                    # Otherwise new work counts on this thread.
                     if self._jobs.empty():
                         self._threads -= 1
                         return
                 continue
             batch.run(number)
-            # A thread that waits for the next one would keep all that its results hold.
+            # Otherwise a thread that waits for work would keep all results alive.
             del batch
             with self._lock:
                 self._busy -= 1
@@ -150,7 +150,7 @@ def parallel_map(
 
 
 def pause(seconds: float, stop: threading.Event | None = None) -> None:
-    """Sleep. Raises Cancelled at once if `stop` is set, or the batch of this thread is cancelled."""
+    """Sleep. Raises Cancelled as soon as `stop` is set or the batch of this thread is cancelled."""
     stop = stop or _current_stop()
     if stop is None:
         time.sleep(seconds)

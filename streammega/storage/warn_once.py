@@ -1,4 +1,4 @@
-"""Warnings that come once, or once in a while, for each thing that they are about."""
+"""Warnings that are logged once, or once in a while, for each key."""
 
 from __future__ import annotations
 

@@ -510,7 +510,7 @@ def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_w
         lambda: store.open_writer(key),
     ]
     for call in [*calls, lambda: store.delete(key)]:
-        with pytest.raises(ConfigError, match="a/b/: what ends in a slash is a folder"):
+        with pytest.raises(ConfigError, match="a/b/: a name that ends in a slash is a folder"):
             call()
 
 

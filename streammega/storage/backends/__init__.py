@@ -1,1 +1,1 @@
-"""Where bytes lie: a store for each kind of place."""
+"""A store for each way to reach bytes."""

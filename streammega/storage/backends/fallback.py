@@ -27,10 +27,10 @@ RANGES_REFUSED = (
 
 
 class FallbackStore(WrapperStore):
-    """One bucket or host.
+    """One bucket or host, by one of two stores.
 
-    Reads go to the second store from the first answer on that the first one refuses. Everything
-    does in a process that was forked and can load no copy of obstore, if `after_fork`.
+    Reads use the second store after the first one raised RangesRefused. With `after_fork`, all calls
+    use it in a forked process that cannot load a copy of obstore.
     """
 
     owns_bodies = True
@@ -43,7 +43,7 @@ class FallbackStore(WrapperStore):
         self._after_fork = after_fork
         self._second: Store | None = None
         self._ranges_refused = False
-        self._lock = process_lock()  # of the second store: one client for all threads
+        self._lock = process_lock()  # guards the second store: one client for all threads
 
     def __repr__(self) -> str:
         return f"FallbackStore({self._inner!r})"

@@ -60,24 +60,24 @@ from streammega.storage.thread_pool import Pool
 log = logging.getLogger(__name__)
 
 RECHECK = 30.0
-"""Seconds between two looks at the ETag of an object whose bodies come without one."""
+"""Seconds between two checks of the ETag of an object whose bodies come without one."""
 _inherited_drivers: list[Any] = []
-"""Drivers that this process was forked with.
+"""Drivers that this process inherited by a fork.
 
-Kept, for those of s3fs would try to close their parent's connections, and print why not.
+They are kept, since s3fs would try to close the parent's connections, and print a traceback.
 """
 _BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)")
-"""In what drivers say where the server asks for fewer requests; they tell no status then."""
+"""Texts of drivers where the server asks for fewer requests, and the error has no status."""
 _FAILED_SIGNS = ("InternalError", "(500)")
 _PAST_END_SIGNS = ("InvalidRange", "416, message", "not satisfiable")
 _NO_SIZE = "KeyError: 'ContentLength'"
-"""What s3fs makes of an answer without a size."""
+"""The message of s3fs for an answer without a size."""
 _HTTP = ("http", "https")
 _OPTIONS_OF_BUCKETS = (S3_OPTIONS | OSS_OPTIONS) - {"client_kwargs"}
 
 
 def driver_options(scheme: str, config: StorageConfig) -> dict[str, Any]:
-    """`storage_options` for fsspec's driver of a scheme: a web server gets no bucket's account."""
+    """`storage_options` for fsspec's driver of a scheme. http gets none of the options of buckets."""
     options = dict(config.storage_options)
     if scheme.lower() in _HTTP:
         return {name: options[name] for name in options if name not in _OPTIONS_OF_BUCKETS}
@@ -118,8 +118,7 @@ class FsspecStore(RemoteStore):
             if meta.get("type") == "directory":
                 raise FileNotFoundError(path)
             etag = _etag_of(meta)
-            # What a driver makes of its own knowledge: of http that is the URL alone, which tells
-            # no versions apart.
+            # The driver's own digest. For http it covers the URL alone, and not the version.
             if not etag and self.scheme not in _HTTP:
                 etag = fs.ukey(path)
             if meta["size"] is None:
@@ -129,9 +128,9 @@ class FsspecStore(RemoteStore):
         return self._call(key, head)
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One call of the driver within `timeout`.
+        """One call of the driver, within `timeout`.
 
-        A driver without an event loop cannot be interrupted: its own limits hold.
+        A driver without an event loop cannot be interrupted, so its own timeouts apply.
         """
         if not fs.async_impl:
             return getattr(fs, method)(*args, **kwargs)
@@ -139,9 +138,9 @@ class FsspecStore(RemoteStore):
         return fsspec.asyn.sync(fs.loop, call, *args, timeout=self._config.timeout, **kwargs)
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
-        """The head of each answer is checked by s3 and http.
+        """For s3 and http, the headers of each answer are checked.
 
-        Other drivers do not show it, nor the ETag, so the object's is asked for now and then.
+        Other drivers do not show them, so the object's ETag is looked up now and then.
         """
         path = self._path(key)
         if self.scheme != "s3" and self.scheme not in _HTTP:
@@ -159,7 +158,7 @@ class FsspecStore(RemoteStore):
         return [body for body, _ in answers]
 
     def _recheck(self, key: str, etag: str) -> None:
-        """Compare the ETag if that was not done in the last `RECHECK` seconds."""
+        """Look up and compare the ETag, if that was not done in the last `RECHECK` seconds."""
         if not etag:
             return
         now = time.monotonic()
@@ -169,13 +168,13 @@ class FsspecStore(RemoteStore):
             self._checked[key, etag] = now
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Objects under a prefix, with which their keys begin; it may end inside a name."""
+        """Objects whose keys begin with a prefix, which may end inside a name."""
         path = self._path(prefix)
-        # Drivers list by folders: more than asked for, which is left out below.
+        # Drivers list whole folders. Other objects are left out below.
         folder = path.rpartition("/")[0]
 
         def find(fs: Any) -> Any:
-            """One listing of the folder, by name; nothing where there is none."""
+            """The files of the folder by name; none if the folder does not exist."""
             try:
                 if recursive:
                     return fs.find(folder, detail=True)
@@ -185,24 +184,24 @@ class FsspecStore(RemoteStore):
                 return {}
 
         files = self._call(prefix, find)
-        # What other drivers call an ETag may be anything.
+        # Other drivers have any text as ETag.
         spell = listed_etag if self.scheme == "s3" else str
         listed = []
         asked = path.lstrip("/")
         for name, meta in files.items():
             found = name.lstrip("/")
             if found.startswith(asked):
-                # As it was asked for: some drivers begin their names with a slash, others do not.
+                # Spelled as the prefix: some drivers begin their names with a slash.
                 key = prefix + found[len(asked) :]
                 etag = spell(_etag_of(meta))
                 listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
         return sorted(listed, key=lambda info: info.key)
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """A writer that shows nothing under `key` before it commits."""
+        """A writer that publishes nothing under `key` before it commits."""
         self._check_key(key)
         path = self._path(key)
-        # A driver of its own, for of this one the calls are tried again.
+        # A driver for this writer alone, whose calls are retried.
         fs = self._open()
 
         def wrap(error: BaseException) -> BaseException:
@@ -222,7 +221,7 @@ class FsspecStore(RemoteStore):
             raise self._error(key, error) from None
 
     def _trying_again(self, key: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call of the driver under the retry policy: for parts of an upload."""
+        """A call of the driver with retries, for parts of an upload."""
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -260,7 +259,7 @@ class FsspecStore(RemoteStore):
             check_object_key(self.url(key), key)
 
     def _client(self) -> tuple[Any, Pool]:
-        # Its threads do not survive a fork, and s3fs closes connections as a driver is collected.
+        # Threads do not survive a fork, and s3fs closes connections when a driver is collected.
         with self._lock:
             if self._opened is not None and self._opened[0] != os.getpid():
                 _inherited_drivers.append(self._opened)
@@ -268,10 +267,7 @@ class FsspecStore(RemoteStore):
         return super()._client()
 
     def _open(self) -> Any:
-        """A driver that tries once, where drivers can be told to.
-
-        What fails is tried again by storage.retry.
-        """
+        """A driver that does not retry, where that can be set: `storage.retry` does."""
         options = driver_options(self.scheme, self._config)
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
@@ -295,7 +291,7 @@ class FsspecStore(RemoteStore):
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})
         try:
             driver = fsspec.get_filesystem_class(self.scheme)
-            # Before it is made: drivers that lack an argument complain again as they are collected.
+            # Checked beforehand: a driver that lacks an argument raises again when it is collected.
             inspect.signature(driver.__init__).bind(None, **options)
             fs = driver(**options)
             if self.scheme == "s3":
@@ -317,14 +313,11 @@ class FsspecStore(RemoteStore):
 
 
 def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> BaseException:
-    """The streammega error for whatever an fsspec driver raises.
-
-    options: the storage options, which may hold secrets.
-    """
+    """Our error for an error of an fsspec driver. options: the storage options, whose secrets are hidden."""
     if isinstance(error, StreammegaError) or not isinstance(error, Exception):
         return error
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    # fsspec's driver of http says "not found" of every failure.
+    # fsspec's driver of http raises FileNotFoundError for every failure.
     if cause is not None and (status_of(cause) or is_of_network(cause)):
         error = cause
     name = type(error).__name__
@@ -340,7 +333,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
         return no_size(url)
     if any(sign in text for sign in _PAST_END_SIGNS):
         return truncated(url, text)
-    # What s3fs makes of a bare 503.
+    # s3fs raises EBUSY for a 503 without a body.
     busy = isinstance(error, OSError) and error.errno == errno.EBUSY
     if busy or any(sign in text for sign in _BUSY_SIGNS):
         return throttled(url, text)
@@ -350,22 +343,22 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
 
 
 def _etag_of(meta: Mapping[str, Any]) -> Any:
-    """What a driver tells as ETag; empty where it tells none."""
+    """The ETag in what a driver returns; empty where there is none."""
     return meta.get("ETag") or meta.get("etag") or ""
 
 
 async def _get_all(
     get: Callable[..., Any], fs: Any, key: str, url: str, spans: Sequence[Span], etag: str
 ) -> list[tuple[bytes, bool]]:
-    """The bytes of each span, by concurrent requests, and whether their version was compared.
+    """The bytes of each span, by concurrent requests, and whether the version was compared.
 
-    get: one request.
+    get: sends one request.
     """
     tasks = [asyncio.ensure_future(get(fs, key, url, span, etag)) for span in spans]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        # Where one fails, nobody wants the others.
+        # If one fails, the others are not wanted.
         for task in tasks:
             task.cancel()
 
@@ -391,7 +384,7 @@ async def _get_by_http(fs: Any, key: str, url: str, span: Span, etag: str) -> tu
     """By the session of fsspec's driver of http."""
     options = dict(fs.kwargs)
     headers = dict(options.pop("headers", {}))
-    # Ranges of a compressed body would be others.
+    # A compressed body would have other ranges.
     headers |= {"Range": _range_of(span), "Accept-Encoding": "identity"}
     session = await fs.set_session()
     async with session.get(fs.encode_url(key), headers=headers, **options) as answer:
@@ -410,13 +403,13 @@ def _range_of(span: Span) -> str:
 
 
 Wrap = Callable[[BaseException], BaseException]
-"""The streammega error for one of a driver's."""
+"""Turns a driver's error into ours."""
 _GLOB_SIGNS = "*?["
 
 
 def _rename(fs: Any, old: str, new: str) -> None:
     """Move a file."""
-    # fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for a glob.
+    # The default `mv` of fsspec takes a name with glob characters for a glob.
     own_move = type(fs).mv is not fsspec.AbstractFileSystem.mv
     if not own_move and any(sign in old for sign in _GLOB_SIGNS):
         fs.cp_file(old, new)
@@ -426,9 +419,9 @@ def _rename(fs: Any, old: str, new: str) -> None:
 
 
 class FsspecWriter(ObjectWriter):
-    """A driver's file, which shows under its key when it is published after its end.
+    """A driver's file, which is published after it was closed.
 
-    Args: publish: shows it. discard: the steps that remove it instead, each of which is tried.
+    Args: publish: publishes it. discard: the steps that remove it instead. Each of them is tried.
     """
 
     def __init__(
@@ -471,12 +464,12 @@ class S3fsWriter(FsspecWriter):
     """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
 
     def __init__(self, file: Any, wrap: Wrap) -> None:
-        # Its finaliser would publish a file that is not closed.
+        # The finaliser would publish a file that is not closed.
         close = partial(setattr, file, "closed", True)
         super().__init__(file, file.commit, [file.discard, close], wrap)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
+        """Append bytes. s3fs sends a part when it has `blocksize` bytes, which grow."""
         # s3fs of 2024 has no such setting.
         if not getattr(self._file.fs, "fixed_upload_size", False):
             parts = getattr(self._file, "parts", None) or []

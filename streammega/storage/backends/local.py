@@ -1,7 +1,7 @@
 """Local files: mapped, so that reads are views of the page cache, or read by `pread`.
 
-Mapping keeps no descriptor. Python's `mmap` keeps a duplicate of one for each file, so a dataset of
-a thousand shards would use up the usual `ulimit -n`.
+Files are mapped by the C library, without keeping a descriptor. Python's `mmap` keeps one for each
+file, so a dataset of a thousand shards would reach the usual `ulimit -n`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from streammega.storage.store import (
 )
 
 WRITE_BACK_BYTES = 8 << 20
-"""After so many bytes the disk is told to begin with them, which it then does beside the writing of
-the next ones: `commit` waits for the last of them, not for all. Fewer would cut the disk's requests
-up; of many more, too much is left to wait for.
+"""Bytes after which the system is asked to write them to the disk, while the next ones are produced.
+So `commit` waits for the last of them only. Fewer would make small writes; with many more, `commit`
+waits longer.
 """
 COPY_BYTES = 1 << 20
-"""Copied at a time: it stays in the processor's cache while its checksum is taken."""
+"""Bytes that are copied at a time. They stay in the processor's cache while they are hashed."""
 PASSING = frozenset(
     {
         errno.EIO,
@@ -59,7 +59,7 @@ PASSING = frozenset(
         errno.ECONNRESET,
     }
 )
-"""Errors of a server behind a file system, which may answer the next time."""
+"""Errors of a file server, after which another try may succeed."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -77,7 +77,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, kw_only=True)
 class _Mapped:
-    """A mapped file: its ETag and place on the disk when it was mapped, and its bytes."""
+    """A mapped file: its ETag, device and inode when it was mapped, and its bytes."""
 
     etag: str
     place: tuple[int, int]
@@ -121,18 +121,18 @@ class LocalStore(Store):
         return ObjectInfo(key=key, size=stat.st_size, etag=etag_of(stat))
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """Views of the mapped file; no bytes move until they are used."""
+        """Views of the mapped file. Bytes are read when they are used."""
         view = self.view(key, etag)
         return [check_length(key, (start, stop), view[start:stop]) for start, stop in spans]
 
     def view(self, key: str, etag: str = "") -> memoryview:
-        """The whole file, read-only: the one that had `etag` when it was opened, mapped once.
+        """The whole file, read-only: the version with `etag`, or without one the current version.
 
-        Without an ETag, as it is now. A file that was renamed over stays what it was, where it is
-        mapped already. Raises ObjectChangedError where it is not, so what is mapped is always what
-        was opened; ObjectNotFoundError, AccessDeniedError, StorageError.
+        A version that is mapped already stays readable after the file was replaced. Raises
+        ObjectChangedError if another version would have to be mapped; ObjectNotFoundError,
+        AccessDeniedError, StorageError.
         """
-        # Two threads that map the same file would each check and map it.
+        # Otherwise two threads would both map the same file.
         with self._lock:
             mapped = self._maps.get(key)
             if mapped is None or not etag or mapped.etag != etag:
@@ -141,28 +141,24 @@ class LocalStore(Store):
             return mapped.view
 
     def unmap(self) -> None:
-        """Let go of all files. One is unmapped when nobody uses a view of it any more, and mapped
-        again when it is read.
-        """
+        """Unmap all files, each when its last view is gone. They are mapped again when they are read."""
         with self._lock:
             self._maps.clear()
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Files whose path starts with `prefix`: at any depth, or only those with no slash after
-        it.
-        """
+        """Files whose path starts with `prefix`: at any depth, or only those without a slash after it."""
         paths = _files_below(prefix) if recursive else _files_beside(prefix)
         wanted = sorted(path for path in paths if path.startswith(prefix))
         return [self.info(path) for path in wanted]
 
     def open_writer(self, key: str) -> LocalWriter:
-        """A writer into a temporary file beside the target, renamed by `commit`."""
+        """A writer of a temporary file in the same folder, which `commit` renames."""
         return LocalWriter(key)
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
     ) -> bool:
-        """Of several that put a new file at once, one does."""
+        """With if_absent, one of several concurrent calls succeeds."""
         if not if_absent:
             return super().put(key, data, if_match=if_match)
         writer = LocalWriter(key)
@@ -188,9 +184,9 @@ class LocalStore(Store):
 class PreadStore(LocalStore):
     """The local disk, read by `pread`.
 
-    For file systems that fail: NFS, FUSE, a disk that is dying. An I/O error under a map ends the
-    process (SIGBUS); here it is an error like any other, tried again as those of the network are.
-    Every read opens the file, compares it with the one that was opened first, and closes it.
+    For file systems that may fail: NFS, FUSE, a faulty disk. An I/O error of a mapped file ends the
+    process (SIGBUS). Here it is an ordinary error, which is retried like those of the network. Every
+    read opens the file, compares its ETag, and closes it.
     """
 
     def __init__(self, config: StorageConfig) -> None:
@@ -206,16 +202,16 @@ class PreadStore(LocalStore):
 
     @property
     def is_local(self) -> bool:
-        """Reads are like those of the network: ahead, and tried again."""
+        """False: reads are made ahead and retried, like those of the network."""
         return False
 
     def local_path(self, key: str) -> str | None:
-        """Nobody else is to read these files, who would not try again."""
+        """None: others would read the file without retries."""
         return None
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """Copies of the bytes."""
-        # A span that ends before it begins is refused below, by an error that names the object.
+        # A span that ends before it begins is refused below, with an error that names the object.
         outs = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
         self.fetch_into(key, spans, outs, etag)
         return [out.data for out in outs]
@@ -232,14 +228,14 @@ class PreadStore(LocalStore):
                 _read(fd, key, start, out)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """What file servers may mend is tried again."""
+        """Transient errors of file servers are retried."""
         return self._retry.call(lambda: self.fetch(key, spans, etag))
 
 
 def _read(fd: int, path: str, start: int, out: Bytes) -> None:
     """Fill `out`."""
     filled = 0
-    # One call gives no more than 2 GiB, and less where a signal comes.
+    # One call reads at most 2 GiB, and less after a signal.
     while filled < len(out):
         rest = out[filled:]
         got = os.preadv(fd, [rest], start + filled)  # type: ignore[list-item]
@@ -263,7 +259,7 @@ def _files_beside(prefix: str) -> list[str]:
 
 
 class LocalWriter(ObjectWriter):
-    """Writes beside the target, flushes to disk, then renames: readers see all or nothing."""
+    """Writes a temporary file, flushes it to the disk, and renames it: readers see all or nothing."""
 
     can_write_at = True
 
@@ -275,10 +271,10 @@ class LocalWriter(ObjectWriter):
             raise local_error(path, error) from None
         self._file = self._atomic.file
         self._size = 0
-        self._written_back = 0  # bytes that the disk was told to begin with
+        self._written_back = 0  # bytes whose writing to the disk was requested
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes; a full disk is a StorageError that names the path."""
+        """Append bytes. A full disk is a StorageError that names the path."""
         try:
             self._file.write(data)
             self._size += len(data)
@@ -288,14 +284,14 @@ class LocalWriter(ObjectWriter):
             raise local_error(self._path, error) from None
 
     def _write_back(self) -> None:
-        """Have the disk begin with what was written since this was called last."""
+        """Ask the system to write to the disk what was written since the last call."""
         self._file.flush()
         start = self._written_back
         self._written_back = self._size
         self.write_back(start, self._size)
 
     def reserve(self, size: int) -> int:
-        """What is written next comes after that room."""
+        """The next `write` continues after the reserved bytes."""
         try:
             self._file.flush()
             start = self._size
@@ -307,7 +303,7 @@ class LocalWriter(ObjectWriter):
             raise local_error(self._path, error) from None
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """By several threads at once, if they like."""
+        """Several threads may call this at once."""
         view = data.data
         try:
             while view:
@@ -318,11 +314,10 @@ class LocalWriter(ObjectWriter):
             raise local_error(self._path, error) from None
 
     def write_back(self, start: int, stop: int) -> None:
-        """Have the disk begin with bytes [start, stop), which are written."""
-        # Not on every system, nor of every file; the bytes are safe by `commit` alone.
+        """Ask the system to write bytes [start, stop) to the disk."""
+        # Not every system and file supports it. `commit` alone makes the bytes safe.
         with contextlib.suppress(AttributeError, OSError):
-            # "Not needed": Linux begins to write what is dirty, and drops what is on the disk
-            # already, which just after writing is next to nothing.
+            # Linux begins to write dirty pages, and drops clean ones, of which there are hardly any.
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def commit(self) -> None:
@@ -334,7 +329,7 @@ class LocalWriter(ObjectWriter):
             raise local_error(self._path, error) from None
 
     def commit_new(self) -> bool:
-        """As `commit`, unless something bears the name: then False, and nothing is changed."""
+        """As `commit`, unless the file exists: then False, and nothing is changed."""
         try:
             return self._atomic.commit_if_absent()
         except OSError as error:
@@ -346,8 +341,8 @@ class LocalWriter(ObjectWriter):
 
 
 def local_error(path: str, error: OSError) -> StorageError:
-    """The streammega error for an OSError on a local path, and whether a retry may help."""
-    # Ours are OSErrors too.
+    """Our error for an OSError on a local path, and whether a retry may help."""
+    # Some of our errors are OSErrors too.
     if isinstance(error, StorageError):
         return error
     reason = error.strerror or str(error)
@@ -370,15 +365,12 @@ def local_error(path: str, error: OSError) -> StorageError:
 
 
 def etag_of(stat: os.stat_result) -> str:
-    """Size and modification time.
-
-    They change with the bytes, and with nothing else (a mode, a link, another mount).
-    """
+    """Size and modification time: they change with the bytes, and not with mode, link or mount."""
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
-    """A file as it is now; `known` where that is the same.
+    """A mapping of a file as it is now: `known`, if that is the same file.
 
     Raises ObjectChangedError if `etag` is given, and another one's.
     """
@@ -393,14 +385,14 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
 
 @contextmanager
 def _opened(path: str, etag: str) -> Iterator[tuple[int, os.stat_result]]:
-    """(descriptor, status) of the file that was opened, and of no other one.
+    """The descriptor and status of a file of this version. OSErrors of the block become our errors.
 
-    Errors of the block become the library's own too.
+    Raises ObjectChangedError for another version.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Of the very file: its name may stand for another one by now.
+            # Not by name, which may be another file by now.
             stat = os.fstat(fd)
             check_version(path, etag, etag_of(stat))
             yield fd, stat
@@ -411,7 +403,7 @@ def _opened(path: str, etag: str) -> Iterator[tuple[int, os.stat_result]]:
 
 
 class _Mapping:
-    """What arrays of mapped bytes refer to: it is unmapped when the last of them is gone."""
+    """A mapped range, to which arrays refer. It is unmapped when the last array is gone."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -423,24 +415,24 @@ class _Mapping:
             "version": 3,
         }
         unmap = weakref.finalize(self, _libc.munmap, address, size)
-        # Other threads may still copy from it, and the process ends anyway.
+        # At exit other threads may still copy from it.
         unmap.atexit = False
 
 
 def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     """The first `size` bytes of an open file, read-only, uint8 [size].
 
-    The descriptor may be closed at once. The bytes stay mapped as long as this array or a view of
-    it lives, also when the file is removed or renamed over. A file that is *shortened* while it is
-    mapped ends the process at the next access (SIGBUS): the kernel knows no other way.
+    The descriptor may be closed at once. The bytes stay mapped while this array or a view of it
+    exists, even if the file is removed or replaced. If a mapped file is *shortened*, the next access
+    ends the process (SIGBUS).
 
-    `path` is for messages. Raises OSError when the file has fewer bytes, or cannot be mapped.
+    path: for messages. Raises OSError if the file has fewer bytes, or cannot be mapped.
     """
     file_size = os.fstat(fd).st_size
     if file_size < size:
         reason = f"has {file_size} bytes, not the {size} that it should have"
         raise OSError(errno.EIO, reason, os.fspath(path))
-    # The kernel maps no empty ranges.
+    # The kernel cannot map an empty range.
     if size == 0:
         return np.empty(0, np.uint8)
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
@@ -452,7 +444,7 @@ def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uin
 
 @dataclass(frozen=True, kw_only=True)
 class FileRange:
-    """Bytes [start, stop) of a local file. etag: of the file that was opened; empty: of any."""
+    """Bytes [start, stop) of a local file. etag: of the version that was opened; empty: any."""
 
     path: str
     start: int
@@ -470,13 +462,13 @@ class FileRange:
 
 
 def read_files(ranges: Iterable[FileRange], buffer: Bytes) -> Iterator[Bytes]:
-    """The bytes of ranges, end to end, as views of `buffer`: each is overwritten by the next, and
-    all but the last of a range are as long as it.
+    """The bytes of ranges, one after the other, as views of `buffer`. Each overwrites the one before,
+    and all but the last of a range fill the buffer.
 
-    Raises ObjectChangedError for another file than was opened, ShortReadError for one that ends
-    before, StorageError.
+    Raises ObjectChangedError for another version of a file, ShortReadError for one that is too
+    short, StorageError.
     """
-    # Ranges of one file follow each other as a rule: it is opened once for them.
+    # Adjacent ranges of one file need one opening.
     for (path, etag), of_file in itertools.groupby(
         ranges, lambda wanted: (wanted.path, wanted.etag)
     ):
@@ -489,5 +481,5 @@ def read_files(ranges: Iterable[FileRange], buffer: Bytes) -> Iterator[Bytes]:
 
 
 def copy_buffer(size: int = COPY_BYTES) -> Bytes:
-    """Room for `read_files`; no more than `size` bytes of it are of use."""
+    """A buffer for `read_files`, of at most `size` bytes."""
     return np.empty(min(size, COPY_BYTES), np.uint8)

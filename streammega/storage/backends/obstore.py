@@ -47,7 +47,7 @@ from streammega.storage.store import (
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _DEBUG_DUMP = "\n\nDebug source"
-"""What follows the message in the text of obstore's errors, and says nothing to a user."""
+"""Begins the part of obstore's messages that is not for users."""
 _NETWORK = (
     "error sending request",
     "timed out",
@@ -57,55 +57,52 @@ _NETWORK = (
     "operation timed out",
     "- HTTP error",
 )
-"""In the texts of errors without an answer: obstore has no class for them."""
+"""Texts of errors without an answer, for which obstore has no class."""
 _RANGES_REFUSED = (
     "non-partial response",
     "Range request not supported",
     "CONTENT_RANGE header",
     "Content-Range header",
 )
-"""In the texts of errors for answers to range requests that the other transport may understand."""
+"""Texts of errors for answers to range requests that another client may accept."""
 _FALLBACK_SCHEMES = ("s3", "http", "https")
 _OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
 _NO_SIZE = "Content-Length Header missing"
 PAGE = 1000
-"""Objects of a listing that are handed to Python at once: those of one answer. Of fewer, each hand-over
-would wait for the threads that take in other listings.
+"""Objects of a listing that obstore returns at once: those of one answer. Each return waits for the
+GIL, so there should be few.
 """
 BACKOFF_BASE = 4
-"""A pause is drawn from the first one to so many times the last: by 2 they would hardly grow."""
+"""obstore draws a pause between the first one and so many times the last: with 2 they hardly grow."""
 MAX_RETRIES = 1_000_000
-"""More than any deadline has room for: obstore counts tries too, and its pauses may be short."""
+"""More than fit any deadline. obstore counts tries too, and its pauses may be short."""
 
 LAST_RANGE_TIMEOUT = 3.0
-"""Seconds that the last range of several is tried again, where the others were answered."""
+"""Seconds for which the last of several ranges is retried after the others were answered."""
 ABORT_TIMEOUT = 5.0
-"""Seconds that an abort waits for the server.
-
-Parts that it leaves there are for the bucket's lifecycle rules.
-"""
+"""Seconds that an abort waits for the server. Lifecycle rules of the bucket remove parts that are left."""
 MAX_WAITING_PARTS = 2
-"""Parts that are held beside those under way: writing and sending go on at once."""
+"""Parts that wait while others are sent: writing and sending overlap."""
 MAX_CONCURRENT_PARTS = 3
-"""Parts of one upload that are under way."""
+"""Parts of one upload that are sent at once."""
 POLL_SECONDS = 0.2
-"""Seconds between two looks whether the thread that takes parts still lives."""
+"""Seconds between two checks whether the thread that takes parts still lives."""
 
 
 class RangesRefused(StorageError):
-    """obstore refuses how the server answers range requests; another client may take it."""
+    """obstore refuses how the server answers range requests. Another client may accept it."""
 
 
 class ObstoreStore(RemoteStore):
     """One bucket, container or host, through obstore.
 
-    A forked process uses a copy of obstore of its own, and can use none where that cannot be
-    loaded: see `FallbackStore`.
+    A forked process loads a copy of obstore. Where it cannot, this store raises ConfigError: see
+    `FallbackStore`.
     """
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
-        self._urls: dict[str, str] = {}  # kept, for each request asks for its own
+        self._urls: dict[str, str] = {}  # kept, since each request needs one
         self._redacted = redaction_of(config.storage_options)
         self._bucket_seen = False
         deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
@@ -131,7 +128,7 @@ class ObstoreStore(RemoteStore):
             except FileNotFoundError:
                 self._look_for_bucket(client, key)
                 raise
-            # Whatever is missing later, it is not the bucket.
+            # The bucket exists.
             self._bucket_seen = True
             etag = version_of(meta.get("e_tag"), meta["last_modified"])
             return ObjectInfo(key=key, size=int(meta["size"]), etag=etag)
@@ -139,9 +136,9 @@ class ObstoreStore(RemoteStore):
         return self._call(key, head)
 
     def _look_for_bucket(self, client: Any, key: str) -> None:
-        """Once: raise if it is the bucket that does not exist.
+        """Raise if the bucket does not exist. Checked once.
 
-        The answer to a HEAD has no body that could say so.
+        The answer to HEAD has no body that could say so.
         """
         if self._bucket_seen:
             return
@@ -153,17 +150,17 @@ class ObstoreStore(RemoteStore):
         self._bucket_seen = True
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
-        """All but the last by one concurrent call.
+        """All but the last by one call, whose requests are concurrent.
 
-        The last one's answer tells the ETag: after the others, so that it is not older than they.
-        Where it fails it is tried again by itself for a while, for the others are lost with it.
+        The answer to the last one has the ETag. It is requested after the others, so it vouches for
+        them. If it fails it is retried alone for a while, since the others would be lost with it.
         """
         *before, last = spans
         bodies: list[Any] = []
         if before:
             starts = [start for start, _ in before]
             stops = [stop for _, stop in before]
-            # Not joined where they are near each other: what they are to be was planned.
+            # Without joining ranges that are near each other: the caller has planned them.
             bodies += client.get_ranges(key, starts=starts, ends=stops, coalesce=0)
 
         def get_last() -> Any:
@@ -179,15 +176,15 @@ class ObstoreStore(RemoteStore):
         return bodies
 
     def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
-        """By listings that begin after a key, which S3 knows."""
+        """By listings that begin after a key, which S3 has."""
         if self.scheme not in ("s3", "oss"):
             return None
-        # Of keys in different folders, what these have in common; of one folder, that.
+        # The folder of both keys, or the deepest one above both.
         folders = [os.path.dirname(f"/{key}") for key in (after, until)]
         folder = os.path.commonpath(folders)[1:] or None
 
         def list_part(client: Any) -> list[ObjectInfo] | None:
-            """None where what it has does not serve."""
+            """None if its listing cannot be used."""
             listed: list[ObjectInfo] = []
             for page in client.list(folder, offset=after, chunk_size=PAGE):
                 listed += [info for info in _listed_infos(page) if info.key < until]
@@ -205,8 +202,8 @@ class ObstoreStore(RemoteStore):
             return None
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
-        # Object stores list by whole path segments: more than asked for, which is left out below.
+        """Objects under a prefix, 1,000 a request. The prefix may end inside a name."""
+        # obstore lists by whole path segments. Other objects are left out below.
         folder = prefix.rpartition("/")[0] or None
 
         def list_folder(client: Any) -> Any:
@@ -223,10 +220,10 @@ class ObstoreStore(RemoteStore):
         return sorted(stored, key=lambda info: info.key)
 
     def _without_markers(self, listed: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
-        """Without what only looks like an object.
+        """Without markers of folders.
 
-        obstore takes slashes off the ends of keys, those of folders' markers too. What is empty may
-        be a marker, and what is there twice is one of both: these are asked for.
+        obstore removes slashes at the ends of keys, also from markers of folders. So an empty object
+        may be a marker, and of two with one key one is. These are looked up.
         """
         objects = {info.key: info for info in listed}
         times_listed = Counter(info.key for info in listed)
@@ -253,7 +250,7 @@ class ObstoreStore(RemoteStore):
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
         self._check_key(key)
         if not self._policy.has_answered:
-            # A client that writes has one deadline for good: that of a server that answers.
+            # A client for uploads keeps one deadline: that of a server that has answered.
             try:
                 self.info(key)
             except StorageError as error:
@@ -266,7 +263,7 @@ class ObstoreStore(RemoteStore):
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
     ) -> bool:
-        """Conditions are If-None-Match and If-Match, or what the cloud has for them."""
+        """The conditions are If-None-Match and If-Match, or what the cloud has in their place."""
         if not if_absent and not if_match:
             return super().put(key, data)
         self._check_key(key)
@@ -322,7 +319,7 @@ class ObstoreStore(RemoteStore):
         except StreammegaError:
             raise
         except Exception as error:
-            # A client that cannot be built says nothing of the limit of open files.
+            # The error does not mention the limit of open files.
             limit = blame_limit_of_connection(error)
             if limit:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
@@ -333,14 +330,14 @@ class ObstoreStore(RemoteStore):
         return s3_arguments(self.root, self._config)
 
     def _error(self, key: str, error: BaseException) -> BaseException:
-        """The streammega error for one of obstore's, first line only (the rest is a debug dump)."""
+        """Our error for one of obstore's, with its first line (the rest is a debug dump)."""
         if isinstance(error, StreammegaError) or not isinstance(error, Exception):
             return error
         whole = str(error)
         lines = whole.splitlines() or [type(error).__name__]
         text = redact(lines[0], self._config.storage_options)
         url = self.url(key)
-        # All that the server said: codes that decide may stand in later lines.
+        # All that the server said: codes may be in later lines.
         said = whole.partition(_DEBUG_DUMP)[0]
         if self.scheme in _FALLBACK_SCHEMES and any(sign in said for sign in _RANGES_REFUSED):
             return RangesRefused(f"{url}: {text}")
@@ -355,7 +352,7 @@ class ObstoreStore(RemoteStore):
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects "
                 f"otherwise ({text})"
             )
-        # Of the library of this process: another process's are other classes.
+        # The classes of this process's copy of obstore.
         exceptions = obstore_after_fork.library().exceptions
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
             return denied(url, text)
@@ -378,8 +375,8 @@ def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
 
 
 def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
-    """Whether a listing is of objects alone, and begins after a key: see `_as_stored`, and some
-    servers do not know where to begin.
+    """Whether a listing has objects alone (see `_without_markers`), and begins after a key: some
+    servers ignore where to begin.
     """
     if not listed:
         return True
@@ -389,7 +386,7 @@ def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
 
 
 def _retry_config(policy: RetryPolicy) -> Any:
-    """A policy as obstore takes it."""
+    """A policy in the form of obstore."""
     return {
         "max_retries": MAX_RETRIES if policy.retries is None else policy.retries,
         "retry_timeout": timedelta(seconds=policy.deadline),
@@ -402,7 +399,7 @@ def _retry_config(policy: RetryPolicy) -> Any:
 
 
 class ObstoreWriter(ObjectWriter):
-    """Streams parts from a thread; small objects are one plain PUT."""
+    """Sends parts from a thread. Small objects are one PUT."""
 
     def __init__(self, store: ObstoreStore, client: Any, key: str) -> None:
         self._store = store
@@ -440,19 +437,18 @@ class ObstoreWriter(ObjectWriter):
         self._raise_failure()
 
     def abort(self) -> None:
-        """Abort the upload: its parts are removed from the server, unless that does not answer."""
+        """Abort the upload. Its parts are removed from the server, if that answers."""
         self._buffer.clear()
         self._aborted.set()
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # Where the queue is full there is a part to be taken, whose taker looks whether it is
-            # wanted.
+            # If the queue is full, the thread takes a part and then sees that it was aborted.
             with contextlib.suppress(queue.Full):
                 self._parts.put_nowait(None)
             thread.join(ABORT_TIMEOUT)
 
     def _send(self, part: bytes | None) -> None:
-        """Hand a part to the thread that uploads; None: that was the last one."""
+        """Give a part to the thread that uploads; None: that was the last one."""
         if part is not None:
             self._sent += 1
             if self._sent > MAX_PARTS:
@@ -494,7 +490,7 @@ class ObstoreWriter(ObjectWriter):
     def _taken_parts(self) -> Iterator[bytes]:
         while True:
             part = self._parts.get()
-            # An error is what makes obstore remove the parts that it has sent.
+            # An error makes obstore remove the parts that it has sent.
             if self._aborted.is_set():
                 raise InterruptedError("upload aborted")
             if part is None:

@@ -1,12 +1,12 @@
-"""obstore as this process may use it: a forked child has a copy of its own.
+"""obstore as this process may use it: a forked child has its own copy.
 
-obstore waits for the network in a runtime that lives in its extension module. A fork copies that
-runtime without its threads: whatever asks it in the child waits for ever. Nor does a second import
-help, for a file that is loaded already is not loaded again. So the child loads a copy of that
-file, which lies in memory under a name of its own: it has a runtime that nobody has begun yet.
+obstore waits for the network in a runtime within its extension module. A fork copies that runtime
+without its threads, so calls in the child never return. A second import does not help, for a file is
+loaded only once. So the child loads a copy of that file, in memory and under another name, which has
+a fresh runtime.
 
-Nothing of the parent's copy is touched in the child. Its clients are never let go there either:
-freeing one wakes the runtime, whose locks may be held by threads that the child does not have.
+The child never touches the parent's copy, and never frees the parent's clients: freeing one wakes
+the runtime, whose locks may be held by threads that the child does not have.
 """
 
 from __future__ import annotations
@@ -37,35 +37,32 @@ log = logging.getLogger(__name__)
 PACKAGE = "obstore"
 EXTENSION = "obstore._obstore"
 COPIED = "streammega-obstore"
-"""What the copy is called in lists of mapped files, such as /proc/self/maps."""
+"""The name of the copy in lists of mapped files, such as /proc/self/maps."""
 
 
 @dataclass
 class _ProcessState:
-    """What this process has of obstore.
-
-    library: None where it is not known yet, or there is none.
-    """
+    """The state of obstore in this process. library: None if it is unknown or cannot be used."""
 
     library: Any = obstore
     settled: bool = True
-    """Whether it is known."""
+    """Whether `library` is known."""
     forks: int = 0
     """Forks between this process and the one that imported obstore."""
     used: bool = False
-    """Whether this process, or one before it, has opened a client."""
+    """Whether this process, or a parent, has opened a client."""
 
 
 _state = _ProcessState()
 _clients: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By their ids, for clients have no hash."""
+"""Open clients by their ids, for they have no hash."""
 _lock = process_lock()
 
 
 def library() -> Any:
     """The package `obstore` that this process may use, with its `store` and `exceptions`.
 
-    None where it may use none: it was forked after obstore had been used, and cannot load a copy.
+    None if it was forked after obstore had been used, and cannot load a copy.
     """
     if not _state.settled:
         with _lock:
@@ -76,7 +73,7 @@ def library() -> Any:
 
 
 def opened(client: Any) -> Any:
-    """The client, which is noted: no child that inherits it will ever free it."""
+    """Register a client and return it: no child that inherits it will ever free it."""
     _clients[id(client)] = client
     _state.used = True
     return client
@@ -86,7 +83,7 @@ def _for_child() -> Any:
     try:
         return _load_copy()
     except Exception as error:
-        # No memory files here (they are Linux's), no /proc, or a policy against running them.
+        # There are no memory files (only Linux has them), no /proc, or a policy forbids running them.
         log.debug("a forked process cannot load a copy of obstore: %s", error)
         return None if _state.used else obstore
 
@@ -96,8 +93,8 @@ def _load_copy() -> ModuleType:
     memory_file = os.memfd_create(COPIED)
     try:
         shutil.copyfile(obstore._obstore.__file__, f"/proc/self/fd/{memory_file}")
-        # The loader takes a file of a known name for the one it has. The parent's copy may have
-        # had this very number, so that the name also tells how many forks ago it was loaded.
+        # The loader does not load a name twice. The parent's copy may have had the same descriptor,
+        # so the number of forks makes the name unique.
         copied_path = f"/proc/self/fd/{'./' * _state.forks}{memory_file}"
         with _without_package():
             _load_extension(copied_path)
@@ -120,9 +117,9 @@ def _load_extension(path: str) -> None:
 
 @contextmanager
 def _without_package() -> Iterator[None]:
-    """obstore is not imported within, and what was imported before is again afterwards.
+    """Within, obstore counts as not imported. Afterwards the modules from before are back.
 
-    So the program's own objects of obstore keep the classes that they were made of.
+    So the program's own objects of obstore keep their classes.
     """
     before = {name: sys.modules[name] for name in _imported_names()}
     for name in before:
@@ -141,7 +138,7 @@ def _imported_names() -> list[str]:
 
 def _after_fork() -> None:
     for client in list(_clients.values()):
-        # For ever: also when Python frees everything at the end of the child.
+        # Never freed, not even at the end of the child.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     _clients.clear()
     _state.library = None

@@ -48,14 +48,14 @@ _REGION_OF_HOST = re.compile(
     r"|([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"  # dual stack
 )
 _DEFAULT_REGION = "us-east-1"
-"""Signed where none is known, as for accelerate endpoints.
+"""The region in signatures where none is known, as for accelerate endpoints.
 
-Alibaba's example for AWS's Java SDK signs for it too (`Region.AWS_GLOBAL`).
+Alibaba's example for AWS's Java SDK uses it too (`Region.AWS_GLOBAL`).
 """
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
-"""Settings of AWS that obstore takes from the environment, and its arguments cannot take back."""
+"""Variables of AWS that obstore reads, and that its arguments cannot override."""
 _CREDENTIALS_LAST = timedelta(minutes=10)
-"""obstore asks again five minutes before that."""
+"""The expiry that obstore is given. It asks again five minutes before."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -63,7 +63,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 class OssEndpoint:
     """Where buckets are: the native host, with its port and without a bucket.
 
-    `region` is "" if nothing tells it.
+    `region` is "" if it is unknown.
     """
 
     scheme: str
@@ -72,10 +72,7 @@ class OssEndpoint:
 
     @property
     def is_address(self) -> bool:
-        """Whether the host is an IP address or localhost, which has no sub-domains for buckets.
-
-        Its buckets are in the path, as oss2 has them too.
-        """
+        """Whether the host is an IP address or localhost. Buckets are in the path then, as in oss2."""
         name = urlsplit(f"//{self.host}").hostname or ""
         try:
             return bool(ipaddress.ip_address(name))
@@ -84,11 +81,11 @@ class OssEndpoint:
 
     @property
     def native_url(self) -> str:
-        """The endpoint for oss2, which puts the bucket before it."""
+        """The endpoint for oss2, which adds the bucket."""
         return f"{self.scheme}://{self.host}"
 
     def s3_url(self, bucket: str) -> str:
-        """The bucket's URL in S3's dialect."""
+        """The URL of a bucket in S3's dialect."""
         if self.is_address:
             return self.native_url
         prefix = "s3." if self.host.startswith("oss-") and self.host.endswith(_ALIYUN) else ""
@@ -100,9 +97,9 @@ def oss_endpoint(
 ) -> OssEndpoint:
     """The endpoint of the options, else of OSS_ENDPOINT, else the public one of the region.
 
-    It may have a scheme (https if not), the bucket, and the `s3.` of the other dialect. The region
-    is the option's, that of the host's name, or OSS_REGION; `oss-cn-hangzhou` is `cn-hangzhou`.
-    Raises ConfigError, also for an unknown option: most are misspelled.
+    It may have a scheme (default https), the bucket, and the `s3.` of the other dialect. The region
+    is that of the options, of the host's name, or OSS_REGION. `oss-cn-hangzhou` means `cn-hangzhou`.
+    Raises ConfigError, also for an unknown option.
     """
     unknown = sorted(set(options) - OSS_OPTIONS)
     if unknown:
@@ -134,7 +131,7 @@ def oss_endpoint(
     host = parts.netloc.lower().removeprefix(f"{bucket}.").removeprefix("s3.")
     named = _REGION_OF_HOST.fullmatch(host)
     if named and not region:
-        # It is surer than the environment, which is for all endpoints.
+        # The host's name goes before the environment, which applies to all endpoints.
         region = named[1] or named[2]
     return OssEndpoint(scheme=parts.scheme, host=host, region=region or environment_region)
 
@@ -153,17 +150,17 @@ def oss_arguments(
     endpoint = oss_endpoint(bucket, options, environment)
     url = endpoint.s3_url(bucket)
     return {
-        # obstore reads AWS_* too, so that everything of them that would show is said here.
+        # obstore reads AWS_* too. These settings override all of them that matter.
         "config": {
             "endpoint": url,
-            "aws_endpoint_url_s3": url,  # would win over `endpoint`
+            "aws_endpoint_url_s3": url,  # goes before `endpoint`
             "region": endpoint.region or _DEFAULT_REGION,
             "virtual_hosted_style_request": not endpoint.is_address,
             "skip_signature": bool(options.get("anon")),
             "unsigned_payload": False,
             "request_payer": False,
             "s3_express": False,
-            # OSS asks for a Content-MD5 there, which obstore does not send
+            # OSS needs a Content-MD5 there, which obstore does not send.
             "disable_bulk_delete": True,
         },
         "client_options": client_options(config, url, options.get("client_kwargs") or {}),
@@ -177,11 +174,11 @@ class OssStore(ObstoreStore):
         super().__init__(scheme, root, config)
         self._credentials = OssCredentials.from_options(root, config.storage_options)
         self._client_key: OssKey | None = None
-        """The key that the open client asked for last."""
+        """The key that the open client uses."""
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
-        # By a key that was read just now: parts cannot be sent again by another one.
+        # With a key that was just read: parts cannot be sent again with another one.
         if self._credentials is not None:
             self._credentials.current(read_again=True)
         return super().open_writer(key)
@@ -189,13 +186,13 @@ class OssStore(ObstoreStore):
     def _s3_arguments(self) -> dict[str, Any]:
         arguments = oss_arguments(self.root, self._config, os.environ)
         if self._credentials is not None:
-            # So that missing ones are told by our error, not from within obstore.
+            # If there are none, raise our error here, not within obstore.
             self._credentials.current()
             arguments["credential_provider"] = self._provide
         return arguments
 
     def _provide(self) -> dict[str, Any]:
-        """The key of now, as obstore asks for it."""
+        """The current key, in the form of obstore."""
         assert self._credentials is not None
         key = self._client_key = self._credentials.current()
         soon = datetime.now(UTC) + _CREDENTIALS_LAST
@@ -210,16 +207,16 @@ class OssStore(ObstoreStore):
         credentials = self._credentials
         if credentials is None:
             return None
-        # Noted before the request. Its client may have a newer key by then, never an older one.
+        # Noted before the request. The client may get a newer key until then, but not an older one.
         used = self._client_key or credentials.current()
 
         def renew() -> bool:
             if not credentials.renew(used):
                 return False
             with self._lock:
-                # Else another thread has opened a new client meanwhile.
+                # Otherwise another thread has opened a new client.
                 if self._client_key in (None, used):
-                    # A client keeps a key until that expires.
+                    # A client keeps a key until it expires.
                     self._opened = None
                     self._client_key = None
             return True

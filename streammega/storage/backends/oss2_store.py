@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
 """Bodies are read in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
-"""Without it a range that reaches past the end is answered with the whole object."""
+"""Without this header, a range past the end is answered with the whole object."""
 NO_ANSWER = -2
-"""oss2's own status, of requests that got no answer."""
+"""The status in oss2 for requests without an answer."""
 LONGEST_SUMMARY = 300
-"""Characters of what a server said: some say a page of HTML."""
+"""Most characters of a server's message: some send a page of HTML."""
 
 
 class Oss2Store(RemoteStore):
@@ -64,7 +64,7 @@ class Oss2Store(RemoteStore):
                 check_range(self.url(key), span, answer.status, content_range, length)
                 return b"".join(iter(lambda: answer.read(CHUNK_BYTES), b""))
             finally:
-                # Of a body that was read whole the connection stays in the pool.
+                # After a whole body, the connection stays in the pool.
                 answer.resp.response.close()
 
         if len(spans) == 1:
@@ -95,14 +95,14 @@ class Oss2Store(RemoteStore):
         return Oss2Writer(self, key)
 
     def delete(self, key: str) -> None:
-        """Delete an object; one that is not there is no error, nor for OSS."""
+        """Delete an object. It is no error if it does not exist."""
         self._call(key, lambda bucket: bucket.delete_object(key))
 
     def _renewal(self) -> Callable[[], bool] | None:
         credentials = self._credentials
         if credentials is None:
             return None
-        # oss2 asks for the key with every request.
+        # oss2 asks for the key at every request.
         used = credentials.current()
         return lambda: credentials.renew(used)
 
@@ -118,8 +118,8 @@ class Oss2Store(RemoteStore):
         if self._credentials is not None:
             self._credentials.current()
             provider = _Provider(self._credentials)
-            # The newer signature names the region; OSS gives up the older one, which is left for
-            # endpoints that tell none.
+            # The newer signature needs the region. OSS phases out the older one, which is used where
+            # the region is unknown.
             auth = oss2.ProviderAuthV4(provider) if endpoint.region else oss2.ProviderAuth(provider)
         connect_timeout = min(CONNECT_TIMEOUT, self._config.timeout)
         return oss2.Bucket(
@@ -127,15 +127,15 @@ class Oss2Store(RemoteStore):
             endpoint.native_url,
             self.root,
             session=oss2.Session(pool_size=max(10, self._config.max_requests)),
-            # To connect, and between two pieces of an answer.
+            # Seconds to connect, and between two pieces of an answer.
             connect_timeout=(connect_timeout, self._config.stall_timeout),
-            # Computed in Python; lengths, ETags and Content-MD5 are checked instead.
+            # Slow, in Python. Lengths, ETags and Content-MD5 are checked instead.
             enable_crc=False,
             region=endpoint.region or None,
         )
 
     def _error(self, key: str, error: BaseException) -> BaseException:
-        """The streammega error for one of oss2's, or of requests beneath it."""
+        """Our error for one of oss2, or of `requests`, which it uses."""
         if isinstance(error, StreammegaError) or not isinstance(error, Exception):
             return error
         url = self.url(key)
@@ -143,14 +143,14 @@ class Oss2Store(RemoteStore):
         text = redact(_summary(error), self._config.storage_options)
         if status > 0:
             return failure_of_status(url, status, text)
-        # OSError: requests' errors in the middle of a body.
+        # OSError: errors of `requests` in the middle of a body.
         if status == NO_ANSWER or isinstance(error, OSError):
             return no_answer(url, text)
         return StorageError(f"{url}: {text}")
 
 
 class _Provider:
-    """What oss2 asks for a key before each request."""
+    """Gives oss2 the key of each request."""
 
     def __init__(self, credentials: OssCredentials) -> None:
         self._credentials = credentials
@@ -163,7 +163,7 @@ class _Provider:
 
 
 def _summary(error: Exception) -> str:
-    """Status, code and message, without the request's headers, which an oss2 error holds too."""
+    """Code and message, without the headers of the request, which are also in oss2's errors."""
     code = getattr(error, "code", "")
     message = getattr(error, "message", "") or getattr(error, "body", "") or str(error)
     lines = str(message).splitlines() or [""]
@@ -172,10 +172,7 @@ def _summary(error: Exception) -> str:
 
 
 class Oss2Writer(ObjectWriter):
-    """Sends a part whenever one is full; small objects are one plain PUT.
-
-    Each body goes with its MD5, which OSS checks.
-    """
+    """Sends a part when it is full. Small objects are one PUT. OSS checks the MD5 of each body."""
 
     def __init__(self, store: Oss2Store, key: str) -> None:
         self._store = store
@@ -203,8 +200,7 @@ class Oss2Writer(ObjectWriter):
             return
         if self._buffer:
             self._send_part(bytes(self._buffer))
-        # Once only: a second completion of an upload that is complete would be told as a missing
-        # upload.
+        # Without retries: completing an upload twice fails as "no such upload".
         upload = (key, self._upload_id, self._parts)
         self._store._once(key, lambda bucket: bucket.complete_multipart_upload(*upload))
         self._upload_id = ""
@@ -239,5 +235,5 @@ def _md5(body: bytes) -> dict[str, str]:
 
 
 def _quoted(etag: str) -> str:
-    """As the answers hold it and obstore tells it; oss2 takes the quotes off."""
+    """With its quotes, as in answers and in obstore. oss2 removes them."""
     return f'"{etag}"'

@@ -18,13 +18,13 @@ from streammega.storage.fork_lock import process_lock
 log = logging.getLogger(__name__)
 
 READ_AGAIN_S = 300.0
-"""Seconds after which a key is read again: whoever replaces it need not restart the run."""
+"""Seconds after which a key is read again, so that it can be replaced without a restart."""
 MARGIN_S = 120.0
 """Seconds before its expiry at which a key is read again."""
 MIN_PAUSE_S = 1.0
-"""Seconds between two readings: a source that never renews its key is not asked at each request."""
+"""Least seconds between two readings, for a source that does not renew an expiring key."""
 SERVICE_TIMEOUT_S = 10
-"""Seconds to wait for a service of credentials: it is on the machine, or near it."""
+"""Seconds to wait for a service of credentials, which is on this machine or near it."""
 _ENVIRONMENT = (
     ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", ("OSS_SESSION_TOKEN", "OSS_SECURITY_TOKEN")),
     (
@@ -42,7 +42,7 @@ _EXPIRY_NAMES = ("expires", "expiration", "Expiration")
 
 @dataclass(frozen=True, kw_only=True)
 class OssKey:
-    """An AccessKey. With a token it is temporary, valid until `expires` where that is known."""
+    """An AccessKey. With a token it is temporary: valid until `expires`, if that is known."""
 
     access_key_id: str
     access_key_secret: str = field(repr=False)
@@ -67,9 +67,9 @@ class OssCredentials:
 
     @classmethod
     def from_options(cls, bucket: str, options: Mapping[str, Any]) -> OssCredentials | None:
-        """Those of the options, else of the environment; None for `anon`. Nothing is read yet.
+        """Credentials of the options, or else of the environment; None for `anon`. Nothing is read yet.
 
-        Raises ConfigError for options that contradict each other or lack a half.
+        Raises ConfigError for several sources, or a key without a secret.
         """
         if options.get("anon"):
             return None
@@ -95,12 +95,12 @@ class OssCredentials:
         return cls(lambda: key_of(_load_json(lambda: open(source, "rb"), source), source))
 
     def current(self, *, read_again: bool = False) -> OssKey:
-        """The key in use, read again when it is about to expire, or `read_again`.
+        """The key in use. It is read again before it expires, now and then, and if `read_again`.
 
-        A source that fails is no error while the key in use is valid. Raises AccessDeniedError when
-        there is no key.
+        If the source fails while the key in use is valid, a warning says so. Raises
+        AccessDeniedError if there is no valid key.
         """
-        # One thread reads it again; the others wait for what it gets.
+        # One thread reads it; the others wait for the result.
         with self._lock:
             if self._key is None or read_again or time.monotonic() >= self._read_next:
                 try:
@@ -118,12 +118,12 @@ class OssCredentials:
             return self._key
 
     def renew(self, refused: OssKey) -> bool:
-        """After the server has refused a key: whether there is another one now.
+        """Read the credentials again after the server refused a key. Returns whether they differ.
 
-        Raises EndpointError, which is retried, if the source fails: a file may be being rewritten.
+        Raises EndpointError, which is retried, if the source fails: its file may just be replaced.
         """
         with self._lock:
-            # Else another thread has renewed it.
+            # Otherwise another thread has read it.
             if self._key == refused:
                 try:
                     self._renew()
@@ -144,7 +144,7 @@ class OssCredentials:
 
 
 def key_of(answer: Any, where: str) -> OssKey:
-    """The key in what a file, a service, a function or an SDK's provider gave.
+    """The key in the answer of a file, a service, a function or an SDK's provider.
 
     Raises AccessDeniedError.
     """
@@ -168,9 +168,8 @@ def key_of(answer: Any, where: str) -> OssKey:
 
 
 def _field(answer: Any, names: tuple[str, ...]) -> Any:
-    """The first of some fields that has a value.
-
-    Mappings have items; objects of SDKs have methods or attributes, by version.
+    """The first field that has a value: an item of a mapping, or a getter or an attribute of an SDK's
+    object.
     """
     for name in names:
         if isinstance(answer, Mapping):
@@ -184,7 +183,7 @@ def _field(answer: Any, names: tuple[str, ...]) -> Any:
 
 
 def _time_of(value: Any, where: str) -> datetime | None:
-    """The time of a datetime, seconds since 1970, or ISO 8601; in UTC if it names no zone."""
+    """The time in a datetime, in seconds since 1970, or in ISO 8601. Without a time zone it is UTC."""
     if not value:
         return None
     try:
@@ -203,7 +202,7 @@ def _time_of(value: Any, where: str) -> datetime | None:
 
 
 def _call_provider(provider: Any) -> Any:
-    """What a function gives, or one of the providers of oss2 and alibabacloud_credentials."""
+    """The answer of a function, or of a provider of oss2 or alibabacloud_credentials."""
     for name in ("get_credentials", "get_credential"):
         method = getattr(provider, name, None)
         if callable(method):

@@ -1,4 +1,4 @@
-"""What all stores behind a network share: one client a process, retries, checks of lengths."""
+"""What all stores behind a network share: one client in each process, retries, checks of lengths."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from streammega.storage.thread_pool import Pool
 Result = TypeVar("Result")
 FEW = 8
 SMALL = 64 << 10
-"""Up to so many ranges of so many bytes together go out by one call: what a thread for each would
-cost is more than trying all again when one fails.
+"""Up to so many ranges of so many bytes together are read by one call: a thread for each costs more
+than reading all again after a failure.
 """
 MAX_THREADS = 32
-"""Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
+"""Concurrent requests of one store for listings, opening and tools, without those of the fetcher."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds, or `timeout` where that is less: a server that is there takes connections at once."""
+"""Seconds, or `timeout` if that is less: a server accepts connections at once."""
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
 PARTS_OF_A_SIZE = 2000
-"""Parts are doubled after so many.
+"""The part size doubles after so many parts.
 
-Objects may then have 1.9 TiB, while what most uploads hold in memory stays small.
+So an object may have 1.9 TiB, while most uploads hold little in memory.
 """
 MiB = 1 << 20
 
@@ -51,7 +51,7 @@ class RemoteStore(Store):
         self.scheme = scheme
         self.root = root
         self._config = config
-        self._lock = process_lock()  # of what is opened at the first use: once for all threads
+        self._lock = process_lock()  # guards `_opened`: one client for all threads
         self._opened: tuple[int, Any, Pool] | None = None  # (process, client, threads)
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
 
@@ -83,17 +83,17 @@ class RemoteStore(Store):
         """Our error for one of the client's."""
 
     def _check_key(self, key: str) -> None:
-        """Raise ConfigError for a key that the client would take for another."""
+        """Raise ConfigError for a key that the client would change."""
 
     def _renewal(self) -> Callable[[], bool] | None:
-        """What reads credentials again when they are refused: True if there are others now.
+        """A function to call if credentials are refused. It returns whether there are others now.
 
-        Called before each request, so that it knows which credentials that one used.
+        This is called before each request, to note which credentials it uses.
         """
         return None
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """One request each; bodies come in memory of their own."""
+        """One request each. Bodies are in new memory."""
         self._check_key(key)
         bodies = self._once(key, lambda client: self._get(client, key, spans, etag))
         url = self.url(key)
@@ -103,7 +103,7 @@ class RemoteStore(Store):
         ]
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-        """By concurrent requests, each tried again by itself; a few small ones together."""
+        """By concurrent requests, each with retries; a few small ones together."""
 
         def read_together(together: Sequence[Span]) -> list[Buffer]:
             return self._policy.call(lambda: self.fetch(key, together, etag))
@@ -112,11 +112,11 @@ class RemoteStore(Store):
             start, stop = span
             if start < stop:
                 return read_together([span])[0]
-            # There is no range request for no bytes.
+            # HTTP has no range of no bytes.
             return check_length(self.url(key), span, memoryview(b""))
 
         spans = [(int(start), int(stop)) for start, stop in spans]
-        # Nothing goes on beside a single one: the thread that asks may do it.
+        # A single one needs no other thread.
         if len(spans) == 1:
             return [read_one(spans[0])]
         sizes = [stop - start for start, stop in spans]
@@ -126,17 +126,14 @@ class RemoteStore(Store):
         return pool.map(read_one, spans)
 
     def _call(self, key: str, request: Callable[[Any], Result]) -> Result:
-        """`request(client)`, tried again as the policy says.
-
-        The main thread has another one do it, so that it hears of Ctrl-C meanwhile.
-        """
+        """`request(client)`, with retries. In another thread than the main one, which notices Ctrl-C."""
         _, pool = self._client()
         return pool.call(lambda: self._policy.call(lambda: self._once(key, request)))
 
     def _once(self, key: str, request: Callable[[Any], Result]) -> Result:
-        """`request(client)`, once more if credentials were refused and there are others now.
+        """`request(client)`, repeated once if credentials were refused and there are others now.
 
-        Raises our errors.
+        Raises StorageError.
         """
         renew = self._renewal()
         try:
@@ -168,7 +165,7 @@ class RemoteStore(Store):
 
 
 def part_bytes(sent: int) -> int:
-    """The size of a part after so many others, of an upload whose end is not known."""
+    """The size of the next part after `sent` others, of an upload of unknown size."""
     doublings = sent // PARTS_OF_A_SIZE
     return int(PART_BYTES << doublings)
 
@@ -176,8 +173,8 @@ def part_bytes(sent: int) -> int:
 def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
     """`storage` with `upload_part_bytes` large enough for an object of about `size` bytes.
 
-    obstore cuts an upload into equal parts, so it has to know beforehand. A tenth of them is left
-    for a size that was too low.
+    obstore cuts an upload into equal parts, so their size must be known beforehand. A tenth of the
+    parts is left for a size that was too low.
     """
     parts_to_fill = MAX_PARTS * 9 // 10
     needed = math.ceil(size / parts_to_fill)

@@ -13,7 +13,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 
 CREDENTIALS_LAST = timedelta(minutes=10)
-"""After so long obstore asks for credentials again, which botocore may have renewed."""
+"""The expiry that obstore is given. It asks again before, and botocore may have renewed them."""
 S3_OPTIONS = frozenset(
     (
         "anon",
@@ -58,7 +58,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     if not endpoint:
         endpoint = _endpoint_of(session)
     region = client_kwargs.get("region_name")
-    # Only signatures and the endpoint that is made of a region speak of one.
+    # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
         region = _region_of(session)
     store: dict[str, Any] = {"region": "us-east-1" if region is None else region}
@@ -67,7 +67,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     if endpoint:
         bucket_endpoint = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
         store["endpoint"] = bucket_endpoint
-        # obstore would let the environment's win over `endpoint`.
+        # In obstore, that of the environment goes before `endpoint`.
         store["aws_endpoint_url_s3"] = bucket_endpoint
     if options.get("requester_pays"):
         store["request_payer"] = True
@@ -85,9 +85,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
 def client_options(
     config: StorageConfig, endpoint: str, client_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Obstore's HTTP client options: timeouts and certificates; plain http only where the endpoint
-    asks for it.
-    """
+    """Options of obstore's HTTP client: timeouts, certificates, and plain http if the endpoint has it."""
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.timeout),
         "read_timeout": timedelta(seconds=config.stall_timeout),
@@ -112,10 +110,9 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
 
 
 def _late_session(options: Mapping[str, Any]) -> Callable[[], Any]:
-    """What gives botocore's session, always the same one, made when it is first asked for.
+    """A function that returns botocore's session, and makes it at the first call.
 
-    What options and environment tell needs none, and importing botocore takes longer than a first
-    batch.
+    Importing botocore takes longer than a first batch, and most options need no session.
     """
 
     @cache
@@ -128,21 +125,21 @@ def _late_session(options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def _region_of(session: Callable[[], Any]) -> str | None:
-    """The region that the user's AWS configuration names, where it names one."""
+    """The region in the user's AWS configuration, if there is one."""
     region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
     return str(region) if region else None
 
 
 def _endpoint_of(session: Callable[[], Any]) -> str | None:
-    """The endpoint the user's AWS configuration names, where it names one."""
-    # What botocore itself reads, in its order.
+    """The endpoint in the user's AWS configuration, if there is one."""
+    # The same variables as in botocore, in its order.
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     try:
         endpoint = session().get_scoped_config().get("endpoint_url")
     except Exception:
-        # A profile that does not exist: that is reported when credentials are looked up.
+        # The profile does not exist, which is reported when credentials are looked up.
         return None
     return str(endpoint) if endpoint else None
 
@@ -180,7 +177,7 @@ def _credential_provider(
         )
 
     def provide() -> dict[str, Any]:
-        """The credentials of now, as obstore asks for them."""
+        """The current credentials, in the form of obstore."""
         # botocore refreshes here when they are about to expire.
         frozen = credentials.get_frozen_credentials()
         return {
@@ -195,17 +192,17 @@ def _credential_provider(
 
 _ENDPOINT = {"gs": "base_url", "az": "endpoint"}
 _DRIVER_OPTIONS = ("default_block_size", "project", "use_listings_cache")
-"""What gcsfs and adlfs take and obstore has no use for."""
+"""Options of gcsfs and adlfs that obstore does not need."""
 _DEFAULT_TOKENS = ("google_default", "cloud", "cache")
-"""gcsfs's names for credentials that are looked for, which obstore does when it is given none."""
+"""Values of gcsfs's `token` that mean default credentials. obstore finds them without an option."""
 
 
 def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     """Keyword arguments for `obstore.store.from_url`.
 
-    `endpoint_url` is an emulator or gateway, plain http if it says so; `anon` sends no signature;
-    of gcsfs's `token`, a path is the file of a service account and a mapping its content.
-    Everything else has obstore's names, and obstore refuses what it does not know.
+    `endpoint_url` is an emulator or gateway, which may use plain http. `anon` sends no signature.
+    gcsfs's `token` may be the path of a service account's file, or its content as a mapping. All
+    other options have obstore's names, and obstore refuses unknown ones.
     """
     options = dict(config.storage_options)
     for name in _DRIVER_OPTIONS:
@@ -215,7 +212,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     endpoint_url = options.pop("endpoint_url", None)
     if endpoint_url:
         options[endpoint_option] = endpoint_url
-    # Of Azure's options, `token` is obstore's own.
+    # For Azure, obstore has its own option `token`.
     token = options.pop("token", None) if scheme == "gs" else None
     anonymous = options.pop("anon", False)
     if anonymous or token == "anon":

@@ -10,17 +10,14 @@ import numpy as np
 from streammega.storage.store import Bytes
 
 MEMORY_PAGE = 4096
-"""Bytes that the kernel gives at once, and the least that a buffer takes."""
+"""Bytes of a page of memory, and of the smallest buffer."""
 STEP_BITS = 4
-"""Buffers of sizes between two powers of two have 8 sizes: few, so that a freed one soon fits."""
+"""Between two powers of two, buffers have 8 sizes: few, so that a freed one soon fits."""
 
 
 @lru_cache(maxsize=1 << 14)
 def rounded(size: int) -> int:
-    """The bytes that a buffer of `size` takes.
-
-    An eighth more at most, or less than a page, so that freed ones fit the next request.
-    """
+    """The bytes of the buffer for `size` bytes: at most an eighth or a page more."""
     if size <= MEMORY_PAGE:
         return MEMORY_PAGE
     eighth_or_less = 1 << (size.bit_length() - STEP_BITS)
@@ -30,11 +27,10 @@ def rounded(size: int) -> int:
 
 
 class BufferPool:
-    """Byte buffers, of which no more than `budget` bytes exist at any time, in use, kept for reuse,
-    or reserved for memory that comes from elsewhere.
+    """Byte buffers of at most `budget` bytes together: in use, kept for reuse, or reserved for memory
+    that comes from elsewhere.
 
-    Buffers are reused because fresh memory costs a page fault for every 4 KiB. Not locked: its user
-    holds a lock.
+    Buffers are reused because fresh memory costs a page fault for every 4 KiB. Callers hold a lock.
     """
 
     def __init__(self, budget: int) -> None:
@@ -51,10 +47,7 @@ class BufferPool:
         return self.in_use + rounded(size) <= self.budget
 
     def take(self, size: int) -> Bytes:
-        """A buffer of at least `size` bytes, its content left over from before.
-
-        The caller has asked `has_room`.
-        """
+        """A buffer of at least `size` bytes, with old content. The caller checked `has_room`."""
         buffer_bytes = rounded(size)
         free = self._free[buffer_bytes]
         if free:
@@ -65,17 +58,17 @@ class BufferPool:
         return np.empty(buffer_bytes, np.uint8)
 
     def reserve(self, size: int) -> None:
-        """Count `size` bytes that will come in memory of their own. The caller has asked
+        """Count `size` bytes that will arrive in memory of their own. The caller checked
         `has_room`.
         """
         self._use(rounded(size))
 
     def end_reservation(self, size: int) -> None:
-        """That memory is given back to whoever it came from."""
+        """That memory was freed."""
         self.in_use -= rounded(size)
 
     def _use(self, count: int) -> None:
-        """So many bytes more are in use: what is kept makes room for them."""
+        """Count `count` more bytes as in use, and drop kept buffers to make room for them."""
         self.in_use += count
         self.peak = max(self.peak, self.in_use)
         while self._kept and self.in_use + self._kept > self.budget:

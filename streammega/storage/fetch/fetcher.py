@@ -1,8 +1,8 @@
 """Range requests in flight: in order of need, within limits, retried and hedged.
 
-A fetch group is one buffer and the requests that fill it. Groups are admitted in the order that
-they were submitted, while memory lasts, and their requests are sent in that order too. Threads wait
-in the transport, outside of the GIL; there are as many as batches were ever in flight at once.
+A fetch group is one buffer and the requests that fill it. Groups are admitted in the order of their
+submission, while there is memory, and their requests are sent in that order too. Threads wait in the
+transport, without the GIL. There are as many threads as batches were ever in flight at once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 HEDGE_SECONDS = 0.02
-"""Seconds between two searches for stragglers while somebody waits."""
+"""Seconds between two searches for stragglers during `wait`."""
 HEDGE_ANSWERS = 64
-"""Answers between two searches while nobody waits: a straggler will be waited for."""
+"""Answers between two searches at other times."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing waits for requests in flight. Slower threads end later, by themselves."""
+"""Seconds that `close` waits for requests in flight. Slower threads end later, by themselves."""
 MIN_WAIT = 0.001
-"""Seconds that a thread waits for the next event, at least: others get the lock meanwhile."""
+"""Least seconds that a thread waits for the next event, so that others get the lock."""
 
 
 class Fetcher:
@@ -63,8 +63,8 @@ class Fetcher:
         self.unadmitted_bytes = 0
         self._max_threads = max_threads or config.max_requests
         self._policy = RetryPolicy.of(config)
-        # The lock guards all of the state below. Threads wait for `_work`, and whoever waits for
-        # groups for `_ready`: so neither is woken for the other's sake.
+        # The lock guards all of the state below. Sending threads wait for `_work`, the caller of
+        # `wait` for `_ready`: so neither is woken for the other.
         self._lock = process_lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
@@ -73,7 +73,7 @@ class Fetcher:
         self._idle = 0  # threads that send nothing now
         self._unadmitted: deque[FetchGroup] = deque()
         self._serial = 0  # of the request that was admitted last
-        self._first_failed = math.inf  # the least serial that failed: nobody needs those after it
+        self._first_failed = math.inf  # the least serial that failed: later ones are not needed
         self._queue = RequestQueue()
         # By id, in the order that they were sent, so that hedging looks at the oldest first.
         self._in_flight: dict[int, RangeRequest] = {}
@@ -107,7 +107,7 @@ class Fetcher:
                 raise group.error
 
     def release(self, groups: Sequence[FetchGroup]) -> None:
-        """Give back their memory, as soon as no request in flight writes to it."""
+        """Free their memory, as soon as no request in flight writes to it."""
         with self._lock:
             for group in groups:
                 group.released = True
@@ -115,7 +115,7 @@ class Fetcher:
             self._admit()
 
     def close(self) -> None:
-        """End all threads. Those in a request end with it; they are not waited for long."""
+        """End all threads. Those in a request end with it, and are waited for a few seconds."""
         with self._lock:
             self._closed = True
             for group in self._unadmitted:
@@ -126,7 +126,7 @@ class Fetcher:
             self._ready.notify_all()
             threads = list(self._threads)
             for request in self._in_flight.values():
-                # It may wait for a page that another process fetches, for a minute.
+                # It may wait a minute for a page that another process fetches.
                 if isinstance(request.store, CachedStore):
                     request.store.close()
         deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.stall_timeout)
@@ -145,7 +145,7 @@ class Fetcher:
     def _admit(self) -> None:
         """Give buffers to groups in the order submitted, and queue their requests.
 
-        No group overtakes another, though a smaller one might fit: what is needed next would wait.
+        No group overtakes another, although a smaller one might fit: what is needed next would wait.
         """
         while self._unadmitted:
             group = self._unadmitted[0]
@@ -172,7 +172,7 @@ class Fetcher:
     def _wake(self) -> None:
         """Have one more thread look for work, or wait for the next event, if there is any.
 
-        It wakes the next one when it found work: so there are as many as there is work for.
+        A thread that found work wakes the next one, so there are as many as there is work for.
         """
         first = self._queue.first()
         has_work = first is not None and self._can_start_batch(first, time.monotonic())
@@ -181,7 +181,7 @@ class Fetcher:
         if self._idle:
             self._work.notify()
         elif len(self._threads) < self._max_threads:
-            # A daemon: a request that hangs does not hold up the end of the program.
+            # A daemon: a request that hangs must not delay the end of the program.
             thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
             self._threads.append(thread)
             self._idle += 1  # at once, so that no second thread is started for the same work
@@ -202,8 +202,8 @@ class Fetcher:
                     self._work.wait(max(MIN_WAIT, next_event - time.monotonic()))
 
     def _next_event(self) -> float | None:
-        """When a thread should look for work though nothing wakes it: the end of the first pause,
-        or the time when the pace lets the next request go.
+        """When a thread must look for work without being woken: at the end of the first pause, or
+        when the pace allows the next request.
         """
         next_resume = self._queue.next_resume
         if self.flow.pace.interval and self._queue.waiting:
@@ -245,7 +245,7 @@ class Fetcher:
         return self.flow.can_send(first.size, now, count)
 
     def _drop_unwanted(self) -> RangeRequest | None:
-        """The first request of the queue, after those that nobody wants any more were dropped."""
+        """The first request of the queue that is still wanted. Those before it are dropped."""
         while True:
             request = self._queue.first()
             if request is None:
@@ -280,7 +280,7 @@ class Fetcher:
         """Send requests together, outside of the lock, and note how they ended."""
         self._idle -= 1
         self._wake()
-        # What was taken from the queue just now has another copy only if that is in flight.
+        # A request that was just taken from the queue has another copy only if that is in flight.
         second_copies = {id(request) for request in batch if request.copies > 1}
         bodies: list[Bytes] | None = None
         error: BaseException | None = None
@@ -289,7 +289,7 @@ class Fetcher:
         began = time.monotonic()
         try:
             bodies = send(batch, past_cache=bool(second_copies))
-        except BaseException as caught:  # whoever waits for the group gets it, not this thread
+        except BaseException as caught:  # raised by `wait`, not in this thread
             error = caught
         finally:
             seconds = time.monotonic() - began
@@ -338,12 +338,12 @@ class Fetcher:
     def _failed(
         self, request: RangeRequest, error: BaseException, *, alone: bool, is_refusal: bool
     ) -> None:
-        """Try a request again, at once or after a pause, or give it up."""
+        """Send a request again, at once or after a pause, or fail its group."""
         if request.copies > 0:
             return  # its other copy decides
         if not alone:
-            # Nobody knows which one of the batch failed. Each is tried alone now, also after the
-            # deadline: `can_batch` keeps those with failures apart.
+            # It is unknown which one of the batch failed. Each is tried alone now, also after the
+            # deadline: `can_batch` sends those with failures alone.
             request.failures = max(request.failures, 1)
             self.counters.retries += 1
             self._queue.push(request)
@@ -356,7 +356,7 @@ class Fetcher:
             pause = self._policy.next_pause(error, request.failures, elapsed)
         except BaseException as final:
             self.counters.errors += 1
-            # Whoever waits gets this error first: nobody will ask for what is needed later.
+            # `wait` raises this error first, so requests after it are not needed.
             self._first_failed = min(self._first_failed, request.serial)
             if request.group.error is None:
                 request.group.error = final
@@ -364,14 +364,14 @@ class Fetcher:
             return
         self.counters.retries += 1
         if self.flow.pace.interval and is_refusal:
-            # The pace holds all of them back. With longer pauses of their own, what is needed
-            # first would come after what is needed later.
+            # The pace delays all requests. With a longer pause of its own, an early request would
+            # be sent after later ones.
             pause = min(pause, self.flow.pace.interval)
         self._queue.pause(request, now + pause)
         self._wake()
 
     def _complete(self, group: FetchGroup) -> None:
-        """Waiting for this group is over. Wakes whoever waits if it was the last one."""
+        """Waiting for this group is over. Wakes the caller of `wait` after the last one."""
         if not group.awaited:
             return
         group.awaited = False
@@ -412,7 +412,7 @@ class Fetcher:
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes away under threads that still write to buffers."""
+    """Before the interpreter ends while threads still write to buffers."""
     for fetcher in list(_live):
         with contextlib.suppress(Exception):
             fetcher.close()

@@ -1,4 +1,4 @@
-"""How many requests and bytes may be in flight, and what answers and refusals change.
+"""How many requests and bytes may be in flight, by answers and refusals.
 
 1. Bytes: at most `in_flight_bytes`. A request that is larger goes alone.
 2. Requests: at most `max_requests`. A refusal (429, 503) halves the window, and each answer raises
@@ -18,14 +18,14 @@ from collections import deque
 from streammega.config import StorageConfig
 
 REFUSED_TOGETHER = 0.25
-"""Seconds within which refusals halve the window once: what was in flight is refused together."""
+"""Seconds within which refusals halve the window once, for requests in flight are refused together."""
 
 REFUSED_IN_A_ROW = 16
 """Refusals without an answer between them that start the pace."""
 FIRST_INTERVAL = 0.005
 """Seconds from one request to the next at first: 200 requests a second."""
 MAX_INTERVAL = 0.5
-"""Seconds. An outage makes the interval this long, and its end should be noticed soon."""
+"""Seconds. The interval reaches it in an outage, whose end should be noticed soon."""
 MIN_INTERVAL = 0.001
 """Seconds. A shorter interval ends the pace."""
 SLOWER = 1.3
@@ -36,7 +36,7 @@ FASTER = 0.99
 BATCH_BYTES = 2 << 20
 """Largest batch. Larger requests keep a thread busy by themselves."""
 BATCH_REQUESTS = 8
-"""Requests of a batch: every return from the transport waits for the GIL."""
+"""Requests of a batch. Every return from the transport waits for the GIL, so there should be few."""
 NEAR_BATCH_REQUESTS = 24
 """Requests of a batch where storage is near: a round trip is less than the work of a thread."""
 NEAR = 0.004
@@ -45,7 +45,7 @@ SHARES = 4
 """A thread waits for room for at most this part of the window, so that several have work."""
 
 HEDGE_SHARE = 0.05
-"""At most this share of requests is sent twice: where all are slow, hedging makes them slower."""
+"""At most this share of requests is sent twice: where all are slow, more load makes them slower."""
 FIRST_HEDGES = 4
 """Requests that may be sent twice whatever the share."""
 HEDGE_AFTER = 32
@@ -64,7 +64,7 @@ LATENCIES = 256
 class Pace:
     """The time from one request to the next, where a server counts requests per second.
 
-    `interval` is 0 as long as refusals do not follow each other.
+    `interval` is 0 while there is no pace.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Pace:
             self.next_at = max(now, self.next_at) + self.interval
 
     def refused(self, sent_at: float, now: float) -> None:
-        """A request was refused. What was sent before the last change says nothing of it."""
+        """A request was refused. Requests that were sent before the last change are ignored."""
         if sent_at < self._slower_at:
             return
         self._refused += 1
@@ -120,7 +120,7 @@ class Latencies:
             self._quickest[size_class] = seconds
 
     def is_near(self, size_class: int) -> bool:
-        """Whether storage is near. It is far until an answer came."""
+        """Whether storage is near. Before the first answer it counts as far."""
         return self._quickest.get(size_class, math.inf) < NEAR
 
     def straggler_seconds(self) -> dict[int, float]:
@@ -137,7 +137,7 @@ class Latencies:
 
 
 class FlowControl:
-    """What is in flight, and whether more may be.
+    """What is in flight, and whether more requests may be sent.
 
     window: requests that may be in flight now; a fraction, so that it grows by less than one.
     """
@@ -169,8 +169,8 @@ class FlowControl:
         return NEAR_BATCH_REQUESTS if self.latencies.is_near(size_class) else BATCH_REQUESTS
 
     def full_batch(self, size: int, queued: int) -> int:
-        """How many requests of `size` bytes a thread waits for room for: a whole batch of what is
-        queued, but no more than a part of the window. With fewer it would soon need the lock again.
+        """For how many requests of `size` bytes a thread waits until there is room: a whole batch,
+        but at most a part of the window. With fewer it would soon need the lock again.
         """
         size = max(1, size)
         batch = min(self.batch_requests(size_class_of(size)), BATCH_BYTES // size, queued)
@@ -203,12 +203,12 @@ class FlowControl:
 
 
 def size_class_of(size: int) -> int:
-    """The class of a size: sizes of one class differ by less than a factor of two, so their answers
-    should take about as long.
+    """The class of a size. Sizes of one class differ by less than a factor of two, so that their
+    answers take about as long.
     """
     return size.bit_length()
 
 
 def can_hedge(hedges: int, requests: int) -> bool:
-    """Whether one more request may be sent twice, after so many of so many."""
+    """Whether one more request may be sent twice, after `hedges` of `requests` were."""
     return hedges < FIRST_HEDGES + HEDGE_SHARE * requests

@@ -1,4 +1,4 @@
-"""What is fetched: range requests, the groups that they fill, the queue they wait in, and sending."""
+"""Range requests, the groups that they fill, the queue in which they wait, and how they are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
 from streammega.storage.store import Buffer, Bytes, Store, address_of
 
 MIN_KEPT_BODY = 64 << 10
-"""Smallest body that is kept in the memory it came in: smaller ones waste too much around them."""
+"""Smallest body that is kept in the memory it came in. Smaller ones waste too much memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +54,9 @@ class RangeRequest:
     done: bool = field(init=False, default=False)
     failures: int = field(init=False, default=0)
     first_sent_at: float = field(init=False, default=0.0)
-    """When it was sent first, which says how long it has been failing."""
+    """When it was sent first: how long it has failed counts from there."""
     sent_at: float = field(init=False, default=0.0)
-    """When it was sent last, which says whether it is a straggler."""
+    """When it was sent last: whether it is a straggler counts from there."""
 
     def __post_init__(self) -> None:
         self.size = self.stop - self.start
@@ -64,7 +64,7 @@ class RangeRequest:
 
     @property
     def out(self) -> Bytes:
-        """Where its bytes go. The group keeps its buffer while requests write to it."""
+        """The place for its bytes. The group keeps its buffer while requests write to it."""
         assert self.group.buffer is not None
         return self.group.buffer[self.buffer_offset : self.buffer_offset + self.size]
 
@@ -98,7 +98,7 @@ class FetchGroup:
         """Whether `Fetcher.wait` waits for it."""
         self.released = False
         self.takes_memory = False
-        """Whether it was admitted, and its memory was not given back."""
+        """Whether it was admitted and its memory was not freed."""
         self.buffer: Bytes | None = None
         self.error: BaseException | None = None
         self._requests: Sequence[RangeRequest] = requests
@@ -106,8 +106,8 @@ class FetchGroup:
             request.group = self
 
     def take_requests(self) -> Sequence[RangeRequest]:
-        """Its requests, which it forgets: both refer to each other, and only the garbage collector
-        could free them then, which stops all threads for a tenth of a second.
+        """Its requests, which it forgets. As long as both refer to each other, only the garbage
+        collector can free them, which stops all threads for a tenth of a second.
         """
         requests = self._requests
         self._requests = ()
@@ -115,12 +115,12 @@ class FetchGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is there, or never will be."""
+        """Whether all its bytes arrived, or it failed."""
         return self.missing == 0 or self.error is not None
 
 
 class RequestQueue:
-    """Requests that are to be sent, most needed first, and those that pause before the next try.
+    """Requests to send, most needed first, and those that pause before the next try.
 
     Two heaps, of (serial, request) and of (end of the pause, serial, request).
     """
@@ -138,7 +138,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def push(self, request: RangeRequest) -> None:
-        """Queue a request in its place of the order of need."""
+        """Queue a request by its serial."""
         heapq.heappush(self._waiting, (request.serial, request))
 
     def push_hedge(self, request: RangeRequest, hedge: int) -> None:
@@ -157,7 +157,7 @@ class RequestQueue:
         return heapq.heappop(self._waiting)[1]
 
     def pause(self, request: RangeRequest, until: float) -> None:
-        """Hold a request back until a time."""
+        """Queue a request at a later time."""
         heapq.heappush(self._paused, (until, request.serial, request))
 
     def resume(self, now: float) -> None:
@@ -178,12 +178,12 @@ class RequestQueue:
 
 @dataclass
 class Counters:
-    """What was fetched since the fetcher was made."""
+    """Counts since the fetcher was made."""
 
     requests: int = 0
     """Sent, second copies too."""
     fetched_bytes: int = 0
-    """Bytes of answers. A cached store counts its own, which are not in here."""
+    """Bytes of answers, without those of cached stores, which count their own."""
     duplicate_bytes: int = 0
     """Bytes of requests whose other copy was answered first."""
     retries: int = 0
@@ -192,20 +192,19 @@ class Counters:
     hedges_won: int = 0
     """Second copies that were answered first."""
     throttled: int = 0
-    """Requests that were refused for want of capacity (429, 503)."""
+    """Requests that were refused (429, 503)."""
     errors: int = 0
     """Requests that failed for good."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-    """Seconds of the latest answers: so many that a percentile of them is steady."""
+    """Seconds of the latest answers: enough of them for a steady percentile."""
 
 
 def send(batch: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
     """Read the bytes of a batch from storage. Blocks, so it is called without a lock.
 
-    Returns its bodies if some group keeps its own; else the bytes are in the buffers of the groups.
-
-    past_cache: the batch has a second copy, which must not wait for a page that the first one
-        fetches.
+    Returns the bodies if a group keeps the memory they came in; otherwise the bytes are in the
+    buffers of the groups. past_cache: do not wait for pages, which the first copy of a request may
+    be fetching.
     """
     if any(request.group.keeps_body for request in batch):
         first = batch[0]
@@ -241,17 +240,17 @@ def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> b
 
     All are of one object or unpacked from local files, small, and none of them failed before.
     """
-    # Pages of large requests are looked up one after the other: threads do that side by side.
+    # Pages of large requests are looked up one after the other: several threads do it faster.
     if isinstance(first.store, CachedStore) and first.size >= SMALL:
         return False
-    # One that fails again would take the others with it.
+    # One that fails again would fail the others.
     if request.failures > 0 or first.failures > 0:
         return False
     is_same_object = (
         request.store is first.store and request.key == first.key and request.etag == first.etag
     )
     # Unpacking local files needs no round trip. Requests of one shard seldom follow each other
-    # there, and a thread would take one at a time.
+    # there, so a thread would take one at a time.
     if not is_same_object and not (_unpacks(first) and _unpacks(request)):
         return False
     return batch_bytes + request.size <= BATCH_BYTES
