@@ -129,7 +129,9 @@ def test_a_phase_within_a_step_is_refused(phase: dict[str, Any], message: str) -
 
 
 def test_a_phase_says_once_where_it_begins() -> None:
-    with pytest.raises(ConfigError, match="a phase has first_step and first_sample; set one of them"):
+    with pytest.raises(
+        ConfigError, match="a phase has first_step and first_sample; set one of them"
+    ):
         PhaseConfig(first_sample=6, first_step=2)
     with pytest.raises(ConfigError, match="first_step of a phase is 1; it must be at least 2"):
         PhaseConfig(first_step=1)
