@@ -266,8 +266,8 @@ def _phase_of_node(lane_key, node):
 
 @kernel
 def choose(draw, lane, segment, fractions, num, key):
-    """(dataset, how many draws it had before) of a lane's draw within a segment of the blend
-    schedule; `num` datasets, fractions [nodes] of the segment.
+    """(dataset, how many draws it had before) of a lane's draw in a segment, which has `num` datasets
+    and fractions [nodes].
 
     A binary tree over the datasets: of m draws at a node, floor(m * fraction + phase) go left.
     """
@@ -334,15 +334,11 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):
 
 
 @numba.njit(inline="always")
-def _draw_of_sample(sample, key, lanes, segment, rows, fractions, bases):
+def _draw_of_sample(sample, key, lanes, segment, fractions, bases):
     """(lane, dataset, which draw of the lane from that dataset) of a sample."""
     lane = sample % lanes
-    row = sample // lanes
-    s = len(rows) - 1
-    while rows[s] > row:
-        s -= 1
-    d, draw = choose(row - rows[s], lane, segment + s, fractions[s], bases.shape[2], key)
-    return lane, d, draw + bases[s, lane, d]
+    d, draw = choose(sample // lanes, lane, segment, fractions, bases.shape[1], key)
+    return lane, d, draw + bases[lane, d]
 
 
 @kernel
@@ -353,21 +349,17 @@ def lane_draw_counts(samples, d, tree, draws):
 
     The path of `choose` to one dataset, where `count_draws` goes to all of them.
     """
-    key, lanes, segment, rows, fractions, bases = tree
-    rows_of_all = samples // lanes
+    key, lanes, segment, fractions, bases = tree
+    rows = samples // lanes
     more = samples % lanes
     for lane in range(lanes):
-        row = rows_of_all + (1 if lane < more else 0)
-        s = len(rows) - 1
-        while s > 0 and rows[s] > row:
-            s -= 1
-        drawn = row - rows[s]
-        lane_key = keyed(key, KEY_NODES, lane, segment + s)
+        drawn = rows + (1 if lane < more else 0)
+        lane_key = keyed(key, KEY_NODES, lane, segment)
         low = np.int64(0)
-        high = np.int64(bases.shape[2])
+        high = np.int64(bases.shape[1])
         node = np.int64(1)
         while high - low > 1:
-            left = _draws_left(drawn, fractions[s, node], _phase_of_node(lane_key, node))
+            left = _draws_left(drawn, fractions[node], _phase_of_node(lane_key, node))
             middle = (low + high) // 2
             if d < middle:
                 drawn = left
@@ -377,7 +369,7 @@ def lane_draw_counts(samples, d, tree, draws):
                 drawn -= left
                 low = middle
                 node = 2 * node + 1
-        draws[lane] = bases[s, lane, d] + drawn
+        draws[lane] = bases[lane, d] + drawn
 
 
 # Where a draw lies: a place of a run, a place of a block, a sample of the dataset, a file's tokens.
@@ -505,11 +497,11 @@ def locate(samples, tree, datasets, parts, extra, dataset, file, start, stop):
     Of a sample of the remainder of former epochs, file is -1, and start how many samples before its
     first own draw the lane is, negative.
     """
-    key, lanes, segment, rows, fractions, bases = tree
+    key, lanes, segment, fractions, bases = tree
     epoch_of = np.full(len(datasets), -1, np.int64)
     short_slots = np.zeros(len(datasets), np.int64)
     for i in range(len(samples)):
-        lane, d, draw = _draw_of_sample(samples[i], key, lanes, segment, rows, fractions, bases)
+        lane, d, draw = _draw_of_sample(samples[i], key, lanes, segment, fractions, bases)
         dataset[i] = d
         if draw < 0:
             file[i] = -1
@@ -542,12 +534,12 @@ def assign_blocks(
     OPENED_BLOCK [n]. Returns how many did, or -1 - i if sample i lies in none of the reader's
     lanes.
     """
-    key, lanes, segment, rows, fractions, bases = tree
+    key, lanes, segment, fractions, bases = tree
     count = 0
     epoch_of = np.full(len(datasets), -1, np.int64)
     short_slots = np.zeros(len(datasets), np.int64)
     for i in range(len(samples)):
-        lane, d, draw = _draw_of_sample(samples[i], key, lanes, segment, rows, fractions, bases)
+        lane, d, draw = _draw_of_sample(samples[i], key, lanes, segment, fractions, bases)
         slot[i] = -1
         if itemsizes[d] == 0 or draw < 0:
             continue
@@ -677,20 +669,15 @@ def row_of_draw(draw, dataset, lane, segment, fractions, num, key):
 
 
 @numba.njit(inline="always")
-def _sample_of_draw(lane, d, draw, key, lanes, segment, rows, fractions, bases):
-    """The sample that is a lane's draw from a dataset, over the whole schedule of a phase; NEVER
-    where none is, and for what was drawn in an earlier phase.
+def _sample_of_draw(lane, d, draw, key, lanes, segment, fractions, bases):
+    """The sample that is a lane's draw from a dataset; NEVER where none is, and for what was drawn
+    in an earlier segment.
     """
-    s = len(rows) - 1
-    while s >= 0 and bases[s, lane, d] > draw:
-        s -= 1
-    sample = np.int64(NEVER)
-    if s >= 0:
-        draw -= bases[s, lane, d]
-        row = row_of_draw(draw, d, lane, segment + s, fractions[s], bases.shape[2], key)
-        if row >= 0:
-            sample = (rows[s] + row) * lanes + lane
-    return sample
+    draw -= bases[lane, d]
+    if draw < 0:
+        return np.int64(NEVER)
+    row = row_of_draw(draw, d, lane, segment, fractions, bases.shape[1], key)
+    return row * lanes + lane if row >= 0 else np.int64(NEVER)
 
 
 @kernel
@@ -698,11 +685,9 @@ def samples_of_draws(lane, draw, d, tree, sample):
     """Fill sample [n] with the samples that draws [n] of lanes [n] from dataset d are; NEVER where
     none is.
     """
-    key, lanes, segment, rows, fractions, bases = tree
+    key, lanes, segment, fractions, bases = tree
     for i in range(len(draw)):
-        sample[i] = _sample_of_draw(
-            lane[i], d, draw[i], key, lanes, segment, rows, fractions, bases
-        )
+        sample[i] = _sample_of_draw(lane[i], d, draw[i], key, lanes, segment, fractions, bases)
 
 
 @numba.njit(inline="always")
@@ -770,7 +755,7 @@ def samples_using(
     Epochs count from the one that the first draw is of. Samples come by epoch, then by their place
     in the file, and count from the first of the phase, as `end` does.
     """
-    key, lanes, segment, rows, fractions, bases = tree
+    key, lanes, segment, fractions, bases = tree
     found = 0
     row = datasets[d]
     width = row.length + extra
@@ -788,7 +773,7 @@ def samples_using(
             for number in range(first, last):
                 place = _place_of_sample(row, before + number, dataset_key, short_slot)
                 lane, draw = _draw_at_place(row, place, epoch, dataset_key, short_slot)
-                sample = _sample_of_draw(lane, d, draw, key, lanes, segment, rows, fractions, bases)
+                sample = _sample_of_draw(lane, d, draw, key, lanes, segment, fractions, bases)
                 if sample < 0 or sample >= end:
                     continue
                 if found < len(runs):

@@ -59,13 +59,11 @@ class BlendTree(NamedTuple):
     lanes: int
     segment: int
     """The number of the phase in keys."""
-    rows: Integers
-    """[segments]: the first row of each; of a phase there is one."""
     fractions: NDArray[np.uint64]
-    """[segments, nodes]: of the draws at a node, how many go left, in 2**-44ths."""
+    """[nodes]: of the draws at a node, how many go left, in 2**-44ths."""
     bases: Integers
-    """[segments, lanes, datasets]: draws of a lane from a dataset before the phase, less its share
-    of the remainder of former epochs.
+    """[lanes, datasets]: draws of a lane from a dataset before the phase, less its share of the
+    remainder of former epochs.
     """
 
 
@@ -205,9 +203,8 @@ class StreamOrder:
             key=self.key,
             lanes=self.lanes,
             segment=len(self.earlier),
-            rows=np.zeros(1, np.int64),
-            fractions=self._fractions[np.newaxis],
-            bases=drawn[np.newaxis],
+            fractions=self._fractions,
+            bases=drawn,
         )
 
     @cached_property

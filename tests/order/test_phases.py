@@ -156,7 +156,7 @@ class Lanes:
         row, lane = divmod(sample - phase.first_sample, phase.lanes)
         tree = phase.tree
         assert tree.segment == number
-        column, _ = choose(row, lane, number, tree.fractions[0], len(phase.datasets), tree.key)
+        column, _ = choose(row, lane, number, tree.fractions, len(phase.datasets), tree.key)
         dataset = int(phase.dataset_numbers[column])
         era = (dataset, self.began[dataset])
         draw = self.drawn[(*era, lane)]
