@@ -84,6 +84,11 @@ class EpochLayout(NamedTuple):
         epochs: Integers = (draws * group + lane % group) // run_length
         return epochs
 
+    def epochs_begun(self, draws: Integers, column: int) -> int:
+        """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
+        epochs = self.epochs_of_draws(draws - 1, column)
+        return int(np.where(draws > 0, epochs, -1).max()) + 1
+
 
 def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
     """Samples that a part of so many tokens has in every epoch."""

@@ -112,7 +112,7 @@ def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int
     lane_draw_counts(0, dataset, order.tree, first)
     lane_draw_counts(max(0, end - order.first_sample), dataset, order.tree, last)
     in_progress = order.layout.epochs_of_draws(np.maximum(first, 0), dataset).min()
-    return int(in_progress), order.epochs_of(last, dataset)
+    return int(in_progress), order.layout.epochs_begun(last, dataset)
 
 
 def _uses_in_epochs(

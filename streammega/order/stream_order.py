@@ -23,7 +23,7 @@ then by whole epochs, whose numbers in keys are new ones. A phase that follows c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -67,14 +67,43 @@ class BlendTree(NamedTuple):
     """
 
 
+class DatasetProgress(NamedTuple):
+    """How far a dataset is drawn where a phase begins.
+
+    layout: of it alone, in the samples and lanes in which it was drawn last. remainder: what earlier
+    phases had left when it began so. draws: of each lane since then, those of the remainder first.
+    """
+
+    layout: EpochLayout
+    remainder: EpochRemainder | None
+    draws: Integers
+
+    @property
+    def first_epoch(self) -> int:
+        """The number in keys of its first epoch since it began anew."""
+        return int(self.layout.datasets["first_epoch"][0])
+
+    @property
+    def next_epoch(self) -> int:
+        """The number in keys of the first epoch that has not begun."""
+        draws = self.draws
+        if self.remainder is not None:
+            draws = np.maximum(draws - self.remainder.lane_counts, 0)
+        return self.first_epoch + self.layout.epochs_begun(draws, 0)
+
+    def unread(self, length: int, lanes: int) -> EpochRemainder | None:
+        """What of its epochs is unread, dealt to so many lanes in samples of `length`."""
+        return remainder_of(self.layout, self.remainder, self.draws, length=length, lanes=lanes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder:
     """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
 
-    weights: of each dataset, relative; one may be zero. Of a phase: `first_sample`, where it begins;
-    `earlier`, the orders of the phases before it, in whose place it goes on; `numbers`, the number of
-    each dataset over all phases, in the order in which they first appear (None: 0, 1, ...);
-    `restart`, numbers of those that begin a new epoch here, however far they were.
+    weights: of each dataset, relative; one may be zero. first_sample: where the phase begins. earlier:
+    the orders of the phases before it. numbers: of each dataset over all phases, in the order in
+    which they first appear; None: 0, 1, ... restart: numbers of those that begin a new epoch here,
+    however far they were.
     """
 
     datasets: Sequence[StreamDataset]
@@ -88,6 +117,39 @@ class StreamOrder:
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
     restart: frozenset[int] = frozenset()
+
+    def followed_by(
+        self,
+        *,
+        first_sample: int,
+        numbers: Sequence[int],
+        datasets: Sequence[StreamDataset],
+        weights: Sequence[float],
+        restart: frozenset[int] = frozenset(),
+        sequence_length: int | None = None,
+        lanes: int | None = None,
+    ) -> StreamOrder:
+        """The order of a phase after this one. sequence_length, lanes: None: as in this one.
+
+        Raises ConfigError for a dataset that holds no sample.
+        """
+        earlier = (*self.earlier, self)
+        order = replace(
+            self,
+            datasets=datasets,
+            weights=weights,
+            sequence_length=sequence_length or self.sequence_length,
+            lanes=lanes or self.lanes,
+            first_sample=first_sample,
+            numbers=numbers,
+            earlier=earlier,
+            restart=restart,
+        )
+        try:
+            order.check()
+        except ConfigError as error:
+            raise ConfigError(f"phase {len(earlier)}: {error}") from None
+        return order
 
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples lie: one run of tokens each, or several where one joins what earlier phases
@@ -231,62 +293,79 @@ class StreamOrder:
             counts[:more] = self._draws_of_rows(rows + 1)[:more]
         return self._draws_before + counts
 
-    def epochs_of(self, draws: Integers, column: int) -> int:
-        """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
-        epochs = self._first_layout.epochs_of_draws(draws - 1, column)
-        return int(np.where(draws > 0, epochs, -1).max()) + 1
-
     # What the phases before have left to this one.
 
     @cached_property
+    def progress(self) -> Mapping[int, DatasetProgress]:
+        """How far the phases before have drawn each of their datasets, by its number."""
+        if not self.earlier:
+            return {}
+        # from the first on: each by itself would ask the one before it, hundreds deep
+        for order in self.earlier:
+            _ = order.progress
+        last = self.earlier[-1]
+        draws = last.counts(self.first_sample - last.first_sample)
+        progress = dict(last.progress)
+        for column, number in enumerate(last.dataset_numbers.tolist()):
+            progress[number] = DatasetProgress(
+                last.layout.of_dataset(column), last.remainders[column], draws[:, column]
+            )
+        return progress
+
+    def _continues(self, number: int) -> bool:
+        """Whether a dataset goes on as it was drawn last: in the same samples and lanes."""
+        before = self.progress.get(number)
+        if before is None or number in self.restart:
+            return False
+        row = before.layout.datasets[0]
+        return bool(row["length"] == self.sequence_length and row["lanes"] == self.lanes)
+
+    @cached_property
     def has_remainders(self) -> bool:
-        """Whether some of its samples are of what earlier phases have left, and may join runs."""
+        """Whether some samples are of what earlier phases have left, and may join runs."""
         return any(remainder is not None for remainder in self.remainders)
 
     @cached_property
     def remainders(self) -> Sequence[EpochRemainder | None]:
-        """What earlier phases have left of each dataset, in samples and lanes of their own; None of
-        one that goes on, or is new, or begins a new epoch.
+        """What earlier phases have left of each dataset, in samples and lanes of this one; of a
+        dataset that continues, that with which it began. None of one that is new or restarts.
         """
         remainders: list[EpochRemainder | None] = []
-        for column, former in enumerate(self._last_phases):
-            if former is None or int(self.dataset_numbers[column]) in self.restart:
+        for number in self.dataset_numbers.tolist():
+            before = self.progress.get(number)
+            if before is None or number in self.restart:
                 remainders.append(None)
-            elif self._is_continued(column):
-                order, place, _ = former
-                remainders.append(order.remainders[place])
+            elif self._continues(number):
+                remainders.append(before.remainder)
             else:
-                remainders.append(self._remainder_after(*former))
+                remainders.append(before.unread(self.sequence_length, self.lanes))
         return remainders
 
-    def carried_over(self, column: int) -> tuple[EpochRemainder | None, bool]:
-        """What earlier phases left of a dataset that begins anew in this one, and whether it is
-        read here: a restart passes it over. (None, True) of one that goes on, or is new.
-        """
-        former = self._last_phases[column]
-        if former is None or self._is_continued(column):
-            return None, True
-        if int(self.dataset_numbers[column]) in self.restart:
-            return self._remainder_after(*former), False
-        return self.remainders[column], True
+    def dropped(self, column: int) -> EpochRemainder | None:
+        """What earlier phases have left of a dataset that restarts; None of others."""
+        number = int(self.dataset_numbers[column])
+        before = self.progress.get(number)
+        if before is None or number not in self.restart:
+            return None
+        return before.unread(self.sequence_length, self.lanes)
+
+    def carried_over(self, column: int) -> EpochRemainder | None:
+        """What earlier phases have left of a dataset that this phase cuts anew; None of others."""
+        if self._continues(int(self.dataset_numbers[column])):
+            return None
+        return self.remainders[column]
 
     @cached_property
     def first_epochs(self) -> Integers:
-        """The number in keys of the first epoch of each dataset since it began anew: those of the
-        epochs before are not used again. int64 [datasets].
+        """The number in keys of the first epoch of each dataset since it began anew: epochs before
+        have other numbers. int64 [datasets].
         """
         first = np.zeros(len(self.dataset_numbers), np.int64)
-        for column, former in enumerate(self._last_phases):
-            if former is None:
-                continue
-            order, place, end = former
-            first[column] = order.first_epochs[place]
-            if not self._is_continued(column):
-                draws = order._draws_until(end)[:, place]
-                remainder = order.remainders[place]
-                if remainder is not None:
-                    draws = np.maximum(draws - remainder.lane_counts, 0)
-                first[column] += order.epochs_of(draws, place)
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            before = self.progress.get(number)
+            if before is not None:
+                continues = self._continues(number)
+                first[column] = before.first_epoch if continues else before.next_epoch
         return first
 
     @property
@@ -295,64 +374,10 @@ class StreamOrder:
         datasets].
         """
         draws = np.zeros((self.lanes, len(self.dataset_numbers)), np.int64)
-        for column, former in enumerate(self._last_phases):
-            if former is not None and self._is_continued(column):
-                order, place, end = former
-                draws[:, column] = order._draws_until(end)[:, place]
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            if self._continues(number):
+                draws[:, column] = self.progress[number].draws
         return draws
-
-    def _is_continued(self, column: int) -> bool:
-        """Whether a dataset is drawn as in the last phase before that has it: in the same samples
-        and lanes.
-        """
-        former = self._last_phases[column]
-        if former is None or int(self.dataset_numbers[column]) in self.restart:
-            return False
-        order, _, _ = former
-        same_length = order.sequence_length == self.sequence_length
-        return same_length and order.lanes == self.lanes
-
-    def _remainder_after(self, order: StreamOrder, place: int, end: int) -> EpochRemainder | None:
-        """What a dataset has left at the end of an earlier phase, in samples and lanes of this."""
-        return remainder_of(
-            order.layout.of_dataset(place),
-            order.remainders[place],
-            order._draws_until(end)[:, place],
-            length=self.sequence_length,
-            lanes=self.lanes,
-        )
-
-    @cached_property
-    def _last_phases(self) -> Sequence[tuple[StreamOrder, int, int] | None]:
-        """Of each dataset (order, column in it, its end) of the last phase before that has it."""
-        former: dict[int, tuple[StreamOrder, int, int]] = {}
-        ends = [order.first_sample for order in self.earlier[1:]] + [self.first_sample]
-        for order, end in zip(self.earlier, ends, strict=False):
-            # in their order: each by itself would ask the one before it, hundreds deep
-            order._settle(end)
-            for place, number in enumerate(order.dataset_numbers.tolist()):
-                former[number] = (order, place, end)
-        return [former.get(number) for number in self.dataset_numbers.tolist()]
-
-    def _settle(self, end: int) -> None:
-        """Have what phases after sample `end` ask of this one, once those before it have the same."""
-        if end not in self._cached_draws:
-            _ = self.remainders, self.first_epochs
-            self._draws_until(end)
-
-    def _draws_until(self, end: int) -> Integers:
-        """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those
-        that follow asks: counting is of all datasets at once.
-        """
-        kept = self._cached_draws
-        if end not in kept:
-            kept.clear()
-            kept[end] = self.counts(end - self.first_sample)
-        return kept[end]
-
-    @cached_property
-    def _cached_draws(self) -> dict[int, Integers]:
-        return {}
 
 
 def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
@@ -389,50 +414,6 @@ def _one_run_each(
 ) -> Extents:
     splits = np.arange(len(file) + 1, dtype=np.int64)
     return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaterPhase:
-    """What holds from global sample `first_sample` on.
-
-    numbers: which datasets it draws from, by their places in the order in which they first appear.
-    restart: those of them that begin a new epoch. sequence_length, lanes: None, as before.
-    """
-
-    first_sample: int
-    numbers: Sequence[int]
-    datasets: Sequence[StreamDataset]
-    weights: Sequence[float]
-    restart: frozenset[int] = frozenset()
-    sequence_length: int | None = None
-    lanes: int | None = None
-
-
-def orders_of_phases(first: StreamOrder, later: Sequence[LaterPhase]) -> list[StreamOrder]:
-    """The orders of a first phase and of those that follow it.
-
-    Raises ConfigError for a dataset that holds no sample.
-    """
-    phases = [first]
-    for phase in later:
-        before = phases[-1]
-        order = replace(
-            first,
-            datasets=phase.datasets,
-            weights=phase.weights,
-            sequence_length=phase.sequence_length or before.sequence_length,
-            lanes=phase.lanes or before.lanes,
-            first_sample=phase.first_sample,
-            numbers=phase.numbers,
-            earlier=tuple(phases),
-            restart=phase.restart,
-        )
-        try:
-            order.check()
-        except ConfigError as error:
-            raise ConfigError(f"phase {len(phases)}: {error}") from None
-        phases.append(order)
-    return phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,12 +457,14 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> StreamUsag
         cut_anew = np.minimum(after, remainder_draws) - np.minimum(before, remainder_draws)
         usage.from_remainder[:] += cut_anew.sum(axis=0)
     for column in range(columns):
-        left, is_read = order.carried_over(column)
-        if left is not None and is_read:
-            usage.carried_tokens[column] = left.tokens
-            usage.unused_tokens[column] = left.tokens - left.samples * left.length
-        elif left is not None:
-            usage.dropped_tokens[column] = left.tokens
+        carried_over = order.carried_over(column)
+        if carried_over is not None:
+            cut_tokens = carried_over.samples * carried_over.length
+            usage.carried_tokens[column] = carried_over.tokens
+            usage.unused_tokens[column] = carried_over.tokens - cut_tokens
+        dropped = order.dropped(column)
+        if dropped is not None:
+            usage.dropped_tokens[column] = dropped.tokens
     return usage
 
 

@@ -21,10 +21,8 @@ from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
     STREAM_VERSION,
-    LaterPhase,
     StreamOrder,
     default_lanes,
-    orders_of_phases,
     usage_of,
 )
 from streammega.samples.document_names import DocumentName
@@ -181,9 +179,18 @@ class OpenStream:
         Raises ConfigError for a dataset that holds no sample.
         """
         first, *later = self.segments
-        orders = orders_of_phases(
-            self._first_order(first, lanes), [self._later(item) for item in later]
-        )
+        orders = [self._first_order(first, lanes)]
+        for named in later:
+            order = orders[-1].followed_by(
+                first_sample=named.segment.first_sample,
+                numbers=named.numbers,
+                datasets=self._parts_of(named),
+                weights=self._weights_of(named),
+                restart=named.restart,
+                sequence_length=named.segment.sequence_length,
+                lanes=named.segment.lanes,
+            )
+            orders.append(order)
         files = [dataset.files for dataset in self.datasets]
         return [
             StreamSegment(
@@ -214,17 +221,6 @@ class OpenStream:
         except ConfigError as error:
             raise ConfigError(f"{self.split}: {error}") from None
         return order
-
-    def _later(self, segment: SegmentDatasets) -> LaterPhase:
-        return LaterPhase(
-            first_sample=segment.segment.first_sample,
-            numbers=segment.numbers,
-            datasets=self._parts_of(segment),
-            weights=self._weights_of(segment),
-            restart=segment.restart,
-            sequence_length=segment.segment.sequence_length,
-            lanes=segment.segment.lanes,
-        )
 
     def _parts_of(self, segment: SegmentDatasets) -> list[StreamDataset]:
         return [self.datasets[number].parts for number in segment.numbers]

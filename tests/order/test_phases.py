@@ -24,7 +24,7 @@ from streammega.order.epoch_remainder import remainder_of
 from streammega.order.extents import Extents, merge_extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
-from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases, usage_of
+from streammega.order.stream_order import StreamOrder, usage_of
 
 LENGTH = 5
 LONGEST = 12
@@ -58,6 +58,14 @@ class PhasedOrder:
                 for phase, phase_end in zip(self.phases, self.ends, strict=True)
             ]
         )
+
+
+def chain_of(first: StreamOrder, later: Sequence[dict[str, Any]]) -> PhasedOrder:
+    """The orders of a first phase and of those that follow it. later: arguments of each."""
+    orders = [first]
+    for phase in later:
+        orders.append(orders[-1].followed_by(**phase))
+    return PhasedOrder(orders)
 
 
 def rows(extents: Extents) -> list[Row]:
@@ -116,7 +124,7 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
         }
         shapes |= {member: shape for member, _ in blend}
         later.append(
-            LaterPhase(
+            dict(
                 first_sample=first_sample,
                 numbers=[numbered.index(member) for member, _ in blend],
                 datasets=[datasets[member] for member, _ in blend],
@@ -126,7 +134,7 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
                 lanes=shape[1],
             )
         )
-    return PhasedOrder(orders_of_phases(first, later))
+    return chain_of(first, later)
 
 
 class Lanes:
@@ -221,15 +229,15 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
         seed=1, lanes=4, block_bytes=64,
     )  # fmt: skip
     later = [
-        LaterPhase(
+        dict(
             first_sample=8 * number, numbers=[0, 1], datasets=datasets, weights=[1.0, number],
             sequence_length=8 + number // 300,
         )
         for number in range(1, 601)
     ]  # fmt: skip
     last = np.arange(4800, 4816)
-    found = PhasedOrder(orders_of_phases(first, later)).locate(last)
-    in_turn = PhasedOrder(orders_of_phases(first, later))
+    found = chain_of(first, later).locate(last)
+    in_turn = chain_of(first, later)
     in_turn.locate(np.arange(4800))
     assert rows(found) == rows(in_turn.locate(last))
 
@@ -364,7 +372,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
     )
     shapes = [(256, 96), (100, 60), (128, 96), (90_000, 96)]
     later = [
-        LaterPhase(
+        dict(
             first_sample=400_000_000 * number,
             numbers=[0, 1, 2][number % 2 :],
             datasets=datasets[number % 2 :],
@@ -374,7 +382,7 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
         )
         for number, (length, lanes) in enumerate(shapes, 1)
     ]
-    order = PhasedOrder(orders_of_phases(first, later))
+    order = chain_of(first, later)
     ends = [end or 1_601_000_000 for end in order.ends]
     rng = np.random.default_rng(0)
     joined = 0
@@ -419,10 +427,10 @@ def test_golden_phases() -> None:
         block_bytes=100,
     )
     later = [
-        LaterPhase(first_sample=100, numbers=[2, 1], datasets=[web, code], weights=[0.5, 0.5]),
-        LaterPhase(first_sample=204, numbers=[0], datasets=[web], weights=[1.0]),
+        dict(first_sample=100, numbers=[2, 1], datasets=[web, code], weights=[0.5, 0.5]),
+        dict(first_sample=204, numbers=[0], datasets=[web], weights=[1.0]),
     ]
-    found = PhasedOrder(orders_of_phases(first, later)).locate(np.arange(0, 300, 20))
+    found = chain_of(first, later).locate(np.arange(0, 300, 20))
     assert found.dataset.tolist() == GOLDEN_DATASETS
     assert found.start.tolist() == GOLDEN_STARTS
 
@@ -490,7 +498,7 @@ def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
             if rest is not None:
                 assert rest.lane_counts.max() - rest.lane_counts.min() <= 1
                 assert rest.tokens - rest.samples * rest.length < phase.sequence_length
-            for epoch in range(phase.epochs_of(own, column)):
+            for epoch in range(phase.layout.epochs_begun(own, column)):
                 first_epoch = int(phase.first_epochs[column])
                 expected += tokens_of_epoch(phase, column, first_epoch + epoch)
         left = remainder_of(
@@ -581,9 +589,11 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
             assert dealt.samples[column] == (number == dataset).sum()
             assert dealt.from_remainder[column] <= dealt.samples[column]
-            rest, _ = phase.carried_over(column)
-            left = 0 if rest is None else rest.tokens
-            assert dealt.carried_tokens[column] + dealt.dropped_tokens[column] == left
+            for rest, tokens in (
+                (phase.carried_over(column), dealt.carried_tokens[column]),
+                (phase.dropped(column), dealt.dropped_tokens[column]),
+            ):
+                assert tokens == (0 if rest is None else rest.tokens)
             assert dealt.unused_tokens[column] < phase.sequence_length
         if not cut_anew:
             assert not dealt.from_remainder.any()

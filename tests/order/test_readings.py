@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from streammega.kernels.stream import choose, keyed, row_of_draw
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.stream_inverse import epochs_between, samples_using_tokens
-from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases, tree_fractions
-from tests.order.test_phases import PhasedOrder
+from streammega.order.stream_order import StreamOrder, tree_fractions
+from tests.order.test_phases import PhasedOrder, chain_of
 from tests.order.test_stream_order import orders
 
 
@@ -48,11 +48,11 @@ def scheduled(draw: st.DrawFn) -> PhasedOrder:
         first += draw(st.integers(1, 300))
         weights = [draw(weight) for _ in range(count)]
         if any(weights):
-            phase = LaterPhase(
+            phase = dict(
                 first_sample=first, numbers=range(count), datasets=order.datasets, weights=weights
             )
             later.append(phase)
-    return PhasedOrder(orders_of_phases(order, later))
+    return chain_of(order, later)
 
 
 @pytest.mark.guarantee("steps-document-seen")
@@ -82,13 +82,13 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
         seed=5,
         lanes=1024,
     )
-    later = LaterPhase(
+    later = dict(
         first_sample=10**6,
         numbers=range(7),
         datasets=datasets,
         weights=[1, 0, 0.01, 4, 2, 3, 1e-4],
     )
-    order = PhasedOrder(orders_of_phases(first, [later]))
+    order = chain_of(first, [later])
     samples = np.random.default_rng(0).integers(0, 10**7, 300)
     extents = order.locate(samples)
     rows = zip(samples, extents.dataset, extents.file, extents.start, extents.stop, strict=True)

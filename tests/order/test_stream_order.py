@@ -28,9 +28,9 @@ from streammega.kernels.stream import keyed, permute, permute_back
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.stream_order import LaterPhase, StreamOrder, default_lanes, orders_of_phases
+from streammega.order.stream_order import StreamOrder, default_lanes
 from streammega.samples.stream_source import StreamSource
-from tests.order.test_phases import PhasedOrder
+from tests.order.test_phases import chain_of
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -186,10 +186,10 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     ]
     shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
     alone = StreamOrder(datasets=parts, weights=[0.6, 0.4, 0.0], **shape)
-    changed = LaterPhase(
+    changed = dict(
         first_sample=600, numbers=range(3), datasets=parts, weights=[0.2, 0.2, 0.6]
     )
-    later = PhasedOrder(orders_of_phases(alone, [changed]))
+    later = chain_of(alone, [changed])
     ids = np.arange(3000)
     a = alone.locate(ids)
     b = later.locate(ids)

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from streammega.order.epoch_layout import FilePart, StreamDataset
-from streammega.order.stream_order import LaterPhase, StreamOrder, orders_of_phases
+from streammega.order.stream_order import StreamOrder
 
 SHARD = 200_000_000
 """Tokens of a file."""
@@ -38,7 +38,7 @@ def dataset_of(tokens: int) -> StreamDataset:
 def last_of_chain(lengths: Sequence[int]) -> StreamOrder:
     """The order of the last phase: samples of 4096 first, then of each of some lengths."""
     datasets = [dataset_of(tokens) for tokens in TOKENS]
-    first = StreamOrder(
+    order = StreamOrder(
         datasets=datasets,
         weights=WEIGHTS,
         sequence_length=4096,
@@ -46,17 +46,15 @@ def last_of_chain(lengths: Sequence[int]) -> StreamOrder:
         seed=1,
         lanes=1024,
     )
-    later = [
-        LaterPhase(
+    for number, length in enumerate(lengths, 1):
+        order = order.followed_by(
             first_sample=SAMPLES * number,
             numbers=range(len(datasets)),
             datasets=datasets,
             weights=WEIGHTS,
             sequence_length=length,
         )
-        for number, length in enumerate(lengths, 1)
-    ]
-    return orders_of_phases(first, later)[-1]
+    return order
 
 
 def report(lengths: Sequence[int]) -> str:
