@@ -24,14 +24,13 @@ then by whole epochs, whose numbers in keys are new ones. A phase that follows c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError
 from streammega.kernels.stream import FRACTION_BITS, count_draws, keyed, locate
 from streammega.order.epoch_layout import (
     EpochLayout,
@@ -117,39 +116,6 @@ class StreamOrder:
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
     restart: frozenset[int] = frozenset()
-
-    def followed_by(
-        self,
-        *,
-        first_sample: int,
-        numbers: Sequence[int],
-        datasets: Sequence[StreamDataset],
-        weights: Sequence[float],
-        restart: frozenset[int] = frozenset(),
-        sequence_length: int | None = None,
-        lanes: int | None = None,
-    ) -> StreamOrder:
-        """The order of a phase after this one. sequence_length, lanes: None: as in this one.
-
-        Raises ConfigError for a dataset that holds no sample.
-        """
-        earlier = (*self.earlier, self)
-        order = replace(
-            self,
-            datasets=datasets,
-            weights=weights,
-            sequence_length=sequence_length or self.sequence_length,
-            lanes=lanes or self.lanes,
-            first_sample=first_sample,
-            numbers=numbers,
-            earlier=earlier,
-            restart=restart,
-        )
-        try:
-            order.check()
-        except ConfigError as error:
-            raise ConfigError(f"phase {len(earlier)}: {error}") from None
-        return order
 
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples lie: one run of tokens each, or several where one joins what earlier phases

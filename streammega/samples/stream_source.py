@@ -1,4 +1,4 @@
-"""The stream order over stored datasets: what its segments name is opened once, and each has its order."""
+"""The stream order over stored datasets: they are opened once, and each segment has an order of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
-from streammega.order.epoch_layout import StreamDataset, dataset_samples
+from streammega.order.epoch_layout import dataset_samples
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
@@ -159,123 +159,18 @@ class StreamSegment(SegmentSource):
         return concatenate_uses(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenStream:
-    """The datasets of all segments of a split, open.
-
-    segments: what the config names. datasets, dataset_ids: by the datasets' numbers.
-    """
-
-    config: DataConfig
-    split: str
-    segments: Sequence[SegmentDatasets]
-    datasets: Sequence[OpenDataset]
-    skipped: ExcludedTokens | None
-    dataset_ids: Integers | None = None
-
-    def in_lanes(self, lanes: int) -> list[StreamSegment]:
-        """The segments in so many lanes, unless they name their own.
-
-        Raises ConfigError for a dataset that holds no sample.
-        """
-        first, *later = self.segments
-        orders = [self._first_order(first, lanes)]
-        for named in later:
-            order = orders[-1].followed_by(
-                first_sample=named.segment.first_sample,
-                numbers=named.numbers,
-                datasets=self._parts_of(named),
-                weights=self._weights_of(named),
-                restart=named.restart,
-                sequence_length=named.segment.sequence_length,
-                lanes=named.segment.lanes,
-            )
-            orders.append(order)
-        files = [dataset.files for dataset in self.datasets]
-        return [
-            StreamSegment(
-                _with_length(self.config, order.sequence_length),
-                self.split,
-                files,
-                order,
-                self.skipped,
-                self.dataset_ids,
-            )
-            for order in orders
-        ]
-
-    def _first_order(self, segment: SegmentDatasets, lanes: int) -> StreamOrder:
-        config = self.config
-        datasets = self._parts_of(segment)
-        order = StreamOrder(
-            datasets=datasets,
-            weights=self._weights_of(segment),
-            sequence_length=config.sequence_length,
-            extra_token=_has_extra_token(config, datasets),
-            seed=config.seed,
-            lanes=lanes,
-            block_bytes=config.block_bytes,
-        )
-        try:
-            order.check()
-        except ConfigError as error:
-            raise ConfigError(f"{self.split}: {error}") from None
-        return order
-
-    def _parts_of(self, segment: SegmentDatasets) -> list[StreamDataset]:
-        return [self.datasets[number].parts for number in segment.numbers]
-
-    def _weights_of(self, segment: SegmentDatasets) -> list[float]:
-        """The weights of a segment; without any, the samples of each dataset."""
-        if segment.segment.weights:
-            return [float(weight) for weight in segment.segment.weights]
-        datasets = self._parts_of(segment)
-        extra = int(_has_extra_token(self.config, datasets))
-        return [
-            float(dataset_samples(dataset, segment.segment.sequence_length, extra))
-            for dataset in datasets
-        ]
-
-
-def open_stream(
-    config: DataConfig,
-    split: str,
-    known: Sequence[OpenDataset] = (),
-    dataset_ids: Integers | None = None,
-) -> OpenStream:
-    """The datasets of a split. known: some that are open.
-
-    Raises ConfigError for a split or dataset that holds nothing, or is in two segments by two
-    names; StorageError and FormatError for the files.
-    """
-    segments = datasets_of_segments(config, split)
-    prefixes = [prefix for prefix, _ in dataset_names(segments)]
-    shares = blend_of(config, split).shares
-    opened = open_datasets(prefixes, shares, split, config, known)
-    files = [dataset.files for dataset in opened]
-    _check_apart(segments, prefixes, files)
-    bins = [(dataset.name, dataset.bin_tokens) for dataset in opened]
-    for segment in segments:
-        bins_here = [bins[number] for number in segment.numbers]
-        check_bins(bins_here, _with_length(config, segment.segment.sequence_length))
-    check_one_kind(bins)
-    return OpenStream(
-        config=config,
-        split=split,
-        segments=segments,
-        datasets=opened,
-        skipped=excluded_tokens(config, split, prefixes, files),
-        dataset_ids=dataset_ids,
-    )
-
-
 class StreamSource(SampleSource):
     """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
     where given.
 
-    global_batch_size: chooses the lanes, unless the config names them. dataset_ids: the "dataset_id"
-    of each dataset; None: its number. Raises ConfigError for lanes that a global batch does not
-    divide, and as `open_stream`.
+    Args:
+        global_batch_size: chooses the lanes, unless the config names them.
+        known: datasets that are open already.
+        dataset_ids: the "dataset_id" of each dataset; None: its number.
+        lanes: those of a saved state, whatever the global batch size; None: chosen.
+
+    Raises ConfigError for lanes that a global batch does not divide, for a split or dataset that
+    holds nothing, or is in two segments by two names; StorageError and FormatError for the files.
     """
 
     def __init__(
@@ -284,49 +179,115 @@ class StreamSource(SampleSource):
         split: str,
         global_batch_size: int,
         *,
+        known: Sequence[OpenDataset] = (),
         dataset_ids: Integers | None = None,
+        lanes: int | None = None,
     ) -> None:
-        if config.lanes is not None and config.lanes % global_batch_size:
-            raise ConfigError(
-                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
-                "change one of them"
-            )
-        lanes = config.lanes or default_lanes(global_batch_size)
-        shared = _shared_lanes(config, split, lanes, global_batch_size)
-        if shared is not None:
-            raise ConfigError(shared)
+        if lanes is None:
+            lanes = _chosen_lanes(config, split, global_batch_size)
+        self._split = split
         self._global_batch_size = global_batch_size
-        self._stream = open_stream(config, split, dataset_ids=dataset_ids)
-        super().__init__(config, self._stream.in_lanes(lanes))
+        self._dataset_ids = dataset_ids
+        self._named = datasets_of_segments(config, split)
+        prefixes = [prefix for prefix, _ in dataset_names(self._named)]
+        shares = blend_of(config, split).shares
+        self._datasets = open_datasets(prefixes, shares, split, config, known)
+        files = [dataset.files for dataset in self._datasets]
+        _check_apart(self._named, prefixes, files)
+        bins = [(dataset.name, dataset.bin_tokens) for dataset in self._datasets]
+        for named in self._named:
+            bins_here = [bins[number] for number in named.numbers]
+            check_bins(bins_here, _with_length(config, named.segment.sequence_length))
+        check_one_kind(bins)
+        self._excluded = excluded_tokens(config, split, prefixes, files)
+        super().__init__(config, self._segments_in(config, lanes))
 
     def with_lanes(self, lanes: int) -> StreamSource:
         """The same datasets in the lanes of a saved state, unless the config names its own."""
         if self.config.lanes is not None or lanes in (0, self.lanes):
             return self
         # no error, for the phase may have begun, with samples that are where they are
-        split = self._stream.split
-        shared = _shared_lanes(self.config, split, lanes, self._global_batch_size)
+        shared = _shared_lanes(self.config, self._split, lanes, self._global_batch_size)
         if shared is not None:
             log.warning("in the lanes of the checkpoint ranks read some bytes twice: %s", shared)
-        return self._with(self._stream, lanes)
+        source = copy.copy(self)
+        SampleSource.__init__(source, self.config, self._segments_in(self.config, lanes))
+        return source
 
     def with_config(self, config: DataConfig, dataset_ids: Integers) -> StreamSource:
         """The same in a config with more segments: what is open stays open."""
-        stream = open_stream(config, self._stream.split, self._stream.datasets, dataset_ids)
-        return self._with(stream, self.lanes)
+        return StreamSource(
+            config,
+            self._split,
+            self._global_batch_size,
+            known=self._datasets,
+            dataset_ids=dataset_ids,
+            lanes=self.lanes,
+        )
 
-    def _with(self, stream: OpenStream, lanes: int) -> StreamSource:
-        source = copy.copy(self)
-        source._stream = stream
-        SampleSource.__init__(source, stream.config, stream.in_lanes(lanes))
-        return source
+    def _segments_in(self, config: DataConfig, lanes: int) -> list[StreamSegment]:
+        """The segments in so many lanes, unless they name their own.
+
+        Raises ConfigError for a dataset that holds no sample.
+        """
+        orders: list[StreamOrder] = []
+        for segment, numbers, _, restart in self._named:
+            datasets = [self._datasets[number].parts for number in numbers]
+            # a sample that is a bin has no token after its last: it would be of another document
+            extra_token = config.add_extra_token and not datasets[0].is_packed
+            if segment.weights:
+                weights = [float(weight) for weight in segment.weights]
+            else:
+                length = segment.sequence_length
+                samples = [dataset_samples(one, length, int(extra_token)) for one in datasets]
+                weights = [float(count) for count in samples]
+            order = StreamOrder(
+                datasets=datasets,
+                weights=weights,
+                sequence_length=segment.sequence_length,
+                extra_token=extra_token,
+                seed=config.seed,
+                lanes=segment.lanes or lanes,
+                block_bytes=config.block_bytes,
+                first_sample=segment.first_sample,
+                numbers=numbers if orders else None,
+                earlier=tuple(orders),
+                restart=restart,
+            )
+            try:
+                order.check()
+            except ConfigError as error:
+                where = f"phase {len(orders)}" if orders else self._split
+                raise ConfigError(f"{where}: {error}") from None
+            orders.append(order)
+        files = [dataset.files for dataset in self._datasets]
+        return [
+            StreamSegment(
+                _with_length(config, order.sequence_length),
+                self._split,
+                files,
+                order,
+                self._excluded,
+                self._dataset_ids,
+            )
+            for order in orders
+        ]
 
 
-def _has_extra_token(config: DataConfig, datasets: Sequence[StreamDataset]) -> bool:
-    """Whether a sample has a token after its last: one that is a bin has none, for the label of
-    that would be of another document.
+def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int:
+    """The lanes of the first segment. Raises ConfigError for lanes that a global batch does not
+    divide.
     """
-    return config.add_extra_token and not datasets[0].is_packed
+    if config.lanes is not None and config.lanes % global_batch_size:
+        raise ConfigError(
+            f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
+            "change one of them"
+        )
+    lanes = config.lanes or default_lanes(global_batch_size)
+    shared = _shared_lanes(config, split, lanes, global_batch_size)
+    if shared is not None:
+        raise ConfigError(shared)
+    return lanes
 
 
 def sample_shares(weights: Sequence[float]) -> list[str]:

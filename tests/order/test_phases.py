@@ -61,10 +61,11 @@ class PhasedOrder:
 
 
 def chain_of(first: StreamOrder, later: Sequence[dict[str, Any]]) -> PhasedOrder:
-    """The orders of a first phase and of those that follow it. later: arguments of each."""
+    """The orders of a first phase and of those that follow it. later: what changes in each."""
     orders = [first]
-    for phase in later:
-        orders.append(orders[-1].followed_by(**phase))
+    for changes in later:
+        changes = {"restart": frozenset(), **changes}
+        orders.append(replace(orders[-1], earlier=tuple(orders), **changes))
     return PhasedOrder(orders)
 
 
@@ -124,15 +125,15 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
         }
         shapes |= {member: shape for member, _ in blend}
         later.append(
-            dict(
-                first_sample=first_sample,
-                numbers=[numbered.index(member) for member, _ in blend],
-                datasets=[datasets[member] for member, _ in blend],
-                weights=[weight for _, weight in blend],
-                restart=frozenset(restart),
-                sequence_length=shape[0],
-                lanes=shape[1],
-            )
+            {
+                "first_sample": first_sample,
+                "numbers": [numbered.index(member) for member, _ in blend],
+                "datasets": [datasets[member] for member, _ in blend],
+                "weights": [weight for _, weight in blend],
+                "restart": frozenset(restart),
+                "sequence_length": shape[0],
+                "lanes": shape[1],
+            }
         )
     return chain_of(first, later)
 
@@ -229,10 +230,10 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
         seed=1, lanes=4, block_bytes=64,
     )  # fmt: skip
     later = [
-        dict(
-            first_sample=8 * number, numbers=[0, 1], datasets=datasets, weights=[1.0, number],
-            sequence_length=8 + number // 300,
-        )
+        {
+            "first_sample": 8 * number, "numbers": [0, 1], "datasets": datasets, "weights": [1.0, number],
+            "sequence_length": 8 + number // 300,
+        }
         for number in range(1, 601)
     ]  # fmt: skip
     last = np.arange(4800, 4816)
@@ -372,14 +373,14 @@ def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> 
     )
     shapes = [(256, 96), (100, 60), (128, 96), (90_000, 96)]
     later = [
-        dict(
-            first_sample=400_000_000 * number,
-            numbers=[0, 1, 2][number % 2 :],
-            datasets=datasets[number % 2 :],
-            weights=[0.9, 0.1, 0.4][number % 2 :],
-            sequence_length=length,
-            lanes=lanes,
-        )
+        {
+            "first_sample": 400_000_000 * number,
+            "numbers": [0, 1, 2][number % 2 :],
+            "datasets": datasets[number % 2 :],
+            "weights": [0.9, 0.1, 0.4][number % 2 :],
+            "sequence_length": length,
+            "lanes": lanes,
+        }
         for number, (length, lanes) in enumerate(shapes, 1)
     ]
     order = chain_of(first, later)
@@ -427,8 +428,8 @@ def test_golden_phases() -> None:
         block_bytes=100,
     )
     later = [
-        dict(first_sample=100, numbers=[2, 1], datasets=[web, code], weights=[0.5, 0.5]),
-        dict(first_sample=204, numbers=[0], datasets=[web], weights=[1.0]),
+        {"first_sample": 100, "numbers": [2, 1], "datasets": [web, code], "weights": [0.5, 0.5]},
+        {"first_sample": 204, "numbers": [0], "datasets": [web], "weights": [1.0]},
     ]
     found = chain_of(first, later).locate(np.arange(0, 300, 20))
     assert found.dataset.tolist() == GOLDEN_DATASETS

@@ -48,9 +48,12 @@ def scheduled(draw: st.DrawFn) -> PhasedOrder:
         first += draw(st.integers(1, 300))
         weights = [draw(weight) for _ in range(count)]
         if any(weights):
-            phase = dict(
-                first_sample=first, numbers=range(count), datasets=order.datasets, weights=weights
-            )
+            phase = {
+                "first_sample": first,
+                "numbers": range(count),
+                "datasets": order.datasets,
+                "weights": weights,
+            }
             later.append(phase)
     return chain_of(order, later)
 
@@ -82,12 +85,12 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
         seed=5,
         lanes=1024,
     )
-    later = dict(
-        first_sample=10**6,
-        numbers=range(7),
-        datasets=datasets,
-        weights=[1, 0, 0.01, 4, 2, 3, 1e-4],
-    )
+    later = {
+        "first_sample": 10**6,
+        "numbers": range(7),
+        "datasets": datasets,
+        "weights": [1, 0, 0.01, 4, 2, 3, 1e-4],
+    }
     order = chain_of(first, [later])
     samples = np.random.default_rng(0).integers(0, 10**7, 300)
     extents = order.locate(samples)

@@ -186,9 +186,12 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     ]
     shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
     alone = StreamOrder(datasets=parts, weights=[0.6, 0.4, 0.0], **shape)
-    changed = dict(
-        first_sample=600, numbers=range(3), datasets=parts, weights=[0.2, 0.2, 0.6]
-    )
+    changed = {
+        "first_sample": 600,
+        "numbers": range(3),
+        "datasets": parts,
+        "weights": [0.2, 0.2, 0.6],
+    }
     later = chain_of(alone, [changed])
     ids = np.arange(3000)
     a = alone.locate(ids)

@@ -38,23 +38,20 @@ def dataset_of(tokens: int) -> StreamDataset:
 def last_of_chain(lengths: Sequence[int]) -> StreamOrder:
     """The order of the last phase: samples of 4096 first, then of each of some lengths."""
     datasets = [dataset_of(tokens) for tokens in TOKENS]
-    order = StreamOrder(
-        datasets=datasets,
-        weights=WEIGHTS,
-        sequence_length=4096,
-        extra_token=True,
-        seed=1,
-        lanes=1024,
-    )
-    for number, length in enumerate(lengths, 1):
-        order = order.followed_by(
-            first_sample=SAMPLES * number,
-            numbers=range(len(datasets)),
+    orders: list[StreamOrder] = []
+    for number, length in enumerate([4096, *lengths]):
+        order = StreamOrder(
             datasets=datasets,
             weights=WEIGHTS,
             sequence_length=length,
+            extra_token=True,
+            seed=1,
+            lanes=1024,
+            first_sample=SAMPLES * number,
+            earlier=tuple(orders),
         )
-    return order
+        orders.append(order)
+    return orders[-1]
 
 
 def report(lengths: Sequence[int]) -> str:
