@@ -35,6 +35,7 @@ from streammega.kernels.stream import FRACTION_BITS, count_draws, keyed, locate
 from streammega.order.epoch_layout import (
     EpochLayout,
     Integers,
+    Records,
     StreamDataset,
     epoch_layout,
 )
@@ -382,55 +383,44 @@ def _one_run_each(
     return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamUsage:
-    """What samples of one phase take from each of its datasets; int64 [datasets] each.
-
-    samples: how many. from_remainder: of these, those of what former epochs had left, cut anew.
-    carried_tokens: tokens that former epochs had left, where this phase cuts them anew;
-    unused_tokens: of these, those that make no sample and wait for the next change. dropped_tokens:
-    tokens that former epochs had left and a restart passes over.
-    """
-
-    samples: Integers
-    from_remainder: Integers
-    carried_tokens: Integers
-    unused_tokens: Integers
-    dropped_tokens: Integers
+USAGE = np.dtype(
+    [
+        ("samples", np.int64),
+        ("from_remainder", np.int64),  # of these, how many are cut from what earlier phases left
+        ("carried_tokens", np.int64),  # tokens that earlier phases left, which this one cuts anew
+        ("unused_tokens", np.int64),  # of these, those that make no sample, until the next change
+        ("dropped_tokens", np.int64),  # tokens that earlier phases left, where a restart drops them
+    ]
+)
+"""What samples of one phase take from a dataset."""
 
 
-def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> StreamUsage:
-    """What [start, stop) spans of samples of a phase, in their order, take from its datasets.
+def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> Records:
+    """What [start, stop) spans of samples of a phase, in their order, take from its datasets: USAGE
+    [datasets].
 
     Cost: two walks of the blending tree in each lane for every span, whatever their length.
     """
-    columns = len(order.datasets)
-    usage = StreamUsage(
-        samples=np.zeros(columns, np.int64),
-        from_remainder=np.zeros(columns, np.int64),
-        carried_tokens=np.zeros(columns, np.int64),
-        unused_tokens=np.zeros(columns, np.int64),
-        dropped_tokens=np.zeros(columns, np.int64),
-    )
-    remainder_draws = np.zeros((order.lanes, columns), np.int64)
+    usage = np.zeros(len(order.datasets), USAGE)
+    remainder_draws = np.zeros((order.lanes, len(order.datasets)), np.int64)
     for column, remainder in enumerate(order.remainders):
         if remainder is not None:
             remainder_draws[:, column] = remainder.lane_counts
     for start, stop in spans:
         before = order.counts(start - order.first_sample)
         after = order.counts(stop - order.first_sample)
-        usage.samples[:] += (after - before).sum(axis=0)
+        usage["samples"] += (after - before).sum(axis=0)
         cut_anew = np.minimum(after, remainder_draws) - np.minimum(before, remainder_draws)
-        usage.from_remainder[:] += cut_anew.sum(axis=0)
-    for column in range(columns):
+        usage["from_remainder"] += cut_anew.sum(axis=0)
+    for column in range(len(order.datasets)):
         carried_over = order.carried_over(column)
         if carried_over is not None:
             cut_tokens = carried_over.samples * carried_over.length
-            usage.carried_tokens[column] = carried_over.tokens
-            usage.unused_tokens[column] = carried_over.tokens - cut_tokens
+            usage["carried_tokens"][column] = carried_over.tokens
+            usage["unused_tokens"][column] = carried_over.tokens - cut_tokens
         dropped = order.dropped(column)
         if dropped is not None:
-            usage.dropped_tokens[column] = dropped.tokens
+            usage["dropped_tokens"][column] = dropped.tokens
     return usage
 
 

@@ -21,14 +21,16 @@ from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
 from streammega.errors import ConfigError
 from streammega.order import Extents
+from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.megatron import blend_indices, normalized
 from streammega.order.megatron_inverse import samples_of_blend
 from streammega.order.stream_inverse import TokenUses
+from streammega.order.stream_order import USAGE
 from streammega.samples.document_names import DocumentName
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
-from streammega.samples.source import SegmentSource, SegmentUsage, Span
+from streammega.samples.source import SegmentSource, Span
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 """Megatron's names of the arrays, and those of the cached files."""
@@ -63,6 +65,9 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.split = datasets[0].split
         self.files = [dataset.files[0] for dataset in datasets]
         self.prefixes = [dataset.indexed.prefix for dataset in datasets]
+        total = sum(self.weights)
+        self.shares = [float(weight / total) for weight in self.weights]
+        self.tokens_per_epoch = [dataset.shape.tokens_per_epoch for dataset in datasets]
         _ = self._indices  # a blend that cannot be served is refused now
 
     def __len__(self) -> int:
@@ -153,19 +158,13 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             "datasets": parts,
         }
 
-    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+    def usage(self, spans: Sequence[Span]) -> Records:
         """The dataset index is looked through."""
-        samples = np.zeros(len(self.datasets), np.int64)
+        usage = np.zeros(len(self.datasets), USAGE)
         for start, stop in spans:
-            samples += np.bincount(self.dataset_index[start:stop], minlength=len(self.datasets))
-        total = sum(self.weights)
-        return SegmentUsage(
-            numbers=range(len(self.datasets)),
-            shares=[float(weight / total) for weight in self.weights],
-            samples=samples,
-            tokens_per_epoch=[dataset.shape.tokens_per_epoch for dataset in self.datasets],
-            remainders=[{} for _ in self.datasets],
-        )
+            drawn = self.dataset_index[start:stop]
+            usage["samples"] += np.bincount(drawn, minlength=len(self.datasets))
+        return usage
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int

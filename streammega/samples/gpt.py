@@ -24,6 +24,7 @@ from streammega.dataset.local_cache import SharedFolder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
+from streammega.order.epoch_layout import Records
 from streammega.order.megatron import (
     INT32_MAX,
     GptIndices,
@@ -35,12 +36,13 @@ from streammega.order.megatron import (
 )
 from streammega.order.megatron_inverse import gpt_token_uses
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
+from streammega.order.stream_order import USAGE
 from streammega.samples.document_names import DocumentName
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import modes_of_dataset
 from streammega.samples.packed import check_bins, one_row_per_document, trim_padding
-from streammega.samples.source import SegmentSource, SegmentUsage, Span
+from streammega.samples.source import SegmentSource, Span
 from streammega.samples.token_file import TokenFile
 
 log = logging.getLogger(__name__)
@@ -155,6 +157,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             )
         except ConfigError as error:
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
+        self.shares = [1.0]
+        self.tokens_per_epoch = [self.shape.tokens_per_epoch]
         documents = None
         if self.is_packed:
             documents = DocumentBounds(index=indexed, bin_tokens=indexed.bin_tokens)
@@ -246,16 +250,11 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         filled = trim_padding(extents, [file], numbers)
         return one_row_per_document(filled, file) if masks_sequences else filled
 
-    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+    def usage(self, spans: Sequence[Span]) -> Records:
         """All samples are of this dataset."""
-        samples = sum(stop - start for start, stop in spans)
-        return SegmentUsage(
-            numbers=[0],
-            shares=[1.0],
-            samples=np.array([samples], np.int64),
-            tokens_per_epoch=[self.shape.tokens_per_epoch],
-            remainders=[{}],
-        )
+        usage = np.zeros(1, USAGE)
+        usage["samples"] = sum(stop - start for start, stop in spans)
+        return usage
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int

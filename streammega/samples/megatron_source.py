@@ -19,6 +19,7 @@ from streammega.dataset import IndexedDataset
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.order import Extents
+from streammega.order.epoch_layout import Records
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
@@ -29,7 +30,7 @@ from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.packed import check_one_kind
 from streammega.samples.segments import dataset_names, datasets_of_segments
-from streammega.samples.source import Integers, SampleSource, SegmentSource, SegmentUsage, Span
+from streammega.samples.source import Integers, SampleSource, SegmentSource, Span
 from streammega.samples.token_file import TokenFile, check_tokenizers
 
 
@@ -56,6 +57,8 @@ class MegatronSegment(SegmentSource):
         self.first_sample = first_sample
         self.dataset_numbers = np.array(numbers, np.int64)
         self.files = files
+        self.shares = samples.shares
+        self.tokens_per_epoch = samples.tokens_per_epoch
 
     @property
     def num_samples(self) -> int:
@@ -72,11 +75,10 @@ class MegatronSegment(SegmentSource):
         """How many samples a phase has is part of it: Megatron shuffles it as a whole."""
         return self.samples.identity()
 
-    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+    def usage(self, spans: Sequence[Span]) -> Records:
         """Of the built indices, which are looked through."""
         shift = self.first_sample
-        usage = self.samples.usage([(start - shift, stop - shift) for start, stop in spans])
-        return usage._replace(numbers=self.dataset_numbers.tolist())
+        return self.samples.usage([(start - shift, stop - shift) for start, stop in spans])
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.order import Extents
+from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import PHASES
@@ -48,21 +49,6 @@ IDENTITY_OF_RUN = ("order", "order_version", "split", "seed", "add_extra_token",
 """The entries of an identity that are the same in every segment."""
 
 
-class SegmentUsage(NamedTuple):
-    """What samples of one segment take from each of its datasets, in the order of its blend.
-
-    numbers: of the datasets over all segments. shares: their parts of the weights. samples: int64
-    [datasets]. tokens_per_epoch: of the split. remainders: of each dataset the counts that only an
-    order has which cuts unread epochs anew; empty for others.
-    """
-
-    numbers: Sequence[int]
-    shares: Sequence[float]
-    samples: Integers
-    tokens_per_epoch: Sequence[int]
-    remainders: Sequence[dict[str, int]]
-
-
 class SegmentSource(ABC):
     """Samples of one split in one order over open files; they keep their numbers in the whole stream.
 
@@ -76,6 +62,10 @@ class SegmentSource(ABC):
     files: Sequence[Sequence[TokenFile]]
     prefixes: Sequence[str]
     """The name of each dataset."""
+    shares: Sequence[float]
+    """The part of the weights that each of its own datasets has."""
+    tokens_per_epoch: Sequence[int]
+    """What the split has of each of its own datasets."""
     first_sample: int = 0
     order: StreamOrder | None = None
     """None of the Megatron order, whose samples are in built indices."""
@@ -98,8 +88,8 @@ class SegmentSource(ABC):
         """
 
     @abstractmethod
-    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
-        """What spans of samples take from the datasets."""
+    def usage(self, spans: Sequence[Span]) -> Records:
+        """What spans of samples take from each of its datasets: USAGE [datasets]."""
 
     @abstractmethod
     def document_uses(

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
-from streammega.order.epoch_layout import dataset_samples
+from streammega.order.epoch_layout import Records, dataset_samples
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
@@ -38,7 +39,6 @@ from streammega.samples.source import (
     Integers,
     SampleSource,
     SegmentSource,
-    SegmentUsage,
     Span,
     all_files,
     file_of_rows,
@@ -125,24 +125,22 @@ class StreamSegment(SegmentSource):
             "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
         }
 
-    def usage(self, spans: Sequence[Span]) -> SegmentUsage:
+    @cached_property
+    def shares(self) -> Sequence[float]:
+        """The part of the weights that each of its datasets has."""
+        # by the largest first, so that no sum of huge ones is infinite
+        relative = np.array(self.order.weights, np.float64) / max(self.order.weights)
+        shares: list[float] = (relative / relative.sum()).tolist()
+        return shares
+
+    @cached_property
+    def tokens_per_epoch(self) -> Sequence[int]:
+        """What the split has of each of its datasets."""
+        return [sum(part.tokens for part in dataset.parts) for dataset in self.order.datasets]
+
+    def usage(self, spans: Sequence[Span]) -> Records:
         """Of the order alone: no sample is located."""
-        order = self.order
-        usage = usage_of(order, spans)
-        names = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
-        columns = range(len(order.datasets))
-        weights = np.array(order.weights, np.float64) / max(order.weights)
-        return SegmentUsage(
-            numbers=order.dataset_numbers.tolist(),
-            shares=(weights / weights.sum()).tolist(),
-            samples=usage.samples,
-            tokens_per_epoch=[
-                sum(part.tokens for part in dataset.parts) for dataset in order.datasets
-            ],
-            remainders=[
-                {name: int(getattr(usage, name)[column]) for name in names} for column in columns
-            ],
-        )
+        return usage_of(self.order, spans)
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from streammega.order.stream_order import USAGE
 from streammega.samples.provenance import Provenance
 from streammega.samples.source import Span
 
@@ -28,14 +29,14 @@ class DatasetUsage:
     samples: int
     tokens: int
     epochs: tuple[float, float]
-    from_remainder: int = 0
-    carried_tokens: int = 0
-    unused_tokens: int = 0
-    dropped_tokens: int = 0
+    from_remainder: int
+    carried_tokens: int
+    unused_tokens: int
+    dropped_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleUsage:
+class PhaseUsage:
     """One phase of a split, up to a sample: its samples [first_sample, stop), of which `skipped`
     are read by no step, and what they take from its datasets.
     """
@@ -54,7 +55,7 @@ class SampleUsage:
         return self.stop - self.first_sample - self.skipped
 
 
-def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -> list[SampleUsage]:
+def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -> list[PhaseUsage]:
     """What each phase that begins before sample `end` takes from its datasets up to there. skips:
     ranges that no step reads, none of which overlaps another.
 
@@ -74,24 +75,24 @@ def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -
         spans = list(_unskipped(first, stop, skips))
         usage = segment.usage(spans)
         datasets = []
-        for column, dataset in enumerate(usage.numbers):
-            samples = int(usage.samples[column])
-            tokens = samples * length
-            before = read.get(dataset, 0)
-            read[dataset] = before + tokens
-            size = max(1, usage.tokens_per_epoch[column])
+        numbers = segment.dataset_numbers.tolist()
+        columns = zip(numbers, segment.shares, segment.tokens_per_epoch, usage, strict=True)
+        for number, share, tokens_per_epoch, counts in columns:
+            tokens = int(counts["samples"]) * length
+            before = read.get(number, 0)
+            read[number] = before + tokens
+            size = max(1, tokens_per_epoch)
             datasets.append(
                 DatasetUsage(
-                    dataset=provenance.dataset_name(dataset),
-                    share=usage.shares[column],
-                    samples=samples,
+                    dataset=provenance.dataset_name(number),
+                    share=share,
                     tokens=tokens,
-                    epochs=(before / size, read[dataset] / size),
-                    **usage.remainders[column],
+                    epochs=(before / size, read[number] / size),
+                    **{name: int(counts[name]) for name in USAGE.names or ()},
                 )
             )
         found.append(
-            SampleUsage(
+            PhaseUsage(
                 phase=phase,
                 first_sample=first,
                 stop=stop,

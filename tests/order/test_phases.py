@@ -588,13 +588,13 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
         located = phase.locate(ids)
         number = located.dataset[located.row_splits[:-1]]
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
-            assert dealt.samples[column] == (number == dataset).sum()
-            assert dealt.from_remainder[column] <= dealt.samples[column]
+            assert dealt["samples"][column] == (number == dataset).sum()
+            assert dealt["from_remainder"][column] <= dealt["samples"][column]
             for rest, tokens in (
-                (phase.carried_over(column), dealt.carried_tokens[column]),
-                (phase.dropped(column), dealt.dropped_tokens[column]),
+                (phase.carried_over(column), dealt["carried_tokens"][column]),
+                (phase.dropped(column), dealt["dropped_tokens"][column]),
             ):
                 assert tokens == (0 if rest is None else rest.tokens)
-            assert dealt.unused_tokens[column] < phase.sequence_length
+            assert dealt["unused_tokens"][column] < phase.sequence_length
         if not cut_anew:
-            assert not dealt.from_remainder.any()
+            assert not dealt["from_remainder"].any()
