@@ -165,6 +165,13 @@ class Segment(NamedTuple):
     lanes: int | None = None
     restart: Sequence[str] = ()
 
+    @property
+    def blend(self) -> Blend:
+        """Its datasets and weights, as a config has them."""
+        if self.weights is None:
+            return list(self.datasets)
+        return list(zip(self.datasets, self.weights, strict=True))
+
     def followed_by(self, phase: PhaseConfig) -> Segment:
         """The segment of a phase after this one."""
         datasets, weights = self.datasets, self.weights

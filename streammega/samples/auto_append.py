@@ -9,13 +9,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import Blend, DataConfig, PhaseConfig, StorageConfig
+from streammega.config import DataConfig, PhaseConfig, Segment, StorageConfig
 from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
@@ -27,39 +27,6 @@ from streammega.samples.source import SampleSource, SegmentSource
 from streammega.samples.stream_source import StreamSource, digests_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NamedBlend:
-    """The datasets of a segment by their names; weights None: in proportion to their samples."""
-
-    names: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-    @property
-    def blend(self) -> Blend:
-        """As a config has it."""
-        if self.weights is None:
-            return list(self.names)
-        return list(zip(self.names, self.weights, strict=True))
-
-    def versions_of(self, prefix: str) -> list[tuple[int, VersionName]]:
-        """(place, name) of each dataset that is a version of one."""
-        found = []
-        for place, name in enumerate(self.names):
-            version = VersionName.parse(name)
-            if version is not None and version.prefix == prefix:
-                found.append((place, version))
-        return found
-
-    def newest(self) -> dict[str, int]:
-        """{dataset: the newest version of it that the blend has}."""
-        found: dict[str, int] = {}
-        for name in self.names:
-            version = VersionName.parse(name)
-            if version is not None:
-                found[version.prefix] = max(version.number, found.get(version.prefix, 0))
-        return found
 
 
 def log_of(config: DataConfig) -> AppendLog:
@@ -91,7 +58,7 @@ def with_appended(config: DataConfig, check: Check) -> DataConfig:
     check_in_samples(config.phases)
     if not check.segments:
         return config
-    blends = _blends(config)
+    segment_at = _segments(config)
     appended_at = {segment.first_sample: segment for segment in check.segments}
     for phase in config.phases:
         if phase.first_sample in appended_at:
@@ -100,52 +67,51 @@ def with_appended(config: DataConfig, check: Check) -> DataConfig:
                 f"let it begin a step later"
             )
     phases = {phase.first_sample: phase for phase in config.phases}
-    blend = blends[0]
+    segment = segment_at[0]
     for first_sample in sorted([*phases, *appended_at]):
         if first_sample in appended_at:
-            blend = _appended_to(blend, appended_at[first_sample])
-            phases[first_sample] = PhaseConfig(first_sample=first_sample, blend=blend.blend)
+            segment = _appended_to(segment, appended_at[first_sample])
+            phases[first_sample] = PhaseConfig(first_sample=first_sample, blend=segment.blend)
         elif phases[first_sample].blend is not None:
-            blend = blends[first_sample]
+            segment = segment_at[first_sample]
     return replace(config, phases=[phases[first_sample] for first_sample in sorted(phases)])
 
 
-def _appended_to(blend: _NamedBlend, segment: AppendedSegment) -> _NamedBlend:
-    """An appended segment in the names of the config, whose data may lie elsewhere by now. blend: the
-    one before it.
+def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
+    """A segment of the log in the names of the config, whose data may lie elsewhere by now. before:
+    the segment that it follows.
     """
-    where = f"at sample {segment.first_sample}"
-    has_weights = blend.weights is not None
-    if has_weights != (segment.weights_before is not None) or not _are_alike(
-        blend.weights or (), segment.weights_before or ()
+    where = f"at sample {logged.first_sample}"
+    has_weights = before.weights is not None
+    if has_weights != (logged.weights_before is not None) or not _are_alike(
+        before.weights or (), logged.weights_before or ()
     ):
         raise ConfigError(
             f"{where} versions joined a blend of other weights than the config now has there: restore "
-            f"those, or remove the files of sample {segment.first_sample} and later ones from "
+            f"those, or remove the files of sample {logged.first_sample} and later ones from "
             f"data.follow.record: versions are then looked for anew"
         )
     prefix_of: dict[str, str] = {}
-    are_same = len(blend.names) == segment.num_before
-    for name, stored in zip(blend.names, segment.datasets, strict=False):
+    are_same = len(before.datasets) == logged.num_before
+    for name, stored in zip(before.datasets, logged.datasets, strict=False):
         version = VersionName.parse(name)
-        before = VersionName.parse(stored)
-        if version is None or before is None:
-            are_same = are_same and version is before
+        old_version = VersionName.parse(stored)
+        if version is None or old_version is None:
+            are_same = are_same and version is old_version
             continue
-        are_same = are_same and (version.after, version.number) == (before.after, before.number)
-        prefix_of[before.prefix] = version.prefix
+        are_same = are_same and (version.after, version.number) == (old_version.after, old_version.number)
+        prefix_of[old_version.prefix] = version.prefix
     if not are_same:
         raise ConfigError(
-            f"{where} versions joined the datasets {', '.join(segment.datasets[: segment.num_before])}, "
+            f"{where} versions joined the datasets {', '.join(logged.datasets[: logged.num_before])}, "
             "and the config has other ones there now: name the datasets as the run did before"
         )
-    names = list(blend.names)
-    for stored in segment.appended:
+    names = list(before.datasets)
+    for stored in logged.appended:
         new = VersionName.parse(stored)
         assert new is not None
         names.append(f"{prefix_of[new.prefix]}@{new.after}..{new.number}")
-    weights = None if segment.weights is None else tuple(segment.weights)
-    return _NamedBlend(names=tuple(names), weights=weights)
+    return before._replace(datasets=names, weights=logged.weights)
 
 
 def _are_alike(weights: Sequence[float], others: Sequence[float]) -> bool:
@@ -168,21 +134,20 @@ def check_versions(
     found = replace(before, sample=sample, unreadable=[])
     if any(phase.first_sample == sample for phase in config.phases):
         return found  # which says what holds from here on
-    blends = _blends(with_appended(config, before))
-    blend = blends[max(first for first in blends if first <= sample)]
-    num_before = len(blend.names)
-    weights_before = blend.weights
-    for prefix, number in blend.newest().items():
+    segment_at = _segments(with_appended(config, before))
+    last = segment_at[max(first for first in segment_at if first <= sample)]
+    current = last
+    for prefix, number in _newest_versions(last).items():
         newest = newest_version(prefix, config.storage)
-        for after, until in _pieces(blends.values(), prefix, number, newest):
+        for after, until in _pieces(segment_at.values(), prefix, number, newest):
             try:
-                grown = _with_version(blend, prefix, after, until, config.storage)
+                grown = _with_version(current, prefix, after, until, config.storage)
                 segment = AppendedSegment(
                     first_sample=sample,
-                    datasets=[redact_urls(name) for name in grown.names],
+                    datasets=[redact_urls(name) for name in grown.datasets],
                     weights=None if grown.weights is None else list(grown.weights),
-                    num_before=num_before,
-                    weights_before=None if weights_before is None else list(weights_before),
+                    num_before=len(last.datasets),
+                    weights_before=None if last.weights is None else list(last.weights),
                 )
                 tried = replace(found, segments=[*before.segments, segment])
                 try_it(tried)
@@ -193,66 +158,80 @@ def check_versions(
                 found = replace(found, unreadable=[*found.unreadable, unreadable])
                 break
             found = tried
-            blend = grown
+            current = grown
     return found
 
 
 def check_follows_something(config: DataConfig) -> None:
     """Raise ConfigError for a run none of whose datasets is named by a version."""
-    if not any(blend.newest() for blend in _blends(config).values()):
+    if not any(_newest_versions(segment) for segment in _segments(config).values()):
         raise ConfigError(
             "follow takes in what is appended to datasets that the blend names by a version, such "
             "as web@7, and there is none: `streammega versions` lists those of a dataset"
         )
 
 
-def _blends(config: DataConfig) -> dict[int, _NamedBlend]:
-    """{first sample: its blend} of each segment of training."""
+def _segments(config: DataConfig) -> dict[int, Segment]:
+    """The segments of training, by their first samples."""
     if split_blend(config, "train") is None:
         raise ConfigError("follow applies to training, which this config gives no data")
-    return {
-        segment.first_sample: _NamedBlend(
-            names=tuple(segment.datasets),
-            weights=None if segment.weights is None else tuple(segment.weights),
-        )
-        for segment in config.segments("train")
-    }
+    return {segment.first_sample: segment for segment in config.segments("train")}
+
+
+def _versions_of(segment: Segment, prefix: str) -> list[tuple[int, VersionName]]:
+    """(place, name) of each dataset of a segment that is a version of the one of that prefix."""
+    versions = [VersionName.parse(name) for name in segment.datasets]
+    return [
+        (place, version)
+        for place, version in enumerate(versions)
+        if version is not None and version.prefix == prefix
+    ]
+
+
+def _newest_versions(segment: Segment) -> dict[str, int]:
+    """{dataset: the newest version of it that a segment has}."""
+    newest: dict[str, int] = {}
+    for name in segment.datasets:
+        version = VersionName.parse(name)
+        if version is not None:
+            newest[version.prefix] = max(version.number, newest.get(version.prefix, 0))
+    return newest
 
 
 def _pieces(
-    blends: Iterable[_NamedBlend], prefix: str, number: int, newest: int
+    segments: Iterable[Segment], prefix: str, number: int, newest: int
 ) -> list[tuple[int, int]]:
     """What is taken in of a dataset from version `number` to the newest, as (after, until): cut where
     the names of all segments are. What was appended before, and which a phase by hand left out, is
     then the dataset that it was, and goes on where it was.
     """
     cuts = {number, newest}
-    for blend in blends:
-        for _, version in blend.versions_of(prefix):
+    for segment in segments:
+        for _, version in _versions_of(segment, prefix):
             cuts |= {version.after or 0, version.number}
     return list(pairwise(sorted(cut for cut in cuts if number <= cut <= newest)))
 
 
 def _with_version(
-    blend: _NamedBlend, prefix: str, after: int, until: int, storage: StorageConfig
-) -> _NamedBlend:
-    """A blend with what a dataset has more: its weight is shared out by tokens, so that all of the
+    segment: Segment, prefix: str, after: int, until: int, storage: StorageConfig
+) -> Segment:
+    """A segment with what was appended to a dataset, whose weight is divided by tokens: all of the
     dataset is drawn as often as before.
     """
     new = VersionName(prefix=prefix, number=until, after=after)
-    names = (*blend.names, f"{prefix}@{after}..{until}")
-    if blend.weights is None:
-        return _NamedBlend(names=names, weights=None)
+    names = (*segment.datasets, f"{prefix}@{after}..{until}")
+    if segment.weights is None:
+        return segment._replace(datasets=names)
     new_tokens = new.tokens(storage)
     if new_tokens < 1:
         raise ConfigError("what was appended holds no token")
-    versions = blend.versions_of(prefix)
+    versions = _versions_of(segment, prefix)
     share = new_tokens / (new_tokens + sum(version.tokens(storage) for _, version in versions))
-    weights = list(blend.weights)
+    weights = list(segment.weights)
     for place, _ in versions:
         weights[place] *= 1 - share
-    taken = share * sum(blend.weights[place] for place, _ in versions)
-    return _NamedBlend(names=names, weights=(*weights, taken))
+    taken = share * sum(segment.weights[place] for place, _ in versions)
+    return segment._replace(datasets=names, weights=(*weights, taken))
 
 
 class AutoAppendSource(SampleSource):

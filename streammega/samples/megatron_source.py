@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import Blend, DataConfig, Segment
+from streammega.config import DataConfig, Segment
 from streammega.dataset import IndexedDataset
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
@@ -164,11 +164,8 @@ def _built(
 def _config_of(config: DataConfig, split: str, segment: Segment) -> DataConfig:
     """The config of one segment alone. What is skipped goes by the samples of all of them."""
     alone = replace(config, phases=(), skip_documents=(), sequence_length=segment.sequence_length)
-    blend: Blend = list(segment.datasets)
-    if segment.weights is not None:
-        blend = list(zip(segment.datasets, segment.weights, strict=True))
     if config.blend_per_split is None:
-        return replace(alone, blend=blend)
+        return replace(alone, blend=segment.blend)
     blends = list(config.blend_per_split)
-    blends[SPLITS.index(split)] = blend
+    blends[SPLITS.index(split)] = segment.blend
     return replace(alone, blend_per_split=blends)
