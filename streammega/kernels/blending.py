@@ -15,12 +15,13 @@ and, if they differ, the part is done again.
 What the arrays of the kernels hold:
 
     weights, sizes, counts [datasets] float64   share, samples there are (inf: no end), and chosen
-                                                so far; counts of the due are in due_count instead
+                                                so far; those of the due are in `due` instead
     inverse [datasets] float64                  1 / weights
     dataset int16, sample int64 [samples]       the outputs: which dataset, and which of its samples
-    due_weight, due_count, due_size, due_id     the same of the due datasets and their numbers, in
-      [datasets + 8]                            the first places; the others have infinite counts,
-                                                so that they are never chosen
+    due [WEIGHT/COUNT/SIZE, datasets + 8]       the same of the due datasets, in the first places;
+      float64                                   the others have infinite counts, so that they are
+                                                never chosen
+    due_id [datasets + 8] int64                 their numbers
     head [SLOTS], after [datasets] int64        the calendar: the first dataset that waits in a
                                                 slot, and the one behind each; -1: none
     hits [datasets + 8] int64                   which of the due have the best error: 1 or 0
@@ -57,6 +58,11 @@ _EARLY_SHARE = 1e-14
 _NEVER = 9e18
 """A sample after the last of any blend, and still an int64."""
 
+
+WEIGHT = 0
+COUNT = 1
+SIZE = 2
+"""The rows of `due`."""
 
 _LEAST_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
 _LARGEST_INT = np.int64(0x7FFFFFFFFFFFFFFF)
@@ -185,10 +191,10 @@ def _best_error(i, weights, counts, sizes):
 
 
 @kernel
-def _store(counts, due_count, due_size, due_id, due):
+def _store(counts, due, due_id, num_due):
     """Counts of the due, back to their datasets; an infinite one is used up."""
-    for k in range(due):
-        counts[due_id[k]] = min(due_count[k], due_size[k])
+    for k in range(num_due):
+        counts[due_id[k]] = min(due[COUNT, k], due[SIZE, k])
 
 
 @kernel
@@ -208,44 +214,46 @@ def _wait(d, window, now, head, after) -> None:
     head[slot] = d
 
 
+@numba.njit(inline="always")
+def _append_due(due, due_id, k, d, weight, count, size):
+    """Make dataset d the due in place k."""
+    due[WEIGHT, k] = weight
+    due[COUNT, k] = count
+    due[SIZE, k] = size
+    due_id[k] = d
+
+
 @kernel
 def _rebuild_calendar(
-    i, threshold, weights, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, head, after, small
-):  # fmt: skip
+    i, threshold, weights, inverse, sizes, counts, due, due_id, head, after, small
+):
     """Sort every dataset into the due and the calendar; returns how many are due."""
     now = i // WINDOW
     head[:] = -1
-    due_count[:] = np.inf
-    due = 0
+    due[COUNT, :] = np.inf
+    num_due = 0
     for d in range(len(weights)):
         if counts[d] >= sizes[d]:
             continue
         window = now if small else _window_of(counts[d], threshold, inverse[d])
         if window <= now:
-            due_weight[due] = weights[d]
-            due_count[due] = counts[d]
-            due_size[due] = sizes[d]
-            due_id[due] = d
-            due += 1
+            _append_due(due, due_id, num_due, d, weights[d], counts[d], sizes[d])
+            num_due += 1
         else:
             _wait(d, window, now, head, after)
-    return due
+    return num_due
 
 
 @kernel
-def _park_idle(
-    i, threshold, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, due, head, after
-):  # fmt: skip
+def _park_idle(i, threshold, inverse, sizes, counts, due, due_id, num_due, head, after):
     """At the start of a window: the due that fell below the threshold wait. Returns how many are
     still due.
     """
     now = i // WINDOW
     kept = 0
-    for k in range(due):
+    for k in range(num_due):
         d = due_id[k]
-        count = due_count[k]
+        count = due[COUNT, k]
         if count == np.inf:
             counts[d] = sizes[d]
             continue
@@ -253,24 +261,18 @@ def _park_idle(
         window = now if count == counts[d] else _window_of(count, threshold, inverse[d])
         counts[d] = count
         if window <= now:
-            due_weight[kept] = due_weight[k]
-            due_count[kept] = count
-            due_size[kept] = due_size[k]
-            due_id[kept] = d
+            _append_due(due, due_id, kept, d, due[WEIGHT, k], count, due[SIZE, k])
             kept += 1
         else:
             _wait(d, window, now, head, after)
-    due_count[kept:due] = np.inf
+    due[COUNT, kept:num_due] = np.inf
     return kept
 
 
 @kernel
-def _wake_due(
-    i, threshold, weights, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, due, head, after
-):  # fmt: skip
+def _wake_due(i, threshold, weights, inverse, sizes, counts, due, due_id, num_due, head, after):
     """At the start of a window: those whose slot it is are due. Returns how many are, with the
-    `due` before.
+    `num_due` before.
     """
     now = i // WINDOW
     queued = head[now % SLOTS]
@@ -279,15 +281,14 @@ def _wake_due(
         following = after[queued]
         window = _window_of(counts[queued], threshold, inverse[queued])
         if window <= now:
-            due_weight[due] = weights[queued]
-            due_count[due] = counts[queued]
-            due_size[due] = sizes[queued]
-            due_id[due] = queued
-            due += 1
+            _append_due(
+                due, due_id, num_due, queued, weights[queued], counts[queued], sizes[queued]
+            )
+            num_due += 1
         else:
             _wait(queued, window, now, head, after)
         queued = following
-    return due
+    return num_due
 
 
 @numba.njit(inline="always")
@@ -308,10 +309,7 @@ def _take(row, place, due_count, due_id, due_size, dataset, sample):
 
 
 @kernel
-def _choose(
-    first, stop, origin, due_weight, due_count, due_id, due_size,
-    hits, padded, threshold, lowest, dataset, sample
-):  # fmt: skip
+def _choose(first, stop, origin, due, due_id, hits, padded, threshold, lowest, dataset, sample):
     """Choose samples [first, stop) among the due; returns the first whose best error is under the
     threshold, or stop.
 
@@ -320,6 +318,9 @@ def _choose(
     not negative order alike. The largest one is negative only by rounding, and then looked for as a
     float.
     """
+    due_weight = due[WEIGHT]
+    due_count = due[COUNT]
+    due_size = due[SIZE]
     for i in range(first, stop):
         target = float(max(i, 1))
         best = _LEAST_INT
@@ -380,9 +381,8 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     num = len(weights)
     total = origin + len(dataset)
     room = num + REGISTER
-    due_weight = np.zeros(room)
-    due_count = np.full(room, np.inf)
-    due_size = np.full(room, np.inf)
+    due = np.full((3, room), np.inf)
+    due[WEIGHT, :] = 0.0
     due_id = np.zeros(room, np.int64)
     head = np.full(SLOTS, -1, np.int64)
     after = np.full(num, -1, np.int64)
@@ -394,43 +394,37 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     lowest = np.full(1, np.inf)
     hits = np.zeros(room, np.int64)
     check = origin + period
-    due = 0
+    num_due = 0
     i = np.int64(origin)
     sort = True
     while i < total:
         if sort:
-            _store(counts, due_count, due_size, due_id, due)
+            _store(counts, due, due_id, num_due)
             if not small:
                 threshold = min(lowest[0], _best_error(i, weights, counts, sizes)) - margin
-            due = _rebuild_calendar(
-                i, threshold, weights, inverse, sizes, counts,
-                due_weight, due_count, due_size, due_id, head, after, small
-            )  # fmt: skip
+            num_due = _rebuild_calendar(
+                i, threshold, weights, inverse, sizes, counts, due, due_id, head, after, small
+            )
             check = i + period
             lowest[0] = np.inf
         stop = total if small else min(total, (i // WINDOW + 1) * WINDOW)
-        padded = (due + REGISTER - 1) // REGISTER * REGISTER
-        i = _choose(
-            i, stop, origin, due_weight, due_count, due_id, due_size,
-            hits, padded, threshold, lowest, dataset, sample
-        )  # fmt: skip
+        padded = (num_due + REGISTER - 1) // REGISTER * REGISTER
+        i = _choose(i, stop, origin, due, due_id, hits, padded, threshold, lowest, dataset, sample)
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
             margin = min(margin * _WIDER, _WIDEST)
             sort = True
             lowest[0] = np.inf
         elif i < total:
-            due = _park_idle(
-                i, threshold, inverse, sizes, counts,
-                due_weight, due_count, due_size, due_id, due, head, after
-            )  # fmt: skip
-            due = _wake_due(
-                i, threshold, weights, inverse, sizes, counts,
-                due_weight, due_count, due_size, due_id, due, head, after
-            )  # fmt: skip
+            num_due = _park_idle(
+                i, threshold, inverse, sizes, counts, due, due_id, num_due, head, after
+            )
+            num_due = _wake_due(
+                i, threshold, weights, inverse, sizes, counts, due, due_id, num_due, head, after
+            )
             if i >= check:  # a higher threshold, if the last period would have allowed it
                 margin = max(margin * _NARROWER, _NARROWEST)
                 sort = lowest[0] - margin > threshold + _WORTH_SORTING * margin
                 check = i + period
                 lowest[0] = lowest[0] if sort else np.inf
-    _store(counts, due_count, due_size, due_id, due)
+    _store(counts, due, due_id, num_due)

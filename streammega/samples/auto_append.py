@@ -99,7 +99,10 @@ def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
         if version is None or old_version is None:
             are_same = are_same and version is old_version
             continue
-        are_same = are_same and (version.after, version.number) == (old_version.after, old_version.number)
+        are_same = are_same and (version.after, version.number) == (
+            old_version.after,
+            old_version.number,
+        )
         prefix_of[old_version.prefix] = version.prefix
     if not are_same:
         raise ConfigError(
