@@ -22,7 +22,6 @@ from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import balanced_places, check_resume, rank_samples
 from streammega.order.state import make_state
-from streammega.samples.documents import open_bounds
 from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import NO_SEAMS, Seams
@@ -33,6 +32,7 @@ from streammega.samples.source import (
     file_of_rows,
     seams_of,
 )
+from streammega.samples.token_file import open_indices
 
 Integers = NDArray[np.int64]
 
@@ -53,15 +53,13 @@ def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
     number_of_file = file_of_rows(segment.files, extents)
     costs = np.zeros(len(extents), np.int64)
     in_bounds = np.zeros(len(num_inputs), np.bool_)
-    documents_of_file = [file.documents for file in files]
-    for number, bounds in open_bounds(documents_of_file, number_of_file):
+    for number, file, arrays in open_indices(files, number_of_file):
         # one file at a time: each has arrays of its own
         of_file = np.flatnonzero(number_of_file == number)
         in_bounds[of_file] = True
         start = extents.start[of_file]
-        arrays = bounds.arrays
         add_document_costs(
-            arrays.offsets, arrays.bounds, files[number].dtype.itemsize,
+            arrays.offsets, arrays.bounds, file.dtype.itemsize,
             start, start + num_inputs[of_file], rows.sample[of_file], costs,
         )  # fmt: skip
     # rows of the other orders are documents already

@@ -38,9 +38,9 @@ from streammega.order.megatron_inverse import gpt_token_uses
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import USAGE
 from streammega.samples.document_names import DocumentName
-from streammega.samples.documents import DocumentBounds
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import modes_of_dataset
+from streammega.samples.file_index import FileIndex
+from streammega.samples.loss_masks import learned_modes_of
 from streammega.samples.packed import check_bins, one_row_per_document, trim_padding
 from streammega.samples.source import SegmentSource, Span
 from streammega.samples.token_file import TokenFile
@@ -159,9 +159,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
         self.shares = [1.0]
         self.tokens_per_epoch = [self.shape.tokens_per_epoch]
-        documents = None
-        if self.is_packed:
-            documents = DocumentBounds(index=indexed, bin_tokens=indexed.bin_tokens)
+        learned = learned_modes_of(indexed, config)
+        needs_index = self.is_packed or learned is not None
         info = indexed.bin_info
         file = TokenFile(
             store=indexed.store,
@@ -169,8 +168,9 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             dtype=indexed.dtype.newbyteorder("<"),
             num_tokens=info.size // indexed.dtype.itemsize,
             etag=info.etag,
-            modes=modes_of_dataset(indexed, config),
-            documents=documents,
+            index=FileIndex(source=indexed) if needs_index else None,
+            bin_tokens=indexed.bin_tokens,
+            learned=learned,
             content=indexed.content,
         )
         self.files: Sequence[Sequence[TokenFile]] = [[file]]

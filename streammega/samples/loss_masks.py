@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +18,7 @@ from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
 from streammega.dataset.manifest_metadata import loss_modes_of
 from streammega.dataset.shard import Shard
-from streammega.errors import ConfigError, FormatError
+from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import MIN_MODE
 
@@ -30,70 +28,30 @@ NOT_LEARNED = 0
 """The mode of tokens without loss, in data that does not name the modes that are learned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenModes:
-    """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`:
-    bool [256], of mode m at m - MIN_MODE.
-
-    The arrays are opened when they are first needed, in each process by itself: they are maps of
-    files.
-    """
-
-    index: IndexedDataset | Shard
-    learned: NDArray[np.bool_]
-
-    @cached_property
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
-        """(byte offset, mode) of each sequence.
-
-        Raises FormatError where sequences do not lie in their order.
-        """
-        source: Any = self.index if isinstance(self.index, IndexedDataset) else self.index.arrays()
-        offsets = source.sequence_offsets.view()
-        modes = source.sequence_modes.view()
-        if (offsets[1:] < offsets[:-1]).any():
-            name = self.index.prefix
-            raise FormatError(
-                f"{name}: its sequences lie in no order, so tokens have no mode; convert it, "
-                "or set loss_from_modes=False"
-            )
-        for array in (offsets, modes):
-            # one kind of argument for the kernel, whether mapped or joined in memory
-            array.flags.writeable = False
-        return offsets, modes
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "learned": self.learned}
-
-
-def modes_of_dataset(indexed: IndexedDataset, config: DataConfig) -> TokenModes | None:
-    """The modes that make the loss mask of an open dataset, as the config asks; None: all of it is
-    learned.
+def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.bool_] | None:
+    """Which modes of an open dataset have a loss, as the config asks: bool [MODES]; None: all of it
+    has.
     """
     if config.loss_from_modes is False:
         return None
-    table = _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
-    return None if table is None else TokenModes(index=indexed, learned=table)
+    return _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
 
 
-def modes_of_shards(
+def learned_modes_of_shards(
     name: str, shards: Sequence[Shard], config: DataConfig
-) -> list[TokenModes | None]:
-    """The same for each shard of a dataset of which no index was read."""
+) -> NDArray[np.bool_] | None:
+    """The same of the shards of a dataset, none of whose indices is read."""
     if config.loss_from_modes is False:
-        return [None] * len(shards)
+        return None
     multimodal = all(shard.multimodal for shard in shards)
     labelled = [shard for shard in shards if shard.manifest is not None or shard.multimodal]
-    table = _table(name, multimodal, loss_modes_of(labelled, name), config)
-    if table is None:
-        return [None] * len(shards)
-    return [TokenModes(index=shard, learned=table) for shard in shards]
+    return _table(name, multimodal, loss_modes_of(labelled, name), config)
 
 
 def _table(
     name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig
 ) -> NDArray[np.bool_] | None:
-    """Which modes are learned, [MODES]; None: no mask is made of them.
+    """Which modes have a loss, [MODES], mode m at m - MIN_MODE; None: no mask is made of them.
 
     named: the learned modes that the data itself names; None: it names none.
     """

@@ -15,8 +15,7 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.documents import count_documents, filled_tokens, list_documents
 from streammega.order import Extents
-from streammega.samples.documents import open_bounds
-from streammega.samples.token_file import TokenFile
+from streammega.samples.token_file import TokenFile, open_indices
 
 Integers = NDArray[np.int64]
 
@@ -51,7 +50,7 @@ def check_one_kind(bins_of_dataset: Sequence[tuple[str, int | None]]) -> None:
 
 def are_packed(files: Sequence[TokenFile]) -> bool:
     """Whether files hold bins; those of a source all do, or none."""
-    return any(file.documents is not None and file.documents.bin_tokens for file in files)
+    return any(file.bin_tokens for file in files)
 
 
 def trim_padding(extents: Extents, files: Sequence[TokenFile], number_of_file: Integers) -> Extents:
@@ -60,13 +59,12 @@ def trim_padding(extents: Extents, files: Sequence[TokenFile], number_of_file: I
     number_of_file: of each row. Raises FormatError, StorageError for an `.idx`.
     """
     stop = extents.stop.copy()
-    for number, documents in open_bounds([file.documents for file in files], number_of_file):
+    for number, file, arrays in open_indices(files, number_of_file):
         of_file = np.flatnonzero(number_of_file == number)
-        arrays = documents.arrays
         stop[of_file] = filled_tokens(
             arrays.offsets,
             arrays.lengths,
-            files[number].dtype.itemsize,
+            file.dtype.itemsize,
             extents.start[of_file],
             extents.stop[of_file],
         )
@@ -77,8 +75,8 @@ def one_row_per_document(extents: Extents, file: TokenFile) -> Extents:
     """Samples that are bins of a file, a row each and without padding, with a row for each document
     instead.
     """
-    assert file.documents is not None
-    arrays = file.documents.arrays
+    assert file.index is not None
+    arrays = file.index.arrays
     itemsize = file.dtype.itemsize
     where = (arrays.offsets, arrays.bounds, itemsize, extents.start, extents.stop)
     num_documents = count_documents(*where)

@@ -18,8 +18,8 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
-from streammega.samples.documents import DocumentBounds
-from streammega.samples.loss_masks import modes_of_shards
+from streammega.samples.file_index import FileIndex
+from streammega.samples.loss_masks import learned_modes_of_shards
 from streammega.samples.token_file import TokenFile, check_tokenizers
 from streammega.storage.thread_pool import parallel_map
 
@@ -94,7 +94,8 @@ def _cut_dataset(
         raise ConfigError(
             f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
-    modes_of_shard = modes_of_shards(name, shards, config)
+    learned = learned_modes_of_shards(name, shards, config)
+    needs_index = bin_tokens is not None or learned is not None or config.balance_batches
     content = content_of(shards)
     files = [
         TokenFile(
@@ -103,11 +104,12 @@ def _cut_dataset(
             dtype=shard.dtype,
             num_tokens=shard.num_tokens,
             etag=shard.stored.etag,
-            modes=modes,
-            documents=_documents_of(shard, config),
+            index=FileIndex(source=shard) if needs_index else None,
+            bin_tokens=bin_tokens,
+            learned=learned,
             content=content,
         )
-        for shard, modes in zip(shards, modes_of_shard, strict=True)
+        for shard in shards
     ]
     parts = _parts_of(shards, units, bin_tokens, *bounds)
     for shard in shards:
@@ -138,13 +140,6 @@ def _num_units(shard: Shard, bin_tokens: int | None) -> int:
 def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:
     """Where one of them begins, or the last ends."""
     return shard.token_at(unit) if bin_tokens is None else unit * bin_tokens
-
-
-def _documents_of(shard: Shard, config: DataConfig) -> DocumentBounds | None:
-    """Where the documents of a file lie, if anything depends on it."""
-    if shard.bin_tokens is None and not config.balance_batches:
-        return None
-    return DocumentBounds(index=shard, bin_tokens=shard.bin_tokens)
 
 
 def _parts_of(

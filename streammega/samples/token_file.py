@@ -17,10 +17,14 @@ from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import clear_unlearned
-from streammega.samples.documents import DocumentBounds
-from streammega.samples.loss_masks import TokenModes
+from streammega.samples.file_index import FileIndex, FileIndexArrays
 from streammega.storage import Store
 from streammega.storage.http_errors import truncated
+from streammega.storage.thread_pool import parallel_map
+
+Integers = NDArray[np.int64]
+OPENERS = 32
+"""Indices that are opened at once: of a remote dataset each is a download."""
 
 
 # Of thousands, each would take two to three times as long if it were frozen.
@@ -28,9 +32,10 @@ from streammega.storage.http_errors import truncated
 class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
-    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where
-    they make the loss mask. `documents`: where they begin, where somebody asks for it. `content`: the
-    digest of its dataset, the same for all files of that.
+    `etag`: that of the object when it was opened; empty: unknown. `index`: its `.idx`, if it is
+    needed. `bin_tokens`: tokens of the bins into which documents are packed; None: they lie end to
+    end. `learned`: bool [256], which modes have a loss, mode m at m - MIN_MODE; None: all tokens
+    have. `content`: the digest of its dataset, the same for all files of that.
     """
 
     store: Store
@@ -38,8 +43,9 @@ class TokenFile:
     dtype: np.dtype[Any]
     num_tokens: int
     etag: str = ""
-    modes: TokenModes | None = None
-    documents: DocumentBounds | None = None
+    index: FileIndex | None = None
+    bin_tokens: int | None = None
+    learned: NDArray[np.bool_] | None = None
     content: str = ""
 
     @property
@@ -61,31 +67,42 @@ class Runs:
     and on; int64 [runs] each.
     """
 
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    size: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    column: NDArray[np.int64]
+    file: Integers
+    start: Integers
+    size: Integers
+    sample: Integers
+    column: Integers
 
 
 def has_modes(files: Sequence[TokenFile]) -> bool:
     """Whether any of the files makes a loss mask."""
-    return any(file.modes is not None for file in files)
+    return any(file.learned is not None for file in files)
+
+
+def open_indices(
+    files: Sequence[TokenFile], used: Integers
+) -> list[tuple[int, TokenFile, FileIndexArrays]]:
+    """(number, file, arrays of its index) of the files used that have an index.
+
+    Raises FormatError, StorageError.
+    """
+    numbered = [(number, files[number]) for number in np.unique(used).tolist()]
+    waiting = [file.index for _, file in numbered if file.index and not file.index.is_open]
+    parallel_map(lambda index: index.arrays, waiting, OPENERS)
+    return [(number, file, file.index.arrays) for number, file in numbered if file.index]
 
 
 def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
     """Write 0 to out [samples, width] for every token that is not learned; those of files without
     modes are.
     """
-    for number in np.unique(runs.file):
-        file = files[number]
-        if file.modes is None:
+    for number, file, arrays in open_indices(files, runs.file):
+        if file.learned is None:
             continue
         # one file at a time: each has arrays of its own
         of_file = np.flatnonzero(runs.file == number)
-        offsets, modes = file.modes.arrays
         clear_unlearned(
-            offsets, modes, file.modes.learned, file.dtype.itemsize,
+            arrays.offsets, arrays.modes, file.learned, file.dtype.itemsize,
             runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.column[of_file],
             out,
         )  # fmt: skip

@@ -1,0 +1,77 @@
+"""What the `.idx` of a stored file says of its tokens, known before a token is read: where documents
+begin, and which mode each sequence has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.dataset import IndexedDataset
+from streammega.dataset.shard import Shard
+from streammega.errors import FormatError
+
+Integers = NDArray[np.int64]
+
+
+class FileIndexArrays(NamedTuple):
+    """Of a file: the byte at which each sequence begins, its tokens, its mode (None: sequences have
+    none), and the first sequence of each document.
+    """
+
+    offsets: Integers
+    lengths: NDArray[np.int32]
+    modes: NDArray[np.int8] | None
+    bounds: Integers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileIndex:
+    """The `.idx` of a file.
+
+    Its arrays are opened when they are first needed, in each process by itself: they are maps of
+    files, of this node's copy where the `.idx` is remote.
+    """
+
+    source: IndexedDataset | Shard
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its arrays are there."""
+        return "arrays" in self.__dict__
+
+    @cached_property
+    def arrays(self) -> FileIndexArrays:
+        """Raises FormatError where sequences do not lie in their order, StorageError."""
+        opened: Any = (
+            self.source if isinstance(self.source, IndexedDataset) else self.source.arrays()
+        )
+        offsets = _frozen(opened.sequence_offsets)
+        if (offsets[1:] < offsets[:-1]).any():
+            name = self.source.index_url if isinstance(self.source, Shard) else self.source.prefix
+            raise FormatError(
+                f"{name}: its sequences lie in no order, so it does not tell where documents "
+                "begin, nor which tokens have a mode; convert it again (without balance_batches and "
+                "loss_from_modes a dataset that is not packed needs neither)"
+            )
+        modes = opened.sequence_modes
+        return FileIndexArrays(
+            offsets=offsets,
+            lengths=_frozen(opened.sequence_lengths),
+            modes=None if modes is None else _frozen(modes),
+            bounds=_frozen(opened.document_indices),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source}
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that kernels take as one kind of argument, whether mapped or joined in memory."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
