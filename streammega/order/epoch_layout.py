@@ -1,5 +1,5 @@
-"""How the epochs of datasets are cut into samples, blocks and runs. Computed once, of the token
-counts of files alone; the kernels read it as records.
+"""How the epochs of datasets are cut into samples, blocks and runs: records for the kernels, computed
+once from the token counts of files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Integers = NDArray[np.int64]
 Records = NDArray[np.void]
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
+# Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
 @dataclass(kw_only=True, slots=True)
 class FilePart:
     """Consecutive tokens [start, start + tokens) of a file."""
@@ -32,9 +32,9 @@ class FilePart:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDataset:
-    """One dataset of the stream: its parts in order, and the bytes of a token.
+    """One dataset of the stream.
 
-    is_packed: samples are the bins of its files, with no token after them.
+    itemsize: bytes of a token. is_packed: its samples are bins, with no token after them.
     """
 
     parts: Sequence[FilePart]
@@ -43,14 +43,13 @@ class StreamDataset:
 
 
 class EpochLayout(NamedTuple):
-    """Records as the kernels of kernels/stream.py read them. Parts too short for one sample are left
-    out.
+    """Records for kernels/stream.py. Parts too short for one sample are left out.
+
+    datasets: DATASET [datasets]. parts: PART [parts], those of all datasets end to end.
     """
 
     datasets: Records
-    """DATASET [datasets]."""
     parts: Records
-    """PART [parts], those of all datasets end to end."""
 
     def of_dataset(self, column: int) -> EpochLayout:
         """The layout of one of its datasets alone."""
@@ -61,7 +60,7 @@ class EpochLayout(NamedTuple):
         return EpochLayout(dataset, self.parts[first:end])
 
     def joined(self, other: EpochLayout) -> EpochLayout:
-        """The datasets of this one and of another, in this order."""
+        """The datasets of this layout, then those of another."""
         datasets = other.datasets.copy()
         datasets["first_part"] += len(self.parts)
         datasets["end_part"] += len(self.parts)
@@ -70,8 +69,8 @@ class EpochLayout(NamedTuple):
         )
 
     def epochs_of_draws(self, draws: Integers, column: int) -> Integers:
-        """The epoch of each lane's draw of that number from a dataset, since it began anew and
-        without the remainder of former epochs; int64 [lanes].
+        """The epoch of each lane's draw from a dataset; epochs and draws count from 0, without a
+        remainder. draws: one of each lane. int64 [lanes].
         """
         lanes = int(self.datasets["lanes"][column])
         group = int(self.datasets["group"][column])
@@ -91,7 +90,7 @@ class EpochLayout(NamedTuple):
 
 
 def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
-    """Samples that a part of so many tokens has in every epoch."""
+    """Samples of a part in one epoch."""
     return max(0, (tokens - extra) // sequence_length)
 
 
@@ -110,11 +109,11 @@ def epoch_layout(
     lanes: int,
     block_bytes: int,
 ) -> EpochLayout:
-    """The layout of datasets in samples of `length` tokens and `extra` after them, in some lanes;
-    draws begin with epoch 0.
+    """The layout of datasets in samples of `length` tokens and `extra` after them. Draws begin with
+    epoch 0.
 
-    Raises ConfigError if one of them holds no sample. Cost: a few passes over all parts at once,
-    for there may be many datasets of one part, and many parts of one dataset.
+    Raises ConfigError if a dataset holds no sample. Cost: a few passes over all parts at once: there
+    may be many datasets of one part, and many parts of one dataset.
     """
     tokens = _column(datasets, "tokens")
     samples = np.maximum(tokens - extra, 0) // length
@@ -173,8 +172,8 @@ def _groups(sizes: Integers, blocks: Sequence[int], lanes: int) -> Integers:
 
 
 def _num_runs(size: int, blocks: int, lanes: int) -> int:
-    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one
-    when samples are few.
+    """As many runs as lanes; with fewer blocks, the largest divisor of the lanes that gives every run
+    a block. One run if there are fewer samples than lanes.
     """
     if size < lanes:
         return 1
@@ -182,7 +181,7 @@ def _num_runs(size: int, blocks: int, lanes: int) -> int:
 
 
 def _divisors(number: int) -> list[int]:
-    """All of them, in no order; a square's root twice."""
+    """All divisors, in no order; the root of a square comes twice."""
     divisors = []
     for small in range(1, math.isqrt(number) + 1):
         if number % small == 0:

@@ -1,10 +1,10 @@
-"""The remainder of an epoch in progress, where the samples or lanes of a dataset change.
+"""The remainder: what is unread of a dataset's open epochs where its samples or lanes change.
 
-What was begun and not read is intervals of tokens, about one a lane, known in closed form: of the
-newest epoch whole blocks, and draws of lanes that lag or have a block open. End to end they are cut
-into samples of the new length and dealt to the new lanes in equal runs; after its share a lane goes
-on with whole epochs. Stretches of whole blocks come first, so that nearly all samples are one run
-of tokens; others join several. What is too short for a sample waits for the next change.
+It is intervals of tokens, about one a lane, known in closed form: whole blocks of the newest epoch,
+and draws of lanes that are behind or have a block open. End to end they are cut into samples of the
+new length, and each new lane gets an equal run of these. After its share a lane draws from whole
+epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the others
+join several. Tokens too few for a sample stay unread until the next change.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from streammega.kernels.stream import (
 from streammega.order.epoch_layout import EpochLayout, Integers, Records
 
 MAX_STRETCHES = 6
-"""What blocks cut an interval into at most: two ends, and before and behind the short block a
-stretch of whole ones with what is beside it.
+"""Pieces of one interval, at most: its two ends, and on each side of the short block whole blocks and
+a rest.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRemainder:
-    """Intervals end to end, cut into samples of `length` tokens and dealt to `lanes`.
+    """Intervals end to end, cut into samples of `length` tokens for `lanes`.
 
-    layout: of the dataset, in each of the samples and lanes in which it was drawn so far.
-    intervals: INTERVAL records.
+    layout: the dataset, once for each of the samples and lanes in which it was drawn. intervals:
+    INTERVAL records.
     """
 
     layout: EpochLayout
@@ -53,12 +53,12 @@ class EpochRemainder:
 
     @property
     def samples(self) -> int:
-        """How many samples they make."""
+        """How many samples they make; what is left at the end makes none."""
         return self.tokens // self.length
 
     @cached_property
     def lane_counts(self) -> Integers:
-        """How many of them each lane has, int64 [lanes]: they differ by one at most."""
+        """Samples of each lane, int64 [lanes]: lanes differ by one at most."""
         each, more = divmod(self.samples, self.lanes)
         return each + (np.arange(self.lanes) < more).astype(np.int64)
 
@@ -87,8 +87,8 @@ class EpochRemainder:
             runs = np.empty(count, RUN)
 
     def samples_with(self, file: int, start: int, stop: int) -> Integers:
-        """The numbers of its samples that have tokens [start, stop) of a file, ascending: in closed
-        form. The token after a sample's last is not one of its own here.
+        """The numbers of its samples that have tokens [start, stop) of a file, ascending; in closed
+        form. The extra token after a sample is not counted here.
         """
         samples = np.empty(0, np.int64)
         while True:
@@ -104,13 +104,13 @@ class EpochRemainder:
             )
             if count <= len(samples):
                 found = np.unique(samples[:count])
-                # what is behind the last is too short for one
+                # the tokens after the last sample are too few for one
                 return found[found < self.samples]
             samples = np.empty(count, np.int64)
 
     def unread_after(self, drawn: Integers) -> Records:
-        """What is left of it when each lane has made `drawn` draws; last what was too short to be
-        dealt.
+        """What is unread of it when each lane has made `drawn` draws; last the tokens too few for a
+        sample.
         """
         taken = np.minimum(drawn, self.lane_counts)
         dealt = self.samples * self.length
@@ -127,7 +127,7 @@ class EpochRemainder:
 
     @cached_property
     def _epochs(self) -> tuple[Integers, Integers]:
-        """The epochs [first, last) of each dataset of the layout that intervals are of."""
+        """The epochs [first, last) that have intervals, of each dataset of the layout."""
         first = np.empty(len(self.layout.datasets), np.int64)
         last = np.empty(len(self.layout.datasets), np.int64)
         epochs_of_intervals(self.intervals, self.layout.datasets, first, last)
@@ -137,9 +137,10 @@ class EpochRemainder:
 def remainder_of(
     layout: EpochLayout, before: EpochRemainder | None, drawn: Integers, *, length: int, lanes: int
 ) -> EpochRemainder | None:
-    """What a dataset has left when each lane has made `drawn` draws, int64 [lanes], since it began
-    in a layout, its own alone, with what was left before; dealt anew to `lanes` in samples of
-    `length`. None: nothing has begun.
+    """What is unread of a dataset when each lane has made `drawn` draws, int64 [lanes], for new `lanes`
+    in samples of `length`. None: nothing has begun.
+
+    layout: the dataset alone, as it was drawn. before: the remainder that it had.
     """
     intervals = []
     if before is not None:
@@ -158,7 +159,7 @@ def remainder_of(
 
 
 def _in_stretches(layout: EpochLayout, intervals: Records) -> Records:
-    """Intervals cut at the bounds of blocks, stretches of whole ones first; neighbours are one."""
+    """Intervals cut at the bounds of blocks, whole blocks first; adjacent ones are merged."""
     split = np.empty(MAX_STRETCHES * len(intervals), INTERVAL)
     is_whole = np.empty(len(split), np.bool_)
     count = split_at_blocks(intervals, layout.datasets, split, is_whole)

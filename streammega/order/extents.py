@@ -1,4 +1,4 @@
-"""Where samples lie: what every order's `locate` returns."""
+"""Where samples lie: what `locate` of every order returns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Extents:
 
 
 def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
-    """Parts of samples, as samples of their own: of every sample its tokens [start, stop) for each
-    of `bounds`, in their order.
+    """Parts of samples, as samples of their own: for each sample and each of `bounds` its tokens
+    [start, stop).
 
-    Where a sample ends before a bound, its part is shorter, or empty. Cost: a few passes over the
+    A part is shorter, or empty, where its sample ends before the bound. Cost: a few passes over the
     rows for each bound.
     """
     sizes = extents.stop - extents.start
@@ -43,7 +43,7 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     first_row_of_sample = extents.row_splits[:-1]
     first_row = first_row_of_sample[sample_of_row]
     column = tokens_before - tokens_before[first_row]  # where in its sample a row begins
-    # Of all bounds one after the other, to be put in the order of their parts at the end.
+    # for one bound after the other; sorted by part at the end
     rows = []
     parts = []
     starts = []
@@ -73,7 +73,7 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
 
 
 def merge_extents(parts: Sequence[tuple[NDArray[np.int64], Extents]]) -> Extents:
-    """One Extents from several: of each, the places of its samples among all, int64, and theirs."""
+    """One Extents from several. parts: (places of the samples among all, int64; their extents)."""
     num_samples = sum(len(samples) for samples, _ in parts)
     rows_of_sample = np.zeros(num_samples, np.int64)
     for samples, extents in parts:

@@ -1,5 +1,5 @@
-"""The Megatron order backwards: which samples read given tokens of a sequence. Its indices are
-shuffles, so they are looked through, a stretch at a time.
+"""The inverse of the Megatron order: which samples read given tokens of a sequence. Its indices are
+shuffles, so they are scanned, a stretch at a time.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def samples_of_blend(
     dataset: int,
     samples: Integers,
 ) -> dict[int, int]:
-    """Where a blend has samples of one of its datasets: the sample of the blend by that of the
-    dataset; those that it does not take are left out. Cost: a pass over both indices.
+    """{sample of a dataset: sample of the blend}, without samples that the blend does not take. Cost: a
+    pass over both indices.
     """
     taken: dict[int, int] = {}
     if not len(samples):
@@ -82,8 +82,8 @@ def samples_of_blend(
 def _rows_of(
     sample_index: NDArray[Any], position: int, length: int, extra: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(row, start, stop) of the rows that read the sequence at a position of the document index,
-    and which of its tokens: as `sample_pieces` of the kernels has it.
+    """(row, start, stop) of the rows that read the sequence at a position of the document index, and
+    the tokens of it that they read: as the kernel `sample_pieces` has them.
     """
     positions = sample_index[:, 0]
     # The row before the first that begins there may reach into it.

@@ -1,4 +1,4 @@
-"""Which blocks of the stream order a reader has open: what lets a block be fetched whole and freed
+"""Which blocks of the stream order a reader has open, so that a block is fetched whole and freed
 after its last sample. A lane reads the part of a block that lies in its run.
 """
 
@@ -16,11 +16,11 @@ from streammega.order.stream_order import StreamOrder
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedBlocks:
-    """Blocks that open in a stretch of samples, and the runs of tokens they consist of, end to end
-    in this order.
+    """Blocks that open in a stretch of samples, and the runs of tokens that they consist of, end to
+    end in this order.
 
-    slot, uses, row [blocks]: where its samples will be looked for, how many there will be, the
-    first row that needs it; block, dataset (its number), file, start, stop [runs], in tokens.
+    slot, uses, row [blocks]: the slot, how many samples will use it, and the first row that does.
+    block, dataset (its number), file, start, stop [runs]: in tokens.
     """
 
     slot: Integers

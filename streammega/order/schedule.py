@@ -274,7 +274,7 @@ def training_schedule(
 def resolve_phase_starts(
     config: DataConfig, global_batch_size: int, rampup: tuple[int, int, int] | None = None
 ) -> DataConfig:
-    """The config with every phase told by its `first_sample`.
+    """The config in which every phase has its `first_sample`.
 
     global_batch_size, rampup: of the first phase, from sample 0 on, as in StreamingDataset. Raises
     ConfigError for a token within a step, with those at which it begins and ends.
@@ -288,21 +288,19 @@ def resolve_phase_starts(
         before = replace(config, phases=tuple(phases))
         schedule = training_schedule(before, "train", global_batch_size, rampup)
         first_sample = _start_of(phase, schedule)
-        # the others are left out: of a config that is changed later they would be told twice
+        # without the others, which would repeat it if the config is changed later
         phases.append(replace(phase, first_sample=first_sample, first_step=None, first_token=None))
     return replace(config, phases=tuple(phases))
 
 
 def check_in_samples(phases: Sequence[PhaseConfig]) -> None:
-    """Raise ConfigError for a phase that is told by a step or token, where no batch sizes are
-    known.
-    """
+    """Raise ConfigError for a phase that begins at a step or token: batch sizes are not known here."""
     for number, phase in enumerate(phases, 1):
         if not phase.is_in_samples:
             raise ConfigError(
-                f"phase {number} is told by its first step or token, and which sample that is only "
-                "batch sizes tell: take the config of a dataset that has them, "
-                "StreamingDataset(config, ...).config, or give it first_sample"
+                f"phase {number} begins at a first_step or first_token, and only batch sizes say which "
+                "sample that is: take the config of a dataset that has them, "
+                "StreamingDataset(config, ...).config, or give the phase first_sample"
             )
 
 

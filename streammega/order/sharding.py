@@ -86,15 +86,15 @@ def rank_of(
 
 
 def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
-    """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs
-    all ranks the same.
+    """The two of 2 * cp_size equal parts of a sequence that a rank keeps, so that causal attention
+    costs all ranks the same.
     """
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
 def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
-    """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all
-    of it for one rank.
+    """[start, stop) of the parts of a sequence that a rank keeps, in their order; a single rank keeps
+    all of it.
 
     Raises ConfigError unless the length is a multiple of 2 * cp_size, and the rank exists.
     """
@@ -118,11 +118,11 @@ Integers = NDArray[np.int64]
 
 
 def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Integers:
-    """The samples of a global batch as they are read, by their places in it: int64 [micro-steps,
-    dp_size, micro_batch_size].
+    """Which samples of a global batch each micro-step, rank and row reads, by their places in it:
+    int64 [micro-steps, dp_size, micro_batch_size].
 
-    costs: of each sample, int64 [samples], a multiple of micro_batch_size * dp_size. Equal costs
-    are taken in the order of their samples.
+    costs: int64 [samples], a multiple of micro_batch_size * dp_size. Samples of equal cost keep their
+    order.
     """
     by_cost = np.argsort(-costs, kind="stable")
     micro_steps = len(costs) // (micro_batch_size * dp_size)
@@ -132,8 +132,8 @@ def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Int
 
 
 def pace(costs: Integers) -> int:
-    """What a global batch takes where ranks wait for each other in every micro-step: the sum of
-    what is dearest in each.
+    """The cost of a global batch where ranks wait for each other in every micro-step: the sum of the
+    highest costs of a rank.
 
     costs: int64 [micro-steps, dp_size, micro_batch_size].
     """
@@ -141,7 +141,7 @@ def pace(costs: Integers) -> int:
 
 
 def longest_rank(costs: Integers) -> int:
-    """What a global batch takes where ranks wait for each other at its end alone. costs: as of
+    """The cost of a global batch where ranks wait for each other only at its end. costs: as in
     `pace`.
     """
     return int(costs.sum(axis=(0, 2)).max())

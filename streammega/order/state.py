@@ -22,8 +22,8 @@ PHASES = "phases"
 """The entry of an identity that has the later phases of a run: {number: what defines it}."""
 STATE_VERSION = 1
 KEYS = ("version", "consumed_samples", "batch_offset", "order", "fingerprint")
-"""Of every state, whatever its order: checkpoints that keep one entry a key (torch's DCP) then hand a
-state of another order over, and it is refused here, in words.
+"""The entries of every state, in every order. Checkpoints with one entry a key (torch's DCP) can then
+load the state of another order, and the error here says what differs.
 """
 MAX_WHOLE_IDENTITY = 720
 """Characters of an identity that a state holds whole, as JSON text within JSON."""
@@ -38,7 +38,7 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A state that was read and is undamaged, of whatever order."""
+    """A state that was read and is undamaged, of any order."""
 
     consumed: int
     offset: int
@@ -72,7 +72,7 @@ def make_state(
     global batch that is not finished.
     """
     order: Mapping[str, Any] = identity
-    # Twice: in a state it is text within JSON, where each quote takes another character.
+    # Encoded twice: a state has it as text within JSON, where a quote takes two characters.
     if len(json.dumps(canonical_json(identity))) > MAX_WHOLE_IDENTITY:
         order = {name: _short_entry(value) for name, value in identity.items()}
     return {

@@ -1,5 +1,5 @@
-"""The stream order backwards: which samples read given tokens of a file. In closed form: no sample
-is looked through, and no log of a run is needed.
+"""The inverse of the stream order: which samples read given tokens of a file. In closed form: it
+scans no samples, and needs no log of a run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from streammega.order.extents import Extents
 from streammega.order.stream_order import StreamOrder
 
 EPOCHS_AT_ONCE = 4096
-"""Epochs whose uses are asked for by one call of the kernel: bounds the memory."""
+"""Epochs of one call of the kernel: bounds the memory."""
 
 
 @dataclass(frozen=True)
 class TokenUses:
-    """Which samples read tokens that were asked for, and which of these; int64 [uses] each.
+    """Samples that read some tokens, and the tokens that each reads; int64 [uses] each.
 
     sample: ids, ascending. start, stop: tokens from the beginning of the file.
     """
@@ -37,12 +37,11 @@ def samples_using_tokens(
     order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> TokenUses:
     """The samples of a phase before `end` that read tokens [start, stop) of a file, and which of
-    them, in the order of samples. `dataset`: its number over all phases.
+    these tokens, in the order of samples. `dataset`: its number over all phases.
 
-    The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
-    [start, stop). Of a sample that joins runs of tokens each run is a use. Tokens between the
-    samples of an epoch are read in none of it. Cost: some ten microseconds an epoch, and as much
-    for each sample that the tokens touch.
+    The inverse of `order.locate`, with the extra token of a sample. Where a sample joins runs of
+    tokens, each run is a use. Tokens between the samples of an epoch are not read in it. Cost: some
+    ten microseconds an epoch, and as much for each sample that the tokens touch.
     """
     columns = np.flatnonzero(order.dataset_numbers == dataset)
     if not len(columns) or order.first_sample >= end:
@@ -54,9 +53,9 @@ def samples_using_tokens(
         last = min(last_epoch, first + EPOCHS_AT_ONCE)
         parts.append(_uses_in_epochs(order, column, (file, start, stop), (first, last), end))
     runs = np.concatenate(parts)
-    # One that reads two parts of a file comes once for each of them.
+    # A sample that reads two parts of a file comes once for each.
     uses = [TokenUses(runs["item"] + order.first_sample, runs["start"], runs["stop"])]
-    # the token behind a sample's last is read with it
+    # a sample also reads the extra token after its last
     joined = _samples_of_remainder(order, column, (file, start - order.extra, stop), end)
     if len(joined):
         within = _within(order.locate(joined), joined, (dataset, file, start, stop))
@@ -76,24 +75,22 @@ def concatenate_uses(uses: Sequence[TokenUses]) -> TokenUses:
 def _samples_of_remainder(
     order: StreamOrder, column: int, tokens: tuple[int, int, int], end: int
 ) -> Integers:
-    """The samples before `end` that read tokens (file, start, stop) as what former epochs had left,
-    ascending.
-    """
+    """The samples of the remainder before `end` that read tokens (file, start, stop), ascending."""
     remainder = order.remainders[column]
     if remainder is None:
         return np.empty(0, np.int64)
     numbers = remainder.samples_with(*tokens)
     lane, draw = remainder.lane_of(numbers)
     samples = np.empty(len(numbers), np.int64)
-    # own draws of the lane begin behind those of the remainder
+    # draws of a lane count from its first one after the remainder
     samples_of_draws(lane, draw - remainder.lane_counts[lane], column, order.tree, samples)
     is_here = (samples >= 0) & (samples < end - order.first_sample)
     return np.unique(samples[is_here] + order.first_sample)
 
 
 def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:
-    """(sample, start, stop) of what samples have of tokens (dataset, file, start, stop), int64 [3,
-    uses]; extents: where they lie.
+    """(sample, start, stop) of the tokens (dataset, file, start, stop) that samples have, int64 [3,
+    uses]. extents: where the samples lie.
     """
     dataset, file, start, stop = tokens
     sample = np.repeat(samples, np.diff(extents.row_splits))
@@ -104,8 +101,8 @@ def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, in
 
 
 def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:
-    """Of the epochs of a dataset since it began anew those [first, last) that an order's own
-    samples before `end` are of, without what former epochs had left; of one that is not drawn, none.
+    """The epochs [first, last) of a dataset that the samples of a phase before `end` are of, without
+    its remainder. Epochs count from 0 where draws begin.
     """
     first = np.empty(order.lanes, np.int64)
     last = np.empty(order.lanes, np.int64)
@@ -133,5 +130,5 @@ def _uses_in_epochs(
         )
         if count <= len(runs):
             return runs[:count]
-        # counted, and now there is room for them
+        # now that they are counted, with room for all
         runs = np.empty(count, RUN)

@@ -4,21 +4,19 @@ The global stream is L independent lanes, interleaved: sample i is lane i mod L,
 multiple of the global batch, so every usable number of ranks divides it, and ranks own disjoint
 lanes.
 
-A dataset is cut, in every epoch anew, into samples of consecutive tokens of one file (shifted by a
-keyed phase, so that no token is always lost), and into blocks of whole samples. The blocks are
-permuted by a keyed bijection; the permuted dataset is cut into runs, one for each lane (or group of
-lanes, when there are few blocks), rotated by a keyed offset. What a run has of a block is
-contiguous bytes, read in a keyed order. Which dataset a lane takes at a row comes from a binary
-tree of exact fractions. Every part of it is arithmetic on (seed, sizes, weights), so any sample can
-be located by itself.
+Every epoch cuts a dataset into samples: consecutive tokens of one file, shifted by a keyed offset,
+so that no token is lost in every epoch. Whole samples make blocks, which a keyed bijection permutes.
+The permuted dataset is cut into runs, each rotated by a keyed offset. A lane has a run of its own;
+when blocks are few, a group of lanes shares one. The part of a block in a run is contiguous bytes,
+read in a keyed order. A binary tree of exact fractions says which dataset a lane draws from at a
+row. All of it is arithmetic on (seed, sizes, weights), so any sample can be located by itself.
 
-Phases: the datasets, weights, sample lengths and lanes of a run may change at some samples. A phase
-is a stream order of its own that goes on where those before it ended: row and lane of a sample
-count from its first one, and the blend is a tree over the phase's own datasets. How many draws each
-lane has made from a dataset before the phase is summed in closed form, whether it was in the phase
-before or only in an earlier one, so nothing is read twice within an epoch. A dataset whose samples
-or lanes change is read on from the remainder of its epochs in progress (epoch_remainder.py), and
-then by whole epochs, whose numbers in keys are new ones. A phase that follows changes nothing.
+The datasets, weights, sample lengths and lanes of a run may change at some samples. Each such phase
+has a stream order of its own, which continues where the phases before it ended. Rows and lanes count
+from its first sample, and its tree has its own datasets. The draws that each lane made from a
+dataset in earlier phases are counted in closed form, so nothing is read twice within an epoch. Where
+the samples or lanes of a dataset change, the unread part of its open epochs comes first
+(epoch_remainder.py), then whole epochs with new numbers in keys. A phase never changes earlier ones.
 """
 
 from __future__ import annotations
@@ -52,26 +50,25 @@ DEFAULT_BLOCK_BYTES = 1 << 18
 
 
 class BlendTree(NamedTuple):
-    """What decides which dataset a lane draws from, as the kernels take it."""
+    """What decides which dataset a lane draws from, as the kernels take it.
+
+    key: the order's. segment: the number of the phase in keys. fractions [nodes]: the part of the
+    draws at a node that goes left, in 2**-44ths. bases [lanes, datasets]: draws of a lane from a
+    dataset before the phase, minus its share of the remainder.
+    """
 
     key: np.uint64
-    """Of the order."""
     lanes: int
     segment: int
-    """The number of the phase in keys."""
     fractions: NDArray[np.uint64]
-    """[nodes]: of the draws at a node, how many go left, in 2**-44ths."""
     bases: Integers
-    """[lanes, datasets]: draws of a lane from a dataset before the phase, less its share of the
-    remainder of former epochs.
-    """
 
 
 class DatasetProgress(NamedTuple):
-    """How far a dataset is drawn where a phase begins.
+    """How far earlier phases have drawn a dataset.
 
-    layout: of it alone, in the samples and lanes in which it was drawn last. remainder: what earlier
-    phases had left when it began so. draws: of each lane since then, those of the remainder first.
+    layout: the dataset alone, in the samples and lanes in which it was drawn last. remainder: what was
+    unread when these began. draws: of each lane since then; the remainder's come first.
     """
 
     layout: EpochLayout
@@ -80,7 +77,7 @@ class DatasetProgress(NamedTuple):
 
     @property
     def first_epoch(self) -> int:
-        """The number in keys of its first epoch since it began anew."""
+        """The number in keys of its first epoch in this layout."""
         return int(self.layout.datasets["first_epoch"][0])
 
     @property
@@ -92,7 +89,7 @@ class DatasetProgress(NamedTuple):
         return self.first_epoch + self.layout.epochs_begun(draws, 0)
 
     def unread(self, length: int, lanes: int) -> EpochRemainder | None:
-        """What of its epochs is unread, dealt to so many lanes in samples of `length`."""
+        """The unread part of its epochs, in samples of `length` and so many lanes."""
         return remainder_of(self.layout, self.remainder, self.draws, length=length, lanes=lanes)
 
 
@@ -100,10 +97,13 @@ class DatasetProgress(NamedTuple):
 class StreamOrder:
     """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
 
-    weights: of each dataset, relative; one may be zero. first_sample: where the phase begins. earlier:
-    the orders of the phases before it. numbers: of each dataset over all phases, in the order in
-    which they first appear; None: 0, 1, ... restart: numbers of those that begin a new epoch here,
-    however far they were.
+    Args:
+        weights: relative; one may be zero.
+        first_sample: where the phase begins.
+        numbers: the datasets' numbers over all phases, in the order in which they first appear;
+            None: 0, 1, ...
+        earlier: the orders of the phases before it.
+        restart: numbers of the datasets that begin a new epoch here.
     """
 
     datasets: Sequence[StreamDataset]
@@ -119,10 +119,10 @@ class StreamOrder:
     restart: frozenset[int] = frozenset()
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie: one run of tokens each, or several where one joins what earlier phases
-        have left. `dataset`: its number over all phases.
+        """Where samples lie: one run of tokens each, or several where a sample joins what earlier
+        phases left unread. `dataset`: its number over all phases.
 
-        Any ids from `first_sample` on; cost per sample O(log datasets).
+        Takes any ids from `first_sample` on. Cost of a sample: O(log datasets).
         """
         count = len(sample_ids)
         column = np.empty(count, np.int32)
@@ -145,8 +145,8 @@ class StreamOrder:
         return merge_extents(parts)
 
     def _of_remainder(self, column: int, samples: Integers, before_own: Integers) -> Extents:
-        """Where samples lie that are of the remainder of a dataset's former epochs. before_own: how
-        many draws the lane of each is before its first own one, negative.
+        """Where samples of a dataset's remainder lie. before_own: how many draws each is before the
+        first draw of its lane from whole epochs; negative.
         """
         remainder = self.remainders[column]
         assert remainder is not None
@@ -168,7 +168,7 @@ class StreamOrder:
         return int(self.extra_token)
 
     def within_phase(self, sample_ids: Integers) -> Integers:
-        """Samples as the kernels count them: from the first of this phase."""
+        """Samples counted from the first of this phase, as kernels count them."""
         return np.ascontiguousarray(sample_ids, np.int64) - self.first_sample
 
     def lane_of(self, sample_ids: Integers) -> Integers:
@@ -202,7 +202,7 @@ class StreamOrder:
 
     @cached_property
     def layout(self) -> EpochLayout:
-        """How epochs are cut, as the kernels take it, computed once."""
+        """How epochs are cut, as the kernels take it."""
         datasets, parts = self._first_layout
         datasets = datasets.copy()
         datasets["first_epoch"] = self.first_epochs
@@ -210,7 +210,7 @@ class StreamOrder:
 
     @cached_property
     def _first_layout(self) -> EpochLayout:
-        """The same of draws that begin with epoch 0: no earlier phase is asked."""
+        """The same, as if draws began with epoch 0: it needs no earlier phase."""
         return epoch_layout(
             self.datasets,
             self.dataset_numbers,
@@ -249,8 +249,8 @@ class StreamOrder:
         return draws
 
     def counts(self, num_samples: int) -> Integers:
-        """Samples that the first `num_samples` of this phase, and those of the phases before it
-        since a dataset began anew, take from each dataset in each lane, int64 [lanes, datasets].
+        """How many draws each lane has made from each dataset after `num_samples` of this phase,
+        int64 [lanes, datasets]. They count from where the dataset's samples and lanes last changed.
 
         In closed form: no sample is located.
         """
@@ -260,14 +260,14 @@ class StreamOrder:
             counts[:more] = self._draws_of_rows(rows + 1)[:more]
         return self._draws_before + counts
 
-    # What the phases before have left to this one.
+    # What this phase takes over from earlier ones.
 
     @cached_property
     def progress(self) -> Mapping[int, DatasetProgress]:
-        """How far the phases before have drawn each of their datasets, by its number."""
+        """How far earlier phases have drawn each of their datasets, by its number."""
         if not self.earlier:
             return {}
-        # from the first on: each by itself would ask the one before it, hundreds deep
+        # from the first on: the last alone would recurse through hundreds of phases
         for order in self.earlier:
             _ = order.progress
         last = self.earlier[-1]
@@ -280,7 +280,7 @@ class StreamOrder:
         return progress
 
     def _continues(self, number: int) -> bool:
-        """Whether a dataset goes on as it was drawn last: in the same samples and lanes."""
+        """Whether a dataset is drawn in the same samples and lanes as before."""
         before = self.progress.get(number)
         if before is None or number in self.restart:
             return False
@@ -289,13 +289,14 @@ class StreamOrder:
 
     @cached_property
     def has_remainders(self) -> bool:
-        """Whether some samples are of what earlier phases have left, and may join runs."""
+        """Whether some samples are of remainders, and may join several runs."""
         return any(remainder is not None for remainder in self.remainders)
 
     @cached_property
     def remainders(self) -> Sequence[EpochRemainder | None]:
-        """What earlier phases have left of each dataset, in samples and lanes of this one; of a
-        dataset that continues, that with which it began. None of one that is new or restarts.
+        """The unread part of each dataset's earlier epochs, in the samples and lanes of this phase.
+
+        A dataset that continues keeps the remainder that it has. None for one that is new or restarts.
         """
         remainders: list[EpochRemainder | None] = []
         for number in self.dataset_numbers.tolist():
@@ -309,7 +310,7 @@ class StreamOrder:
         return remainders
 
     def dropped(self, column: int) -> EpochRemainder | None:
-        """What earlier phases have left of a dataset that restarts; None of others."""
+        """What a restart leaves unread of a dataset; None for others."""
         number = int(self.dataset_numbers[column])
         before = self.progress.get(number)
         if before is None or number not in self.restart:
@@ -317,15 +318,15 @@ class StreamOrder:
         return before.unread(self.sequence_length, self.lanes)
 
     def carried_over(self, column: int) -> EpochRemainder | None:
-        """What earlier phases have left of a dataset that this phase cuts anew; None of others."""
+        """The remainder of a dataset that begins in this phase; None for others."""
         if self._continues(int(self.dataset_numbers[column])):
             return None
         return self.remainders[column]
 
     @cached_property
     def first_epochs(self) -> Integers:
-        """The number in keys of the first epoch of each dataset since it began anew: epochs before
-        have other numbers. int64 [datasets].
+        """The number in keys of the epoch that each dataset's draws begin with, int64 [datasets].
+        Earlier epochs have smaller numbers.
         """
         first = np.zeros(len(self.dataset_numbers), np.int64)
         for column, number in enumerate(self.dataset_numbers.tolist()):
@@ -337,7 +338,7 @@ class StreamOrder:
 
     @property
     def _draws_before(self) -> Integers:
-        """Draws of each lane from each dataset in the phases before, since it began anew, [lanes,
+        """Draws that each lane made in earlier phases from datasets that continue, int64 [lanes,
         datasets].
         """
         draws = np.zeros((self.lanes, len(self.dataset_numbers)), np.int64)
@@ -357,8 +358,8 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
     num_leaves = 1 << (max(1, len(weights)) - 1).bit_length()
     fractions = np.zeros(num_leaves + 1, np.uint64)
     largest = max(weights)
-    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest
-    # float, times 2**80, is none.
+    # Sums of integers do not depend on their order. Divided first: the largest floats times 2**80
+    # would overflow.
     exact = [int(weight / largest * 2.0**80) for weight in weights]
     root = (1, 0, len(weights))
     nodes = [root]
@@ -369,7 +370,7 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
         middle = (low + high) // 2
         left = sum(exact[low:middle])
         both = left + sum(exact[middle:high])
-        if both:  # below a node of no weight nothing is ever drawn
+        if both:  # nothing is drawn below a node without weight
             fractions[node] = ((left << FRACTION_BITS) + both // 2) // both  # rounded
         nodes.append((2 * node, low, middle))
         nodes.append((2 * node + 1, middle, high))
@@ -386,10 +387,10 @@ def _one_run_each(
 USAGE = np.dtype(
     [
         ("samples", np.int64),
-        ("from_remainder", np.int64),  # of these, how many are cut from what earlier phases left
-        ("carried_tokens", np.int64),  # tokens that earlier phases left, which this one cuts anew
-        ("unused_tokens", np.int64),  # of these, those that make no sample, until the next change
-        ("dropped_tokens", np.int64),  # tokens that earlier phases left, where a restart drops them
+        ("from_remainder", np.int64),  # how many of them are of a remainder
+        ("carried_tokens", np.int64),  # of the remainder that begins in this phase
+        ("unused_tokens", np.int64),  # its end, too short for a sample until the next change
+        ("dropped_tokens", np.int64),  # left unread by a restart
     ]
 )
 """What samples of one phase take from a dataset."""
@@ -399,7 +400,7 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> Records:
     """What [start, stop) spans of samples of a phase, in their order, take from its datasets: USAGE
     [datasets].
 
-    Cost: two walks of the blending tree in each lane for every span, whatever their length.
+    Cost: two walks of the blending tree in each lane for every span; its length does not matter.
     """
     usage = np.zeros(len(order.datasets), USAGE)
     remainder_draws = np.zeros((order.lanes, len(order.datasets)), np.int64)

@@ -140,9 +140,9 @@ def test_a_phase_says_once_where_it_begins() -> None:
     config = config_of(PhaseConfig(first_step=4), PhaseConfig(first_sample=12))
     with pytest.raises(ConfigError, match=r"phase 2 begins at sample 12, .* at 18"):
         resolve_phase_starts(config, 6)
-    with pytest.raises(ConfigError, match="only batch sizes tell"):
+    with pytest.raises(ConfigError, match="only batch sizes say"):
         locate(config, [0])
-    with pytest.raises(ConfigError, match="only batch sizes tell"):
+    with pytest.raises(ConfigError, match="only batch sizes say"):
         list(prepare(replace(config, order="megatron", lanes=None, num_samples=(48, 0, 0))))
     scheduled = config_of(PhaseConfig(first_step=4), blend_schedule=[(30, [1.0])])
     with pytest.raises(ConfigError, match="where the phase from 18 on holds"):
