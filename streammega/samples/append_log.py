@@ -1,13 +1,13 @@
-"""What a run took in by itself, written down where all its ranks and resumes see it.
+"""The log of what was appended in mid-run: files that all ranks and resumes of the run see.
 
-    follow/00000000000000000000.json   of which run the others are
-    follow/00000000000001920000.json   all that joined up to sample 1,920,000
-    follow/00000000000003840000.json   all that joined up to sample 3,840,000
+    follow/00000000000000000000.json   which run the log belongs to
+    follow/00000000000001920000.json   all that was appended up to sample 1,920,000
+    follow/00000000000003840000.json   all that was appended up to sample 3,840,000
 
-One file for each sample at which newer versions were looked for, also where there was none. Who
-comes to such a sample and finds no file looks, and writes what it found on the condition that
-nobody has; whoever comes at the same moment, later, or again after a kill goes by what was written.
-So ranks and workers agree without a message, and nothing is drawn that is not written down before.
+There is a file for each sample at which the run checked for newer versions, even if it found none. A
+rank that comes to such a sample and finds no file checks, and creates the file on the condition that
+there is none. Ranks that come later, or at the same moment, or again after a kill go by that file. So
+ranks and workers agree without a message, and nothing is drawn before it is in the log.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from streammega.storage.store import create_on_condition
 FORMAT = "streammega-follow"
 VERSION = 2
 _DIGITS = 20
-"""Of a sample in a file's name, so that names are in the order of samples."""
+"""Digits of a sample in a file's name: names sort as samples do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppendedSegment:
-    """A segment that begins because versions were appended: the whole of its blend.
+    """A segment that begins because versions were appended, with its whole blend.
 
-    datasets: names, without secrets; those that the blend had before come first. weights: of all of
-    them; None: in proportion to their samples, as before. weights_before: of those it had before.
+    datasets: names, without secrets; the first `num_before` were in the blend already. weights: None:
+    in proportion to samples. weights_before: those of the first `num_before` until then.
     """
 
     first_sample: int
@@ -54,9 +54,9 @@ class AppendedSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """All that was appended up to a sample at which versions were looked for.
+    """All that was appended up to a sample at which the run checked for versions.
 
-    unreadable: versions that could not be read there, and why, for people.
+    unreadable: versions that could not be read then, and why, for people.
     """
 
     sample: int
@@ -65,7 +65,7 @@ class Check:
 
 
 NOTHING = Check(sample=0, segments=[], unreadable=[])
-"""Of a run that has looked nowhere yet."""
+"""The check of a run that has not checked yet."""
 
 
 class AppendLog:
@@ -81,7 +81,7 @@ class AppendLog:
         self._storage = storage
 
     def newest(self) -> Check:
-        """What was found at the last sample of all: one listing, and one file."""
+        """The last check. Cost: one listing, and one file."""
         store, key = open_store(self.url, self._storage)
         samples = [0]
         for info in store.list(f"{key}/", recursive=False):
@@ -95,7 +95,7 @@ class AppendLog:
         return check or NOTHING
 
     def at(self, sample: int) -> Check | None:
-        """What was found at a sample; None: nobody has looked there."""
+        """The check at a sample; None: no rank has checked there."""
         raw = read_whole(self._url_of(sample), self._storage)
         if raw is None:
             return None
@@ -112,9 +112,10 @@ class AppendLog:
         return check
 
     def begin(self, run: Mapping[str, Any]) -> None:
-        """Have it be the record of a run, which `run` tells from others.
+        """Mark the log as that of a run, which `run` identifies.
 
-        Raises ConfigError where it is another's, or its place keeps no conditional writes.
+        Raises ConfigError if it belongs to another run, or the storage does not support conditional
+        writes.
         """
         first = self._to_json(NOTHING, run=dict(run))
         self._create(0, first)
@@ -125,12 +126,12 @@ class AppendLog:
                 f"{redact_urls(self.url)}: is the record of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.record"
             )
-        # what is there must be refused: else two ranks could each write what they found
+        # the second write must be refused: else two ranks could each write a check
         if self._create(0, raw or first):
             raise _no_conditions(self.url, "what is there is written over")
 
     def write(self, check: Check) -> Check:
-        """Write what was found, unless somebody has; returns what holds."""
+        """Write a check, unless there is one; returns the one that is there."""
         self._create(check.sample, self._to_json(check))
         written = self.at(check.sample)
         if written is None:
@@ -158,7 +159,7 @@ class AppendLog:
         except (ValueError, RecursionError) as error:
             raise self._damaged(sample, str(error)) from None
         if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
-            raise self._damaged(sample, "it is none")
+            raise self._damaged(sample, "it is not of this format")
         version = stored.pop("version", None)
         if version != VERSION:
             raise self._damaged(sample, f"version {version}; this program reads {VERSION}")

@@ -1,5 +1,5 @@
-"""Versions that a run takes in by itself: which there are, the phases that they make, and the sample
-source that goes on with them.
+"""Versions of datasets that a run appends by itself: which there are, the phases that they make, and
+the sample source that continues with them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 
 
 def log_of(config: DataConfig) -> AppendLog:
-    """Where a run writes what was appended. Raises ConfigError where it does not say."""
+    """The log of a run. Raises ConfigError if the config names no place for it."""
     assert config.follow is not None
     if config.follow.record is None:
         raise ConfigError(
-            "follow.record is not given: name a folder that all ranks and resumes of the run see, "
-            "where it is written what joined at which sample"
+            "follow.record is not given: name a folder that all ranks and resumes of the run see; it "
+            "keeps what was appended, and at which sample"
         )
     return AppendLog(config.follow.record, config.storage)
 
 
 def recorded(config: DataConfig, split: str = "train") -> DataConfig:
-    """A config whose phases are also those in which its run has taken in something so far, and that
-    follows no more; another one as it is.
+    """The config with the phases that its run has appended so far, and without `follow`. A config that
+    does not follow stays as it is.
     """
     if not config.follows(split):
         return config
@@ -50,10 +50,10 @@ def recorded(config: DataConfig, split: str = "train") -> DataConfig:
 
 
 def with_appended(config: DataConfig, check: Check) -> DataConfig:
-    """A config whose phases are its own, and those of what was appended.
+    """The config with the phases of what was appended.
 
-    Raises ConfigError where both begin at one sample, or the config no longer has the blend that the
-    versions were appended to.
+    Raises ConfigError if a phase of the config begins at the same sample, or the config no longer has
+    the blend that the versions were appended to.
     """
     check_in_samples(config.phases)
     if not check.segments:
@@ -120,7 +120,7 @@ def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
 def _are_alike(weights: Sequence[float], others: Sequence[float]) -> bool:
     """Whether weights are the same but for a common factor."""
     if len(weights) != len(others):
-        return True  # of other datasets, which is said where their names are compared
+        return True  # the caller compares the names, and has a better message
     scale = sum(others) / sum(weights) if weights else 1.0
     return all(math.isclose(a * scale, b) for a, b in zip(weights, others, strict=True))
 
@@ -128,15 +128,14 @@ def _are_alike(weights: Sequence[float], others: Sequence[float]) -> bool:
 def check_versions(
     config: DataConfig, before: Check, sample: int, try_it: Callable[[Check], None]
 ) -> Check:
-    """What is appended at a sample, where `before` was appended before: the newest version of each
-    dataset that the blend there names by one.
+    """Check for the newest version of each dataset that the blend at a sample names by a version.
 
-    try_it: raises where what it is given cannot be read. Such a version is left out, and looked at
-    again the next time: what a producer spoils ends no run. What may pass is raised.
+    before: the last check. try_it: raises if a check cannot be read. Such a version is left out until
+    the next check: a broken version does not end a run. Transient errors are raised.
     """
     found = replace(before, sample=sample, unreadable=[])
     if any(phase.first_sample == sample for phase in config.phases):
-        return found  # which says what holds from here on
+        return found  # that phase decides what is read from here on
     segment_at = _segments(with_appended(config, before))
     last = segment_at[max(first for first in segment_at if first <= sample)]
     current = last
@@ -166,7 +165,7 @@ def check_versions(
 
 
 def check_follows_something(config: DataConfig) -> None:
-    """Raise ConfigError for a run none of whose datasets is named by a version."""
+    """Raise ConfigError if no dataset of the run is named by a version."""
     if not any(_newest_versions(segment) for segment in _segments(config).values()):
         raise ConfigError(
             "follow takes in what is appended to datasets that the blend names by a version, such "
@@ -204,9 +203,9 @@ def _newest_versions(segment: Segment) -> dict[str, int]:
 def _pieces(
     segments: Iterable[Segment], prefix: str, number: int, newest: int
 ) -> list[tuple[int, int]]:
-    """What is taken in of a dataset from version `number` to the newest, as (after, until): cut where
-    the names of all segments are. What was appended before, and which a phase by hand left out, is
-    then the dataset that it was, and goes on where it was.
+    """The versions of a dataset from `number` to the newest, as (after, until) pairs, cut where the names
+    of any segment are cut. A part that was appended before, and that a later phase left out, is then
+    the same dataset, and continues where it was.
     """
     cuts = {number, newest}
     for segment in segments:
@@ -238,14 +237,13 @@ def _with_version(
 
 
 class AutoAppendSource(SampleSource):
-    """The stream of a config, and of the segments in which newer versions joined: as the record of
-    the run says, to which `advance_to` adds. What is known of the order only grows: samples that were
-    located lie where they did.
+    """The stream of a config, with the segments that were appended: those in the log of the run, to
+    which `advance_to` adds. Appending never moves samples that were located before.
     """
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
         check_follows_something(config)
-        # now: whoever writes a name more into a file of them must not change what was read already
+        # read once: a name that is added to a file later must not change samples that were read
         self._named = with_names_read(config, split)
         self._split = split
         self._checked = log_of(self._named).newest()
@@ -257,17 +255,17 @@ class AutoAppendSource(SampleSource):
 
     @property
     def config(self) -> DataConfig:
-        """The config of the run, with the segments in which something joined."""
+        """The config of the run, with the segments that were appended."""
         return self._source.config
 
     @property
     def segments(self) -> Sequence[SegmentSource]:
-        """Those of the config, and those that joined, as far as they are known."""
+        """Those of the config, and those that were appended so far."""
         return self._source.segments
 
     @property
     def appended_at(self) -> list[int]:
-        """The samples at which newer versions joined."""
+        """The first samples of the appended segments."""
         return [segment.first_sample for segment in self._checked.segments]
 
     def with_lanes(self, lanes: int) -> SampleSource:
@@ -277,15 +275,14 @@ class AutoAppendSource(SampleSource):
         return source
 
     def attach(self, sample: int) -> None:
-        """Note that reading goes on at a sample: of what joined before it the record alone says, and
-        nothing more will.
+        """Note that reading continues at a sample: before it, only what the log has is appended.
 
-        Raises ConfigError for the record of another run.
+        Raises ConfigError for the log of another run.
         """
         record = log_of(self._named)
         first = self._source.segments[0]
         assert first.order is not None
-        # what tells the record of this run from others: not where its data lies
+        # identifies the run by what its data holds, not by where the data lies
         digests = digests_of(first.order, first.files)
         record.begin({"seed": self.config.seed, "datasets": digests})
         self._take_in(record.newest())
@@ -293,8 +290,8 @@ class AutoAppendSource(SampleSource):
             self._checked = replace(self._checked, sample=sample - 1)
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
-        """Take in what joins up to a sample: newer versions are looked for at the ends of steps that
-        `follow` says, in their order, by whoever comes there first.
+        """Append what belongs before a sample. `follow` says at which ends of steps the run checks for
+        newer versions; the first rank to come there checks.
 
         Raises StorageError, FormatError, ConfigError.
         """
@@ -313,11 +310,10 @@ class AutoAppendSource(SampleSource):
             self._check(end)
 
     def _check(self, sample: int) -> None:
-        """Take in what joins at a sample, the end of a step: what the record says, or if nobody was
-        there before, what there is now, which is then written to it.
+        """Append what belongs at a sample, the end of a step: what the log has there. If it has no
+        entry, check for versions now, and write the check to the log.
 
-        In the order of samples: what joined before must be known. Phases that have begun stay as
-        they are.
+        Samples must come in order: a check builds on the one before. Phases that have begun stay.
         """
         record = log_of(self._named)
         check = record.at(sample)
@@ -333,7 +329,7 @@ class AutoAppendSource(SampleSource):
         self._take_in(check, tried)
 
     def _take_in(self, check: Check, tried: Sequence[tuple[Check, StreamSource]] = ()) -> None:
-        """Go by what was found. tried: sources with it, perhaps, which need not be opened again."""
+        """Continue with what a check found. tried: sources that were opened for checks."""
         if check.segments != self._checked.segments:
             opened = [source for found, source in tried if found.segments == check.segments]
             source = opened[0] if opened else self._with(check)
@@ -349,8 +345,8 @@ class AutoAppendSource(SampleSource):
         return self._source.with_config(whole, self._dataset_ids(whole))
 
     def _dataset_ids(self, whole: DataConfig) -> NDArray[np.int64]:
-        """The "dataset_id" of each dataset: of those that joined, that of the first dataset of the
-        config that is a version of the same.
+        """The "dataset_id" of each dataset. An appended one has that of the first dataset of the config
+        that is a version of the same.
         """
         own = dataset_names(datasets_of_segments(self._named, self._split))
         number_of = {name: number for number, name in enumerate(own)}
@@ -370,5 +366,5 @@ class AutoAppendSource(SampleSource):
 
 
 def _spelled(prefix: str) -> str:
-    """A prefix, the same however phases spell a local path."""
+    """A prefix, with one spelling for each local path."""
     return prefix if "://" in prefix else os.path.abspath(prefix)

@@ -35,7 +35,7 @@ from streammega.samples.source import SegmentSource, Span
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 """Megatron's names of the arrays, and those of the cached files."""
 OF_ONE_DATASET = ("dataset", "sequences", "num_samples")
-"""What the identity of a dataset has that says nothing of a blend."""
+"""Entries of a dataset's identity that a blend leaves out."""
 KEY_DIGITS = 12
 """Digits of a dataset's key in the identity of a blend: states stay small."""
 
@@ -46,12 +46,12 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     `blended[k]` has the fields of a GPTDataset and "dataset_id", an int64 scalar.
 
-    Args: datasets: of one config and split; a blend of blends is refused. weights: relative
-        weights; with `size` None the datasets' lengths, all samples of which are taken. size:
-        samples of the blend.
+    Args:
+        datasets: of one config and split; a blend of blends is refused.
+        weights: relative; with `size` None, the lengths of the datasets.
+        size: samples of the blend; None: every sample of every dataset once.
 
-    Raises ConfigError when the blend takes more of a dataset than it has, naming it and both
-    numbers.
+    Raises ConfigError if the blend takes more of a dataset than it has, naming it and both numbers.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         total = sum(self.weights)
         self.shares = [float(weight / total) for weight in self.weights]
         self.tokens_per_epoch = [dataset.shape.tokens_per_epoch for dataset in datasets]
-        _ = self._indices  # a blend that cannot be served is refused now
+        _ = self._indices  # now: raises for a blend that takes too much of a dataset
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -86,10 +86,10 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         if self.skipped is None:
             fields = self.datasets[dataset_id][int(sample[0])]
         else:
-            # what is skipped goes by the samples of the blend
+            # documents are skipped by the samples of the blend
             batch = self.sample_fields(np.array([number], np.int64))
             fields = {name: field[0] for name, field in batch.items()}
-        if index is None:  # what fills up a batch: there is no loss on it
+        if index is None:  # it pads a batch: without loss
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
         fields["dataset_id"] = torch.tensor(dataset_id)
         return fields
@@ -159,7 +159,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         }
 
     def usage(self, spans: Sequence[Span]) -> Records:
-        """The dataset index is looked through."""
+        """Counted over the dataset index."""
         usage = np.zeros(len(self.datasets), USAGE)
         for start, stop in spans:
             drawn = self.dataset_index[start:stop]
@@ -169,13 +169,13 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """Of the document's dataset, as far as the blend takes its samples."""
+        """The uses in the document's dataset that the blend takes."""
         dataset = self.datasets[name.dataset]
         uses = dataset.document_uses(shards, name, len(dataset))
         sample_of = samples_of_blend(
             self.dataset_index, self.dataset_sample_index, name.dataset, uses.sample
         )
-        # what the blend does not take comes after its end
+        # a sample that the blend does not take is put after its end
         samples = np.array([sample_of.get(one, end) for one in uses.sample.tolist()], np.int64)
         before = samples < end
         return TokenUses(samples[before], uses.start[before], uses.stop[before])

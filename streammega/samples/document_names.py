@@ -1,5 +1,5 @@
-"""The documents of a blend, by the names that people give them: those that training must not see, and
-those that a trace looks for.
+"""The documents of a blend, by the names that people give them: to exclude them from training, and to
+trace them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_SHOWN = 8
 
 
 class DocumentName(NamedTuple):
-    """A document of a blend, by numbers: of its dataset in the blend, of its shard in the dataset, and
-    its own in the shard's `.idx`.
+    """A document of a blend, by numbers: its dataset in the blend, its shard in the dataset, and its
+    place in the shard's `.idx`.
     """
 
     dataset: int
@@ -38,13 +38,16 @@ class DocumentName(NamedTuple):
 
 
 class DocumentNames:
-    """The documents of the datasets of a blend. Each of these names is one of a document:
+    """Finds documents of a blend by any of these names:
 
-    - `NAME#NUMBER` or `NAME:NUMBER`: its number, from 0, in a dataset or in one shard. NAME is the
-      whole name of either, or the end of it (`web` of `s3://bucket/web`).
-    - its id or URL, or the place it came from (`corpus.jsonl:12`), where its shard keeps these.
+    - `NAME#NUMBER` or `NAME:NUMBER`: the number, from 0, in a dataset or in one shard. NAME is the
+      whole name of either, or its end (`web` for `s3://bucket/web`).
+    - an id or URL, or the place where the document came from (`corpus.jsonl:12`), if its shard keeps
+      these.
 
-    Args: prefixes: the names of the datasets, by number. config: where they lie, and how they are read.
+    Args:
+        prefixes: the names of the datasets, by number.
+        config: its storage and cache open the shards.
     """
 
     def __init__(self, prefixes: Sequence[str], config: DataConfig) -> None:
@@ -72,24 +75,24 @@ class DocumentNames:
     def find_all(
         self, names: Sequence[str], prefix: str | None = None
     ) -> dict[str, list[DocumentName]]:
-        """{name: its documents, in their order} of all names that a document has. Several documents
-        have one id, and a blend may have one shard several times.
+        """{name: its documents, in their order}, without names that no document has. Documents may
+        share an id, and a blend may have a shard several times.
 
-        prefix: only documents of the dataset of that name. Raises ConfigError where there is no such
+        prefix: only documents of the dataset of that name. Raises ConfigError if there is no such
         dataset, and for names that may mean different documents.
         """
         datasets = self._datasets_called(prefix)
         by_number, in_full = self._by_number(names, datasets)
-        # Origins are read from the first to the last: not for names that need none.
+        # All origins are read, so only for names that need them.
         by_origin = self._by_origin([name for name in names if name not in in_full], datasets)
         found = {name: self._in_all_places(documents) for name, documents in by_number.items()}
         for name, documents in by_origin.items():
             places = self._in_all_places(documents)
             if found.setdefault(name, places) != places:
                 raise ConfigError(
-                    f"{redact_urls(name)!r} is the number of a document, and another came from a place "
-                    "of that name; write it as NAME#NUMBER with the whole name of the dataset, or give "
-                    "another name of the document"
+                    f"{redact_urls(name)!r} is the number of one document, and the origin of another; "
+                    "write it as NAME#NUMBER with the whole name of the dataset, or give another name "
+                    "of the document"
                 )
         return {name: sorted(places) for name, places in found.items()}
 
@@ -153,8 +156,8 @@ class DocumentNames:
     def _by_number(
         self, names: Sequence[str], datasets: Sequence[int]
     ) -> tuple[dict[str, set[DocumentName]], set[str]]:
-        """The documents of NAME#NUMBER and NAME:NUMBER; and those names with # whose NAME is in full:
-        they mean nothing else.
+        """The documents of NAME#NUMBER and NAME:NUMBER; and the names with # and a full NAME, which can
+        mean nothing else.
         """
         known = self._known_names(datasets)
         found: dict[str, set[DocumentName]] = {}
@@ -176,7 +179,7 @@ class DocumentNames:
         return found, in_full
 
     def _numbered(self, dataset: int, shard: int | None, number: int) -> DocumentName | None:
-        """A document by its number in a shard, or over all shards of a dataset; None: there is none."""
+        """A document by its number in a shard, or over all shards of a dataset; None: not found."""
         for place, documents in enumerate(self.all_shards[dataset]):
             if shard is not None and place != shard:
                 continue
@@ -203,7 +206,7 @@ class DocumentNames:
                     place = DocumentName(dataset, shard, document)
                     found.setdefault(name, set()).add(place)
         if found and without:
-            # once: a run opens its datasets again whenever a version joins
+            # once: a run opens its datasets again whenever a version is appended
             warn_once(
                 log,
                 f"{hash(tuple(names))} {without[0]}",
@@ -225,8 +228,8 @@ class DocumentNames:
 
     @cached_property
     def _same_shards(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """For each shard all places of the blend that are the same stored shard: `web` and `./web`, or
-        `web@1` and `web`, hold the same documents.
+        """For each shard all places of the blend with the same stored shard: `web` and `./web`, or
+        `web@1` and `web`, have the same documents.
         """
         places_of_url: dict[str, list[tuple[int, int]]] = {}
         for dataset, shards in enumerate(self.all_shards):
@@ -255,7 +258,7 @@ def _plain(name: str) -> str:
 
 
 def _tails(name: str) -> list[str]:
-    """A name, and what is left of it without its first folders."""
+    """A name, and the name without its first folders, one by one."""
     tails = [name]
     while "/" in tails[-1]:
         tails.append(tails[-1].partition("/")[2])

@@ -1,8 +1,8 @@
-"""Documents that training does not see from some sample on: which columns of samples those are.
+"""Documents that training does not see from some sample on: which columns of samples they have.
 
-The order of samples stays as it is: eod_id stands for tokens of such documents, and there is no loss
-on them. What is skipped in a sample is a function of its number, of the lists that begin at or before
-it, and of where documents lie.
+The order of samples does not change: eod_id replaces the tokens of such documents, and there is no loss
+on them. What a sample skips depends on its number, on the lists that begin at or before it, and on
+where documents lie.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from streammega.storage.object_ops import read_whole
 
 Integers = NDArray[np.int64]
 ROOM = 64
-"""Ranges for which there is room before they are counted: a slab rarely has any."""
+"""Room for ranges before they are counted: a group rarely has any."""
 NEVER = 1 << 62
-"""The first sample in which a range is excluded, of one that is in none."""
+"""The first sample of a range that no list excludes."""
 DIGITS = 12
-"""Of a digest of a list, in hex."""
+"""Hex digits of a list's digest."""
 
 
 class ExclusionMask:
@@ -45,9 +45,7 @@ class ExclusionMask:
         self.found = found
 
     def merged(self) -> Integers:
-        """The same without those that touch: ranges begin in different samples, which no longer
-        matters.
-        """
+        """The same with ranges that touch as one: from which sample on each holds no longer matters."""
         row, low, high = self.found
         touches = np.zeros(len(row) + 1, np.bool_)
         touches[1:-1] = (row[1:] == row[:-1]) & (low[1:] == high[:-1])
@@ -60,14 +58,14 @@ class ExclusionMask:
         fill_columns(self.found, 0, 0, eod_id, ids)
 
     def clear_learned(self, learned: NDArray[Any]) -> None:
-        """Write False to learned [rows, S + 1], of each id, where it or the one before is one of
-        them: as a label it follows that.
+        """Write False to learned [rows, S + 1] for ids of such documents and for the id after them, whose
+        label would follow on them.
         """
         fill_columns(self.found, 0, 1, False, learned)
 
 
 class ExcludedRanges(NamedTuple):
-    """Tokens [start, stop) of files laid FILE_STRIDE apart, which a list excludes from some sample on.
+    """Tokens [start, stop) that a list excludes from a sample on; files are laid FILE_STRIDE apart.
 
     documents: {dataset: (how many documents, a digest of where they lie)}.
     """
@@ -79,10 +77,10 @@ class ExcludedRanges(NamedTuple):
 
 
 class ExcludedTokens:
-    """Tokens of files that are not seen in samples from some on.
+    """Tokens of files that are not seen from some samples on.
 
-    starts, stops, since int64 [ranges]: see `find_skipped`. Ranges rise, and do not touch unless
-    they begin in different samples.
+    starts, stops, since int64 [ranges]: see `find_skipped`. Ranges ascend, and touch only if they
+    begin in different samples.
     """
 
     def __init__(self, lists: Sequence[ExcludedRanges]) -> None:
@@ -90,12 +88,12 @@ class ExcludedTokens:
         ends = [column for ranges in lists for column in (ranges.starts, ranges.stops)]
         bounds = np.unique(np.concatenate([np.empty(0, np.int64), *ends]))
         since = np.full(max(len(bounds) - 1, 0), NEVER)
-        # the latest first, so that earlier ones are written over it
+        # the latest first: earlier ones overwrite it
         for ranges in sorted(lists, key=lambda ranges: -ranges.first_sample):
             opened = np.bincount(np.searchsorted(bounds, ranges.starts), minlength=len(bounds))
             opened -= np.bincount(np.searchsorted(bounds, ranges.stops), minlength=len(bounds))
             since[np.cumsum(opened)[:-1] > 0] = ranges.first_sample
-        # what begins in one sample, and touches, is one range
+        # ranges that touch and begin in one sample are merged
         changes = np.flatnonzero(np.diff(since, prepend=NEVER, append=NEVER))
         low, high = changes[:-1], changes[1:]
         is_excluded = since[low] != NEVER
@@ -104,8 +102,8 @@ class ExcludedTokens:
         self.since: Integers = since[low[is_excluded]]
 
     def columns(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
-        """Where the tokens of runs are skipped; None: nowhere. sample_ids: of each row of the batch,
-        the number of its sample.
+        """Where the tokens of runs are skipped; None: nowhere. sample_ids: the sample of each row of the
+        batch.
         """
         found = np.empty((3, ROOM), np.int64)
         sample = sample_ids[runs.sample]
@@ -119,7 +117,7 @@ class ExcludedTokens:
             found = np.empty((3, count), np.int64)
 
     def excluded_from(self, file: int, start: int) -> int | None:
-        """The sample from which on a token of a file is skipped; None: it is in none."""
+        """The sample from which on a token of a file is skipped; None: it never is."""
         token = file * FILE_STRIDE + start
         number = int(np.searchsorted(self.stops, token, side="right"))
         if number == len(self.starts) or self.starts[number] > token:
@@ -127,9 +125,7 @@ class ExcludedTokens:
         return int(self.since[number])
 
     def ranges(self) -> Iterator[tuple[int, int, int, int]]:
-        """(file, first token, token behind the last, first sample that does not see them) of each,
-        in their order.
-        """
+        """(file, start, stop, first sample that does not see these tokens) of each range, in order."""
         columns = (self.starts, self.stops, self.since)
         for start, stop, since in zip(*(column.tolist() for column in columns), strict=True):
             file = start // FILE_STRIDE
@@ -137,9 +133,11 @@ class ExcludedTokens:
             yield file, start - shift, stop - shift, since
 
     def identity(self, consumed: int | None, datasets: Collection[int] | None) -> dict[str, Any]:
-        """What an identity has of lists that began before `consumed` (None: of all), of these
-        datasets (None: of all): of each list its first sample, and its documents by their number
-        and a digest of where they lie. Nothing where there are none.
+        """The entry for an identity: for each list its first sample, how many documents it has, and a
+        digest of where they lie. Empty without lists.
+
+        consumed: only lists that began before this sample; None: all. datasets: only documents of
+        these; None: of all.
         """
         entries: list[list[Any]] = []
         for ranges in self._lists:
@@ -164,11 +162,11 @@ def excluded_tokens(
     prefixes: Sequence[str],
     files: Sequence[Sequence[TokenFile]],
 ) -> ExcludedTokens | None:
-    """What a split does not see of its datasets; None: it sees all of it.
+    """The tokens that a split does not see; None: it sees all.
 
-    prefixes, files: of each dataset. A dataset of one file for several shards has them end to end.
-    Raises ConfigError for names that no document has, and for more or longer files than there is room
-    for; StorageError and FormatError for the files.
+    prefixes, files: of each dataset. One file for several shards has them end to end. Raises
+    ConfigError for names that no document has, and for too many or too long files; StorageError and
+    FormatError for the files.
     """
     skips = config.skips_of(split)
     if not skips:
@@ -189,8 +187,8 @@ def excluded_tokens(
 
 
 def with_names_read(config: DataConfig, split: str) -> DataConfig:
-    """The config with the names themselves where it has files of them, of a split, so that all that
-    is opened by it skips the same. Raises ConfigError for a file that is not there.
+    """The config with the names that its files of names hold now, so that it always excludes the same.
+    Raises ConfigError for a file that is not there.
     """
     lists: list[tuple[int, SkippedNames]] = []
     for skipped in config.skips_of(split):
@@ -211,13 +209,13 @@ def _names_of_list(skipped: SkippedList, storage: StorageConfig) -> list[str]:
     where = redact_urls(skipped.names)
     if data is None:
         raise ConfigError(
-            f"skip_documents: there is no file {where}; it has a name a line. A few names may be "
-            "given as a list instead"
+            f"skip_documents: there is no file {where}; write one name a line into it, or give a few "
+            "names as a list"
         )
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"skip_documents: {where} is no text in UTF-8") from None
+        raise ConfigError(f"skip_documents: {where} is not UTF-8 text; save it as such") from None
     stripped = [line.strip() for line in lines]
     return list(dict.fromkeys(name for name in stripped if name))
 
@@ -257,7 +255,7 @@ def _ranges_of(
         if files_of_dataset[dataset] < len(shards[dataset]):
             # Megatron reads all shards of a dataset as one file
             in_dataset = sum(other.num_tokens for other in shards[dataset][:shard])
-        # of the dataset alone: which of a blend it is stands in the identity
+        # without the dataset's number, which the identity has
         hasher = hashers.setdefault(dataset, hashlib.blake2b(digest_size=DIGITS // 2))
         for column in (begin + in_dataset, end + in_dataset):
             hasher.update(np.ascontiguousarray(column, "<i8").data)
@@ -270,14 +268,11 @@ def _ranges_of(
 
 
 MAX_FILES = (1 << 63) // FILE_STRIDE
-"""Files whose tokens, laid FILE_STRIDE apart, have numbers that are int64."""
+"""Files, laid FILE_STRIDE apart, whose tokens can be numbered by int64."""
 
 
 def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
-    """Raise ConfigError for more files, or longer ones, than there are numbers of tokens for.
-
-    files: of each dataset.
-    """
+    """Raise ConfigError if there are too many files, or one is too long, to number their tokens."""
     count = sum(map(len, files))
     if count > MAX_FILES:
         raise ConfigError(
@@ -299,9 +294,9 @@ def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
 def check_ids(
     starts: Sequence[NDArray[np.int64]], files: Sequence[Sequence[TokenFile]], eod_id: int
 ) -> None:
-    """Raise ConfigError where eod_id is no id of a file that has tokens to be skipped.
+    """Raise ConfigError if eod_id does not fit the dtype of a file with skipped tokens.
 
-    starts: the first tokens of what is skipped, of each list.
+    starts: the first tokens of the ranges of each list.
     """
     all_files = [file for of_dataset in files for file in of_dataset]
     used = np.unique(np.concatenate(starts) // FILE_STRIDE)
@@ -309,6 +304,6 @@ def check_ids(
         file = all_files[number]
         if eod_id > np.iinfo(file.dtype).max:
             raise ConfigError(
-                f"{file.url}: stores ids as {file.dtype}, which eod_id {eod_id} is not, so it "
-                "cannot stand for documents that are skipped; is it the tokenizer's?"
+                f"{file.url}: stores ids as {file.dtype}, and eod_id {eod_id} does not fit, so it "
+                "cannot replace documents that are skipped; is it the tokenizer's?"
             )

@@ -21,8 +21,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRows:
-    """In tokens, int64: size, sample and column [rows]: how long a row is, which sample it belongs
-    to, and which token of that it begins at; valid [samples]: how many tokens each sample has.
+    """size, sample, column [rows]: the tokens of a row, its sample, and the token of the sample at which
+    it begins. valid [samples]: the tokens of each sample. int64.
     """
 
     size: Integers
@@ -34,7 +34,7 @@ class SampleRows:
 def rows_of(extents: Extents) -> SampleRows:
     """The rows of samples, which lie end to end in each. Cost: a few passes over the rows."""
     size = extents.stop - extents.start
-    # one more than there are rows: the last is the end of the last sample
+    # one entry more than rows: the last is the end of the last sample
     tokens_before_row = np.zeros(len(size) + 1, np.int64)
     np.cumsum(size, out=tokens_before_row[1:])
     tokens_before_sample = tokens_before_row[extents.row_splits]
@@ -49,8 +49,8 @@ def rows_of(extents: Extents) -> SampleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRequests:
-    """[start, stop) of `file`, [requests], in the unit of the rows that they serve; of_row [rows]:
-    the number of the request in which a row lies.
+    """file, start, stop [requests], in the unit of the rows; of_row [rows]: the request that holds a
+    row.
     """
 
     file: Integers
@@ -151,7 +151,7 @@ def read_runs(
 def _fetch_runs(
     file: TokenFile, starts: Integers, stops: Integers, storage: StorageConfig
 ) -> tuple[Ids, Integers]:
-    """The same of a file that is no local one."""
+    """`read_runs` of a file that is not local."""
     itemsize = file.dtype.itemsize
     requests = coalesce(
         np.zeros(len(starts), np.int64),  # all of one file
@@ -165,7 +165,7 @@ def _fetch_runs(
     stop_bytes = (requests.stop * itemsize).tolist()
     buffers = file.store.read(file.key, list(zip(start_bytes, stop_bytes, strict=True)), file.etag)
     tokens = np.concatenate([np.frombuffer(buffer, file.dtype) for buffer in buffers])
-    # the answers lie end to end, without the gaps between requests
+    # the buffers are end to end, without the gaps between requests
     size_of_request = requests.stop - requests.start
     tokens_before_request = np.cumsum(size_of_request) - size_of_request
     shift_of_request = tokens_before_request - requests.start

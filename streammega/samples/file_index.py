@@ -19,8 +19,8 @@ Integers = NDArray[np.int64]
 
 
 class FileIndexArrays(NamedTuple):
-    """Of a file: the byte at which each sequence begins, its tokens, its mode (None: sequences have
-    none), and the first sequence of each document.
+    """offsets, lengths, modes [sequences]: first byte, tokens and mode; modes None: there are none.
+    bounds [documents + 1]: the first sequence of each document.
     """
 
     offsets: Integers
@@ -33,8 +33,8 @@ class FileIndexArrays(NamedTuple):
 class FileIndex:
     """The `.idx` of a file.
 
-    Its arrays are opened when they are first needed, in each process by itself: they are maps of
-    files, of this node's copy where the `.idx` is remote.
+    Each process opens the arrays when it first needs them. They are maps of files: of this node's
+    copy if the `.idx` is remote.
     """
 
     source: IndexedDataset | Shard
@@ -54,9 +54,8 @@ class FileIndex:
         if (offsets[1:] < offsets[:-1]).any():
             name = self.source.index_url if isinstance(self.source, Shard) else self.source.prefix
             raise FormatError(
-                f"{name}: its sequences lie in no order, so it does not tell where documents "
-                "begin, nor which tokens have a mode; convert it again (without balance_batches and "
-                "loss_from_modes a dataset that is not packed needs neither)"
+                f"{name}: its sequences lie in no order, so tokens cannot be assigned to documents and "
+                "modes; convert it again, or turn off balance_batches and loss_from_modes"
             )
         modes = opened.sequence_modes
         return FileIndexArrays(

@@ -1,5 +1,5 @@
-"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences as they
-lie.
+"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences in stored
+order.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from streammega.samples.token_file import TokenFile
 log = logging.getLogger(__name__)
 
 ORDER_VERSION = 1
-"""Stands in every identity: it changes when the order does, so that no state of the former one is
-taken for one of the new.
+"""In every identity. It changes when the order changes, so that a state of the old order is refused.
 """
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 """Megatron's names of the arrays, and those of the cached files."""
@@ -78,8 +77,8 @@ def check_numbering(name: str, sequences: int) -> None:
 
 
 def num_units_of(indexed: IndexedDataset) -> int:
-    """Of what is shuffled and split: its sequences, or the bins of a packed dataset."""
-    # what has no more than a number of sequences has no bins
+    """How many units are shuffled and split: sequences, or the bins of a packed dataset."""
+    # stand-ins for a dataset may have a number of sequences alone
     is_packed = getattr(indexed, "bin_tokens", None) is not None
     return indexed.num_bins if is_packed else len(indexed)
 
@@ -87,7 +86,7 @@ def num_units_of(indexed: IndexedDataset) -> int:
 def _checked_ids(
     indexed: IndexedDataset, num_units: int, ids: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """`ids` as int32, after a look at every one: kernels take them as places."""
+    """`ids` as int32. All are checked, for kernels use them as indices."""
     given = np.asarray(ids)
     values = ""
     if given.size == 0:
@@ -189,13 +188,13 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             )
         batch = self.sample_fields(np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
-        if index is None:  # what fills up a batch: there is no loss on it
+        if index is None:  # it pads a batch: without loss
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
         return fields
 
     @property
     def num_samples(self) -> int:
-        """Samples there are: the last epoch's included, so often a few more than were asked."""
+        """Samples of all epochs: often a few more than were asked."""
         return len(self)
 
     @property
@@ -228,7 +227,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
         Raises CacheError if a cached index is damaged.
         """
-        # sequences without tokens are bounds as well; bins are never
+        # empty sequences are bounds of documents too; bins are never empty
         masks_sequences = self.config.inter_document_masking
         try:
             extents = locate_gpt(
@@ -259,7 +258,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The built indices are looked through."""
+        """Found by a scan of the built indices."""
         found = []
         for unit in _units_of(self, shards, name):
             extra = int(self._has_extra_token)
@@ -295,8 +294,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def digest(self) -> str:
-        """What the order depends on in this dataset, and nothing of where it lies: dtype and
-        sequence lengths.
+        """A digest of what the order depends on in this dataset, wherever it lies: dtype and sequence
+        lengths.
         """
         hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)
         hasher.update(np.ascontiguousarray(self._lengths).data)
@@ -314,7 +313,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         return self.order_identity() | {"dataset": self.identity_key(self.digest)}
 
     def identity_key(self, order_digest: str) -> str:
-        """A digest of a digest of the order, and of what the dataset holds: 16 hex digits."""
+        """A digest of the order's digest and of what the dataset holds, 16 hex digits."""
         described = f"{order_digest} {self.indexed.content}"
         return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
@@ -376,8 +375,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
 
 class _Unit(NamedTuple):
-    """Tokens [start, stop) of what the Megatron order shuffles, which has `length` tokens; in their
-    document they lie `shift` tokens further on.
+    """Tokens [start, stop) of a unit that the Megatron order shuffles, which has `length` tokens. In
+    their document they begin `shift` tokens later.
     """
 
     number: int
@@ -390,8 +389,8 @@ class _Unit(NamedTuple):
 def _units_of(
     dataset: GPTDataset, shards: Sequence[ShardDocuments], name: DocumentName
 ) -> Iterator[_Unit]:
-    """What of a document lies in which units of the Megatron order: its sequences, or the bin of a
-    packed dataset.
+    """The units that hold a document, and its tokens in each: its sequences, or the bins of a packed
+    dataset.
     """
     documents = shards[name.shard]
     earlier = shards[: name.shard]

@@ -1,9 +1,8 @@
 """Which labels of a sample have a loss: by the modes of stored tokens, and at seams, where a sample of
-the stream order goes over from one run of tokens to another.
+the stream order joins two runs of tokens.
 
-Samples are single runs, but for some of those that phases of another length make of what epochs
-have left (`order/epoch_remainder.py`). Seams are known of the order alone, on every rank and before
-a token is read.
+Only samples of remainders (`order/epoch_remainder.py`) have seams; other samples are single runs. The
+order alone says where seams are, on every rank and before a token is read.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from streammega.kernels.fields import MIN_MODE
 MODES = 256
 """Values of an int8: mode m is entry m - MIN_MODE of a table."""
 NOT_LEARNED = 0
-"""The mode of tokens without loss, in data that does not name the modes that are learned."""
+"""The mode of tokens without loss, in data that does not name its learned modes."""
 
 
 def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.bool_] | None:
-    """Which modes of an open dataset have a loss, as the config asks: bool [MODES]; None: all of it
-    has.
-    """
+    """Which modes of an open dataset have a loss by the config, bool [MODES]; None: all tokens have."""
     if config.loss_from_modes is False:
         return None
     return _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
@@ -40,7 +37,7 @@ def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.
 def learned_modes_of_shards(
     name: str, shards: Sequence[Shard], config: DataConfig
 ) -> NDArray[np.bool_] | None:
-    """The same of the shards of a dataset, none of whose indices is read."""
+    """The same for the shards of a dataset; no index is read."""
     if config.loss_from_modes is False:
         return None
     multimodal = all(shard.multimodal for shard in shards)
@@ -51,9 +48,9 @@ def learned_modes_of_shards(
 def _table(
     name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig
 ) -> NDArray[np.bool_] | None:
-    """Which modes have a loss, [MODES], mode m at m - MIN_MODE; None: no mask is made of them.
+    """Which modes have a loss, [MODES], mode m at m - MIN_MODE; None: modes make no mask.
 
-    named: the learned modes that the data itself names; None: it names none.
+    named: the learned modes that the data names; None: it names none.
     """
     asked = config.loss_from_modes is True
     if named is None and not asked:
@@ -72,10 +69,10 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Seams:
-    """Token `column` of sample `sample` is the first of another run; int64 [seams] each, sample by
-    sample. As a label it stands one column before, and continues nothing.
+    """Where samples join runs: token `column` of sample `sample` is the first of another run; int64
+    [seams] each, ascending. Its label is one column before.
 
-    apart: documents end there too.
+    apart: documents end at seams too.
     """
 
     sample: Integers
@@ -92,17 +89,16 @@ class Seams:
 
 
 NO_SEAMS = Seams(sample=np.empty(0, np.int64), column=np.empty(0, np.int64))
-"""Those of samples that are a run each."""
+"""Of samples that are single runs."""
 
 
 def seams_between(
     rows_of_sample: Integers, file: Integers, start: Integers, size: Integers, column: Integers
 ) -> Seams:
-    """The seams between rows of samples: where a row does not go on in its file where the one before
-    has ended.
+    """The seams of samples: where a row does not continue the row before it in the same file.
 
-    rows_of_sample: int64 [samples]; of each row its file, first token and tokens, and the column of
-    its sample at which it begins.
+    rows_of_sample: int64 [samples]. file, start, size, column [rows]: of each row the file, its first
+    token, its tokens, and the column at which it begins.
     """
     goes_on = np.zeros(len(file), np.bool_)
     goes_on[1:] = (file[1:] == file[:-1]) & (start[1:] == start[:-1] + size[:-1])
@@ -112,7 +108,7 @@ def seams_between(
 
 
 def as_asked(seams: Seams, config: DataConfig) -> Seams | None:
-    """Seams as the fields of a config are to have them; None: as there were none."""
+    """Seams as the config's fields treat them; None: fields ignore them."""
     if not len(seams) or config.seams == "joined":
         return None
     return replace(seams, apart=config.seams == "apart")

@@ -1,9 +1,9 @@
-"""The Megatron order over the segments of a run: each is a run of its own, as Megatron's
-`--phase-transition-iterations` makes it.
+"""The Megatron order over the segments of a run: each is a run of its own, as with Megatron's
+`--phase-transition-iterations`.
 
-Megatron ends a run at a transition and begins another there, whose datasets are built for as many
-samples as the phase has and are read from their first one on. So nothing is carried from one phase
-into the next: a dataset that stays is shuffled anew, from its first epoch on.
+Megatron ends a run at a transition, and begins another. It builds the datasets for the samples of the
+phase, and reads them from their first sample on. So a phase takes nothing over from the one before: a
+dataset that stays is shuffled again, from its first epoch on.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ from streammega.samples.token_file import TokenFile, check_tokenizers
 class MegatronSegment(SegmentSource):
     """Samples of one phase, by their numbers in the whole stream.
 
-    Args: samples: Megatron's dataset of the phase. first_sample: where it begins. numbers: of each
-        of its datasets the number over all segments. files: of all of these. skipped: what of them
-        is not seen.
+    Args:
+        samples: Megatron's dataset of the phase.
+        first_sample: where the phase begins.
+        numbers: the number over all segments of each of its datasets.
+        files: of the datasets of all segments.
+        skipped: the tokens of these that are not seen.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class MegatronSegment(SegmentSource):
 
     @property
     def num_samples(self) -> int:
-        """The sample of the stream behind the last one that the phase could have."""
+        """The end of the samples that the phase could have."""
         return self.first_sample + len(self.samples)
 
     def locate(self, sample_ids: Integers) -> Extents:
@@ -72,18 +75,18 @@ class MegatronSegment(SegmentSource):
         return replace(extents, dataset=numbers[extents.dataset])
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """How many samples a phase has is part of it: Megatron shuffles it as a whole."""
+        """With the number of samples: Megatron shuffles a phase as a whole."""
         return self.samples.identity()
 
     def usage(self, spans: Sequence[Span]) -> Records:
-        """Of the built indices, which are looked through."""
+        """Counted over the built indices."""
         shift = self.first_sample
         return self.samples.usage([(start - shift, stop - shift) for start, stop in spans])
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """Of every time that its blend has the dataset."""
+        """The uses in each place of the blend that has the dataset."""
         shift = self.first_sample
         found = []
         for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():
@@ -96,9 +99,8 @@ class MegatronSegment(SegmentSource):
 def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> SampleSource:
     """Samples of a split in the Megatron order, over all phases of a config.
 
-    Raises ConfigError for a phase that holds nothing, or less than its samples, naming it, and for
-    datasets of which some are packed, or of another tokenizer; StorageError and FormatError for the
-    files.
+    Raises ConfigError naming a phase that has nothing, or too few samples; and if only some datasets
+    are packed, or their tokenizers differ. Raises StorageError and FormatError for the files.
     """
     built = build_phases(config, split, num_samples)
     segments = datasets_of_segments(config, split)
@@ -132,8 +134,8 @@ def build_phases(
     starts = [segment.first_sample for segment in segments]
     if num_samples <= starts[-1]:
         raise ConfigError(
-            f"num_samples asks {num_samples} samples of {split}, and phase {len(starts) - 1} begins at "
-            f"sample {starts[-1]}; ask for those of all phases"
+            f"num_samples asks for {num_samples} samples of {split}, but phase {len(starts) - 1} begins "
+            f"at sample {starts[-1]}; ask for the samples of all phases"
         )
     opened: dict[str, IndexedDataset] = {}
     built = []
@@ -155,14 +157,14 @@ def _built(
         raise ConfigError(f"phase {number}: split {config.split!r} leaves nothing for {split}")
     if len(samples) < asked:
         raise ConfigError(
-            f"phase {number} has {asked} samples, and its datasets, each of them once, "
-            f"{len(samples)}; give them weights, by which they are read as often as it takes"
+            f"phase {number} has {asked} samples, but one epoch of its datasets has {len(samples)}; give "
+            "them weights, and they are read for as many epochs as needed"
         )
     return samples
 
 
 def _config_of(config: DataConfig, split: str, segment: Segment) -> DataConfig:
-    """The config of one segment alone. What is skipped goes by the samples of all of them."""
+    """The config of one segment alone, without skip_documents: those count samples of the whole run."""
     alone = replace(config, phases=(), skip_documents=(), sequence_length=segment.sequence_length)
     if config.blend_per_split is None:
         return replace(alone, blend=segment.blend)

@@ -1,4 +1,4 @@
-"""The sample source of a config's split, whichever the order; and the indices of a run, built ahead."""
+"""Opens the sample source of a config's split in any order; and builds the indices of a run ahead."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
             f"{split}"
         )
-    _ = samples.skipped  # names that no document has are told of now
+    _ = samples.skipped  # now: raises for names that no document has
     return SampleSource(config, [samples])
 
 
@@ -81,7 +81,7 @@ def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> 
     """Where samples of a source lie. Raises IndexError for a number that none of them has."""
     if not len(ids):
         return source.locate(ids)
-    # the closed forms answer for every number, also for one that no sample has
+    # closed forms would answer for any number
     first = ids.min()
     last = ids.max()
     end = source.num_samples
@@ -93,9 +93,7 @@ def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One dataset whose indices are in the cache (and published, where the config names a shared
-    folder).
-    """
+    """One dataset whose indices are cached, and published if the config names a shared folder."""
 
     prefix: str
     split: str
@@ -128,7 +126,7 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
 
 
 def _built(config: DataConfig) -> list[SplitDataset | None]:
-    """The datasets of all splits; of training in phases, those of each phase."""
+    """The datasets of all splits; for training in phases, those of each phase."""
     if not config.phases:
         return list(build_datasets(config))
     train, valid, test = config.num_samples or (0, 0, 0)

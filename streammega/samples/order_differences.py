@@ -1,4 +1,4 @@
-"""What differs between the orders of two configs, and from which sample on."""
+"""Compares the orders of two configs: what differs, and from which sample on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ AT_ONCE = 1 << 16
 class OrderDifferences:
     """How two orders compare over `samples` samples.
 
-    settings: what of the identities differs: its path and both values. first: the first sample that
-    is not the same tokens of the same datasets; None: there is none among those compared. shared:
-    of the samples from there on that were looked at, how many are the same.
+    settings: {path: both values} of what differs between the identities. first: the first sample that
+    differs in tokens or datasets; None: all are the same. shared: how many of the `looked_at` samples
+    from there on are the same.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -42,11 +42,11 @@ class OrderDifferences:
 
 
 def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDifferences:
-    """Compare the samples before `end` of two orders, which both have: a dataset, its file, the tokens
-    in it and which of these are skipped are what a sample is. No token is read.
+    """Compare the samples before `end` of two orders. Samples are equal if they have the same tokens of
+    the same datasets and files, and skip the same of them. No token is read.
 
-    Cost: what locating them costs, up to the first that differs. Where the identities say that
-    nothing before some sample can differ, only those behind it are looked at.
+    Cost: that of locating samples, up to the first that differs. Samples that are equal by the
+    identities are not located.
     """
     settings = differing_values(one.source.identity(), other.source.identity())
     names = [_numbers_of(one, other), _numbers_of(other, other)]
@@ -82,14 +82,14 @@ def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
         return 0
     low = 1
     high = end + 1
-    # Identities only grow: what differs at some sample differs at all later ones.
+    # Identities only grow: a difference at one sample stays at all later ones.
     while low < high:
         middle = (low + high) // 2
         if one.source.identity(middle) != other.source.identity(middle):
             high = middle
         else:
             low = middle + 1
-    # Of the first `low - 1` samples the identities are the same.
+    # The identities of the first `low - 1` samples are equal.
     return min(low - 1, end)
 
 
@@ -111,7 +111,7 @@ def _datasets_of(provenance: Provenance) -> list[tuple[str, str]]:
 
 
 def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
-    """The columns of samples that are not seen, int64 [3, stretches]: see `ExclusionMask`."""
+    """The columns of samples that are not seen, int64 [3, ranges]: see `ExclusionMask`."""
     nothing = np.empty((3, 0), np.int64)
     if source.skipped is None:
         return nothing
@@ -120,7 +120,7 @@ def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
 
 
 def _in_one_alone(one: Integers, other: Integers) -> Integers:
-    """The samples of which different columns are not seen."""
+    """The samples that skip different columns."""
     columns = np.concatenate([one, other], axis=1)
     stretches, times = np.unique(columns, axis=1, return_counts=True)
     samples: Integers = stretches[0, times == 1]

@@ -1,7 +1,4 @@
-"""Packed datasets: their samples are bins of whole documents, and what a bin has left behind them is
-no token of a sample.
-"""
-
+"""Packed datasets: samples are bins of whole documents, without the padding after these."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,7 +18,7 @@ Integers = NDArray[np.int64]
 
 
 def check_bins(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataConfig) -> None:
-    """Raise ConfigError unless samples can be the bins of all datasets, or none of them has any.
+    """Raise ConfigError unless all datasets are packed into bins of a sample, or none is packed.
 
     bins_of_dataset: (name, tokens of its bins or None).
     """
@@ -43,18 +40,18 @@ def check_one_kind(bins_of_dataset: Sequence[tuple[str, int | None]]) -> None:
         name, _ = next(pair for pair in bins_of_dataset if pair[1] is None)
         packed_name, tokens = packed[0]
         raise ConfigError(
-            f"{redact_urls(packed_name)} is packed into bins and {redact_urls(name)} is not; a "
-            f"run is of one kind: convert that with --pack {tokens} too"
+            f"{redact_urls(packed_name)} is packed into bins and {redact_urls(name)} is not; a run "
+            f"cannot mix both: convert {redact_urls(name)} with --pack {tokens} too"
         )
 
 
 def are_packed(files: Sequence[TokenFile]) -> bool:
-    """Whether files hold bins; those of a source all do, or none."""
+    """Whether the files of a source hold bins: all do, or none."""
     return any(file.bin_tokens for file in files)
 
 
 def trim_padding(extents: Extents, files: Sequence[TokenFile], number_of_file: Integers) -> Extents:
-    """Samples that are bins of files, a row each, as far as there are documents in them.
+    """Samples that are bins, a row each, without the padding after their documents.
 
     number_of_file: of each row. Raises FormatError, StorageError for an `.idx`.
     """
@@ -72,9 +69,7 @@ def trim_padding(extents: Extents, files: Sequence[TokenFile], number_of_file: I
 
 
 def one_row_per_document(extents: Extents, file: TokenFile) -> Extents:
-    """Samples that are bins of a file, a row each and without padding, with a row for each document
-    instead.
-    """
+    """Samples that are bins without padding, with a row for each document."""
     assert file.index is not None
     arrays = file.index.arrays
     itemsize = file.dtype.itemsize

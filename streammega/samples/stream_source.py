@@ -83,8 +83,8 @@ class StreamSegment(SegmentSource):
         return asked[SPLITS.index(self.split)] if asked else None
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie: one run of tokens each, or several where one joins what earlier segments
-        have left.
+        """Where samples lie: one run of tokens each, or several where a sample joins what earlier
+        segments left unread.
         """
         extents = self.order.locate(sample_ids)
         if not self._is_packed:
@@ -112,7 +112,7 @@ class StreamSegment(SegmentSource):
         }
 
     def later_identity(self) -> dict[str, Any]:
-        """What defines it after the first segment: each dataset is "number:digest*share"."""
+        """What defines a later segment: each dataset is "number:digest*share"."""
         order = self.order
         numbers = order.dataset_numbers.tolist()
         digests = digests_of(order, self.files)
@@ -128,7 +128,7 @@ class StreamSegment(SegmentSource):
     @cached_property
     def shares(self) -> Sequence[float]:
         """The part of the weights that each of its datasets has."""
-        # by the largest first, so that no sum of huge ones is infinite
+        # divided by the largest first: the sum of huge weights would be infinite
         relative = np.array(self.order.weights, np.float64) / max(self.order.weights)
         shares: list[float] = (relative / relative.sum()).tolist()
         return shares
@@ -139,13 +139,13 @@ class StreamSegment(SegmentSource):
         return [sum(part.tokens for part in dataset.parts) for dataset in self.order.datasets]
 
     def usage(self, spans: Sequence[Span]) -> Records:
-        """Of the order alone: no sample is located."""
+        """Counted from the order alone: no sample is located."""
         return usage_of(self.order, spans)
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """In closed form: no sample is looked through."""
+        """In closed form: no sample is scanned."""
         found = []
         for run in shards[name.shard].tokens_of(name.document):
             stop = run.file_start + run.stop - run.start
@@ -158,17 +158,17 @@ class StreamSegment(SegmentSource):
 
 
 class StreamSource(SampleSource):
-    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
-    where given.
+    """Samples of one split in the stream order. They end only if the config has `num_samples`.
 
     Args:
         global_batch_size: chooses the lanes, unless the config names them.
         known: datasets that are open already.
         dataset_ids: the "dataset_id" of each dataset; None: its number.
-        lanes: those of a saved state, whatever the global batch size; None: chosen.
+        lanes: those of a saved state; None: chosen, and checked.
 
     Raises ConfigError for lanes that a global batch does not divide, for a split or dataset that
-    holds nothing, or is in two segments by two names; StorageError and FormatError for the files.
+    holds nothing, and for a file with two names in two segments. Raises StorageError and FormatError
+    for the files.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class StreamSource(SampleSource):
         """The same datasets in the lanes of a saved state, unless the config names its own."""
         if self.config.lanes is not None or lanes in (0, self.lanes):
             return self
-        # no error, for the phase may have begun, with samples that are where they are
+        # not an error: the phase may have begun, and its samples must stay where they are
         shared = _shared_lanes(self.config, self._split, lanes, self._global_batch_size)
         if shared is not None:
             log.warning("in the lanes of the checkpoint ranks read some bytes twice: %s", shared)
@@ -231,7 +231,7 @@ class StreamSource(SampleSource):
         orders: list[StreamOrder] = []
         for segment, numbers, _, restart in self._named:
             datasets = [self._datasets[number].parts for number in numbers]
-            # a sample that is a bin has no token after its last: it would be of another document
+            # a bin has no extra token: that would be of another document
             extra_token = config.add_extra_token and not datasets[0].is_packed
             if segment.weights:
                 weights = [float(weight) for weight in segment.weights]
@@ -290,7 +290,7 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
 
 def sample_shares(weights: Sequence[float]) -> list[str]:
     """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
-    # by the largest first, so that no sum of huge ones is infinite
+    # divided by the largest first: the sum of huge weights would be infinite
     largest = max(weights)
     relative = [weight / largest for weight in weights]
     total = sum(relative)
@@ -298,9 +298,8 @@ def sample_shares(weights: Sequence[float]) -> list[str]:
 
 
 def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
-    """A digest of each dataset of an order, 12 hex digits: of what it holds, and of the token counts
-    of its parts and its token width, on which the order depends. files: of each dataset, by its
-    number.
+    """A digest of each dataset of an order, 12 hex digits: of what it holds, of the token counts of its
+    parts, and of its token width. files: of each dataset, by its number.
     """
     digests = []
     for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
@@ -319,8 +318,8 @@ def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
 
 
 def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size: int) -> str | None:
-    """What is to be said of the first phase whose global batch does not divide its lanes: ranks
-    would share them. None: there is none.
+    """An error message if the global batch of a phase does not divide its lanes, so that ranks would
+    share them; else None.
     """
     for number, segment in enumerate(config.segments(split)[1:], 1):
         size = segment.global_batch_size or global_batch_size
@@ -340,10 +339,10 @@ def _check_apart(
     prefixes: Sequence[str],
     files: Sequence[Sequence[TokenFile]],
 ) -> None:
-    """Raise ConfigError where datasets of different phases have a file in common, as `web@1` and
-    `web@2` do, or `web` and `./web`: to the order they are two, and it would read that file in each.
+    """Raise ConfigError if datasets of different phases share a file, such as `web@1` and `web@2`: the
+    order would take them for two datasets, and read the file in each phase.
 
-    Those that are drawn from in the same phases may overlap: that is a blend as in any run.
+    Datasets of the same phases may overlap, as in any blend.
     """
     phases_of_prefix: dict[str, set[int]] = {prefix: set() for prefix in prefixes}
     for number, segment in enumerate(segments):
@@ -356,13 +355,12 @@ def _check_apart(
             other = prefix_of_file.setdefault(url, prefix)
             if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
-                    f"{redact_urls(url)}: is in {redact_urls(other)} and in {redact_urls(prefix)}, "
-                    f"so phases would read it twice; call a dataset the same in all of them. Of one "
-                    f"that grew keep the former version, and name what was appended since beside "
-                    f"it, such as web@1..2"
+                    f"{redact_urls(other)} and {redact_urls(prefix)} share the file {redact_urls(url)}, "
+                    "so phases would read it twice; use the same name in every phase. For a dataset that "
+                    "grew, keep the old version and add what was appended since, such as web@1..2"
                 )
 
 
 def _place_of(file: TokenFile) -> str:
-    """Where a file lies, the same however its dataset is called."""
+    """Where a file lies, whichever name its dataset has."""
     return resolved(file.store.url(file.key))

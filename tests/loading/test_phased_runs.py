@@ -615,7 +615,7 @@ def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> No
     phases = [PhaseConfig(first_sample=96, blend=[code, same])]
     config = DataConfig(blend=[web], phases=phases, sequence_length=16, order="stream", lanes=96)
     with pytest.raises(
-        ConfigError, match=r"web\.bin: is in .*web and in .*/link/web.*call a dataset"
+        ConfigError, match=r"web and .*/link/web share the file .*web\.bin.*use the same name"
     ):
         StreamLoader(config, micro_batch_size=8, global_batch_size=48)
     # in the same phases they are a blend, as in any run

@@ -620,7 +620,7 @@ def test_documents_go_by_many_names(corpus: tuple[Path, Documents], tmp_path: Pa
 
 MISTAKES: list[tuple[Any, str]] = [
     (["id-1", "nobody", "code#60"], "is called 'nobody', 'code#60'; .*code has 60 documents"),
-    ("nowhere.txt", r"there is no file nowhere.txt; it has a name a line"),
+    ("nowhere.txt", r"there is no file nowhere.txt; write one name a line"),
     ({3: ["id-1"]}, r"skip_documents is \{3: \['id-1'\]\}; it takes the path of a file"),
     ({"wep": ["id-1"]}, r"skip_documents: wep is no dataset here; there are .*/web/"),
     ([(0, "names.txt"), "id-1"], r"skip_documents holds 'id-1'; it takes names"),
@@ -653,7 +653,7 @@ def test_a_number_that_is_also_a_place_is_refused(
     (tmp_path / "a.origins").write_bytes(origins.finish())
     config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=["a:1"])
     with pytest.raises(
-        ConfigError, match="'a:1' is the number of a document, and another came from a place"
+        ConfigError, match="'a:1' is the number of one document, and the origin of another"
     ):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
 
