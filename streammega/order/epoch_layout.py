@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ class StreamDataset:
     parts: Sequence[FilePart]
     itemsize: int
     is_packed: bool = False
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(part.tokens for part in self.parts)
 
 
 class EpochLayout(NamedTuple):

@@ -1,4 +1,5 @@
 """Packed datasets: samples are bins of whole documents, without the padding after these."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,6 +72,10 @@ class StreamSegment(SegmentSource):
         self.dataset_numbers = order.dataset_numbers
         if dataset_ids is not None:
             self.dataset_ids = dataset_ids
+        # divided by the largest first: the sum of huge weights would be infinite
+        relative = np.array(order.weights, np.float64) / max(order.weights)
+        self.shares: list[float] = (relative / relative.sum()).tolist()
+        self.tokens_per_epoch = [dataset.tokens for dataset in order.datasets]
         self._all_files = all_files(files)
         self._is_packed = are_packed(self._all_files)
 
@@ -124,19 +127,6 @@ class StreamSegment(SegmentSource):
             "lanes": order.lanes,
             "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
         }
-
-    @cached_property
-    def shares(self) -> Sequence[float]:
-        """The part of the weights that each of its datasets has."""
-        # divided by the largest first: the sum of huge weights would be infinite
-        relative = np.array(self.order.weights, np.float64) / max(self.order.weights)
-        shares: list[float] = (relative / relative.sum()).tolist()
-        return shares
-
-    @cached_property
-    def tokens_per_epoch(self) -> Sequence[int]:
-        """What the split has of each of its datasets."""
-        return [sum(part.tokens for part in dataset.parts) for dataset in self.order.datasets]
 
     def usage(self, spans: Sequence[Span]) -> Records:
         """Counted from the order alone: no sample is located."""

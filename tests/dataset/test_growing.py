@@ -531,7 +531,9 @@ def test_a_phase_takes_in_what_was_appended_and_repeats_nothing(made: Path, tmp_
     later = {key.rpartition("/")[2] for key, _ in after}
     assert later == {"web.bin", "web-a.bin", "web-b.bin", "web-c.bin"}
     replaced = replace(config, phases=[PhaseConfig(first_sample=20, blend=[f"{web}@2"])])
-    with pytest.raises(ConfigError, match=r"web@1 and .*web@2 share the file .*web.bin.*web@1\.\.2"):
+    with pytest.raises(
+        ConfigError, match=r"web@1 and .*web@2 share the file .*web.bin.*web@1\.\.2"
+    ):
         StreamLoader(replaced, micro_batch_size=4, global_batch_size=4)
     assert IndexedDataset(f"{web}@1..2").shards == [f"{tmp_path}/web-b", f"{tmp_path}/web-c"]
     assert IndexedDataset(f"{web}@0..1").shards == [f"{tmp_path}/web-a"]
