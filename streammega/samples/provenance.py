@@ -1,4 +1,4 @@
-"""Where samples come from, and where documents go: computed of the order, without a log of a run.
+"""Where samples come from, and which samples read a document: computed from the order, without a log.
 
 step, sample  ──►  dataset, shard, document, its tokens     trace
 document      ──►  samples, and which tokens they read      uses
@@ -36,10 +36,10 @@ Integers = NDArray[np.int64]
 class TracedRun:
     """Consecutive tokens of one document within a sample.
 
-    dataset, shard: names, without secrets. name: the same in numbers. start, stop: tokens of the
-    document, which has `document_tokens`. column: the token of the sample at which they begin.
-    shard_start: the token of the shard at which they lie. origin: where the document came from, if
-    the shard has it. skipped: training does not see them (skip_documents).
+    dataset, shard: names, without secrets. name: the document. start, stop: its tokens, of
+    `document_tokens`. column: the token of the sample at which they begin. shard_start: the token of
+    the shard at which they begin. origin: where the document came from, if the shard keeps that.
+    skipped: training does not see them (skip_documents).
     """
 
     dataset: str
@@ -56,11 +56,10 @@ class TracedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSample:
-    """A sample of the global stream, and what its tokens are, in their order; with the extra one,
-    which is a label alone.
+    """A sample of the global stream and its tokens, in order. The extra token, only a label, is last.
 
-    phase: the number of its phase. seams: the tokens of it, by their column, that do not follow
-    those before them in their file: where lengths or lanes changed, samples join what was left.
+    phase: the number of its phase. seams: the columns at which it joins two runs of tokens, after a
+    change of lengths or lanes.
     """
 
     sample: int
@@ -79,10 +78,10 @@ class DocumentUse:
 
 
 class Provenance:
-    """What one split of a config is made of, forwards and backwards.
+    """What the samples of one split of a config are made of, and which samples read a document.
 
-    Of `.idx` files what was asked for is read, and of tokens those of the opening. Raises ConfigError for a
-    split that holds nothing, StorageError and FormatError for the files.
+    Reads only the `.idx` entries that are asked for. Raises ConfigError for a split that holds nothing,
+    StorageError and FormatError for the files.
 
     Args:
         config: as the run has it. In the Megatron order it needs num_samples.
@@ -93,7 +92,7 @@ class Provenance:
     def __init__(
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
-        # what joined a run until now is part of what it is made of
+        # with what the run has appended until now
         config = recorded(config, split)
         self.config = config
         self.split = split
@@ -108,8 +107,8 @@ class Provenance:
     def trace(
         self, sample_ids: ArrayLike, tokens: tuple[int, int] | None = None
     ) -> list[TracedSample]:
-        """What samples are made of, in the order asked. tokens: only these of every sample, [start,
-        stop). Raises IndexError for a number that no sample has.
+        """What samples are made of, in the order of `sample_ids`. tokens: only [start, stop) of every
+        sample. Raises IndexError for a number that no sample has.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
         extents = locate_checked(self.source, ids, self.split)
@@ -118,16 +117,18 @@ class Provenance:
             first_column, last_column = tokens
             if not 0 <= first_column < last_column:
                 raise ConfigError(
-                    f"tokens {first_column}:{last_column} are none; give FIRST:BEHIND-THE-LAST"
+                    f"tokens {first_column}:{last_column} are no range; give START:STOP, where STOP is "
+                    "the token after the last"
                 )
             lengths = [segment.config.sequence_length for segment in self.source.segments]
             width = max(lengths) + int(self.config.add_extra_token)
             if first_column >= width:
                 raise ConfigError(
-                    f"tokens {first_column}:{last_column} are none: a sample has {width}"
+                    f"tokens {first_column}:{last_column} are beyond a sample, which has {width}; give a "
+                    "smaller range"
                 )
             extents = cut_extents(extents, [(first_column, min(last_column, width))])
-        has_seams = self.source.has_remainders  # others' orders follow no file anyway
+        has_seams = self.source.has_remainders  # the Megatron order joins documents everywhere
         seams = seams_of(self.source.files, extents) if has_seams else NO_SEAMS
         samples = []
         for number, sample in enumerate(ids.tolist()):
@@ -143,8 +144,8 @@ class Provenance:
         return samples
 
     def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
-        """Token ids of samples, [samples, S + extra], and how many of them each has; these are
-        read. Of samples of several phases as wide as the longest.
+        """Token ids of samples, [samples, S + extra], and how many each has. They are read from
+        storage. The longest sample length of the phases is S.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
         if len(self.source.segments) == 1:
@@ -158,10 +159,10 @@ class Provenance:
         return found, np.array([valid[0] for _, valid in parts], np.int64)
 
     def find(self, name: str) -> list[DocumentName]:
-        """The documents of that name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several where the
-        blend has a dataset several times, and where documents share an id.
+        """The documents of a name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several if the blend has
+        a dataset several times, or documents share an id.
 
-        Raises ConfigError for a name that no document has, or that may mean different ones.
+        Raises ConfigError for a name that no document has, or that may mean different documents.
         """
         found = self.names.find(name)
         if not found:
@@ -169,19 +170,19 @@ class Provenance:
         return found
 
     def origin(self, name: DocumentName) -> DocumentOrigin | None:
-        """Where a document came from; None where its shard does not say (convert --origins)."""
+        """Where a document came from; None if its shard does not keep that (convert --origins)."""
         stored = self.shards(name.dataset)[name.shard].origins
         return None if stored is None else stored[name.document]
 
     def uses(self, name: DocumentName, end: int | None = None) -> list[DocumentUse]:
         """Every sample before `end` that reads tokens of a document, in order.
 
-        In the stream order in closed form. In the others the built indices are looked through.
-        `end` None: all samples there are; the stream order without num_samples needs one.
+        The stream order has a closed form; other orders scan the built indices. `end` None: all
+        samples; the stream order without num_samples needs an end.
         """
         samples = self.source.num_samples
         if end is None and samples is None:
-            raise ConfigError("the stream has no end: say up to which sample it is looked for")
+            raise ConfigError("the stream has no end: give `end`, the sample up to which to search")
         last = min(limit for limit in (end, samples) if limit is not None)
         uses = self.source.document_uses(self.shards(name.dataset), name, last)
         columns = zip(uses.sample.tolist(), uses.start.tolist(), uses.stop.tolist(), strict=True)
@@ -193,7 +194,7 @@ class Provenance:
 
     @property
     def dataset_names(self) -> list[str]:
-        """The names of all of them."""
+        """The names of all datasets, as the config has them, without secrets."""
         return [self.dataset_name(dataset) for dataset in range(len(self.datasets))]
 
     def shard_name(self, dataset: int, shard: int) -> str:
@@ -205,7 +206,7 @@ class Provenance:
         return self.names.shards(dataset)
 
     def skipped_from(self, name: DocumentName) -> int | None:
-        """The sample from which on a document is not seen; None: it is not skipped."""
+        """The sample from which on a document is skipped; None: it never is."""
         skipped = self.source.skipped
         runs = self.shards(name.dataset)[name.shard].tokens_of(name.document)
         if skipped is None or not runs:
@@ -219,7 +220,7 @@ class Provenance:
         )
 
     def skipped_documents(self) -> dict[DocumentName, int]:
-        """The documents that are skipped, and from which sample on each is."""
+        """The skipped documents, and the sample from which on each is skipped."""
         found: dict[DocumentName, int] = {}
         skipped = self.source.skipped
         if skipped is None:
@@ -234,11 +235,11 @@ class Provenance:
     def _documents_at(
         self, dataset: int, file: int, start: int, stop: int
     ) -> Iterator[DocumentName]:
-        """The documents that have tokens [start, stop) of a file, as extents name it."""
+        """The documents that have tokens [start, stop) of a file of extents."""
         while start < stop:
             shard, shard_start = self._shard_at(dataset, file, start)
             documents = self.shards(dataset)[shard]
-            # of several shards that are read as one file, those of each
+            # a file may have several shards end to end
             size = min(stop - start, documents.num_tokens - shard_start)
             for run in documents.runs(shard_start, shard_start + size):
                 yield DocumentName(dataset=dataset, shard=shard, document=run.document)
@@ -246,13 +247,13 @@ class Provenance:
 
     @cached_property
     def _first_files(self) -> list[int]:
-        """The place among all files of the first one of each dataset."""
+        """The number, among all files, of the first file of each dataset."""
         sizes = [len(files) for files in self.source.files]
         firsts: list[int] = np.cumsum([0, *sizes])[:-1].tolist()
         return firsts
 
     def _runs_of(self, extents: Extents, number: int, column: int, sample: int) -> list[TracedRun]:
-        """The runs of one of some samples, whose first token is `column`."""
+        """The runs of one of the samples in `extents`, from token `column` of it on."""
         runs = []
         for row in range(int(extents.row_splits[number]), int(extents.row_splits[number + 1])):
             dataset = int(extents.dataset[row])
@@ -270,7 +271,7 @@ class Provenance:
         self, dataset: int, shard: int, run: DocumentRun, column: int, sample: int
     ) -> TracedRun:
         name = DocumentName(dataset=dataset, shard=shard, document=run.document)
-        # of most runs nothing is skipped, nor looked for
+        # most configs skip nothing
         since = None if self.source.skipped is None else self.skipped_from(name)
         return TracedRun(
             dataset=self.dataset_name(dataset),
@@ -293,7 +294,7 @@ class Provenance:
         return self._bounds[dataset]
 
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
-        """(shard, token of it) of a token of a file as extents name it."""
+        """(shard, its token) of a token of a file of extents."""
         if self.source.has_file_per_shard:
             return file, start
         bounds = self._token_bounds(dataset)
@@ -301,18 +302,18 @@ class Provenance:
         return shard, start - int(bounds[shard])
 
 
-LOOKED_AT = 16 << 20
-"""Bytes of a shard that are held at once."""
+SEARCH_BYTES = 16 << 20
+"""Bytes of a shard that are searched at once: bounds the memory."""
 
 
 def documents_with(
     provenance: Provenance, patterns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[DocumentName, int, Ids]]:
-    """(document, the token of the shard at which it begins, ids there) for every place at which one
-    of some runs of ids lies, in the order of datasets and shards.
+    """(document, token of the shard, ids there) for every match of one of some patterns of ids, in the
+    order of datasets and shards.
 
-    The ids are a few more on both sides, as context. Cost: every byte of the datasets is read, once
-    however often the blend has them. Raises StorageError.
+    The ids have a few more on both sides, as context. Cost: reads every byte of the datasets once.
+    Raises StorageError.
     """
     searched: set[str] = set()
     for dataset, prefix in enumerate(provenance.datasets):
@@ -329,12 +330,12 @@ def documents_with(
 def _places(
     documents: ShardDocuments, patterns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, Ids]]:
-    """(token of a shard, how many are found there, ids around them)."""
+    """(token of a shard, tokens of the pattern, ids around it) of every match."""
     longest = max(len(pattern) for pattern in patterns)
-    at_once = LOOKED_AT // documents.dtype.itemsize
+    at_once = SEARCH_BYTES // documents.dtype.itemsize
     for first, ids in _stretches(documents, at_once, longest):
         for pattern in patterns:
-            # Those behind are found in the next stretch, which begins with them.
+            # later matches are found again in the next stretch, which begins with them
             for place in _starts(ids, pattern).tolist():
                 if place < at_once:
                     around = ids[max(0, place - longest) : place + len(pattern) + longest]
@@ -342,8 +343,8 @@ def _places(
 
 
 def _stretches(documents: ShardDocuments, at_once: int, longest: int) -> Iterator[tuple[int, Ids]]:
-    """(first token, ids) of a shard's stretches, each with the beginning of the next, so that what
-    lies in both is found.
+    """(first token, ids) of a shard's stretches. Each has the beginning of the next, for a match may
+    lie in both.
     """
     store, info = documents.files.tokens()
     dtype = documents.dtype
@@ -359,7 +360,7 @@ def _stretches(documents: ShardDocuments, at_once: int, longest: int) -> Iterato
 
 
 def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:
-    """Where a run of ids begins in an array, ascending."""
+    """Where a pattern begins in an array of ids, ascending."""
     if len(pattern) > len(ids):
         return np.empty(0, np.int64)
     found = np.flatnonzero(ids[: len(ids) - len(pattern) + 1] == pattern[0])

@@ -16,15 +16,14 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
     """Sample numbers of this rank's micro-batches: `DataLoader(dataset,
     batch_sampler=MegatronBatchSampler(...))`.
 
-    single: indices go up from consumed_samples; each run of micro_batch_size * dp_size is cut into
-    dp_size contiguous parts. cyclic: epochs without end, each permuted by a generator seeded with
-    the epoch's number alone; an iteration ends with its epoch. With data_sharding a rank stays
-    within its own part of the data.
-
     Args:
         total_samples: the dataset's length.
         consumed_samples: where to begin, over all ranks.
-        drop_last: single: drop the incomplete tail; otherwise ranks get what there is of it.
+        kind: "single": indices ascend from consumed_samples; each run of micro_batch_size * dp_size
+            is cut into dp_size contiguous parts. "cyclic": endless epochs, each permuted by a generator
+            that is seeded with the epoch's number; an iteration ends with its epoch.
+        data_sharding: cyclic: a rank stays within its own part of the data.
+        drop_last: single: drop the incomplete tail; else ranks share it.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
                 taken = rank_samples(first, size, self.dp_rank, self.dp_size, contiguous=True)
                 yield taken.tolist()
             elif not self.drop_last:
-                # ranks get what there is of it, in the order of their numbers: the last ones none
+                # filled rank by rank: the last ranks may get an empty batch
                 low = first + self.dp_rank * size
                 yield list(range(low, min(low + size, self.total_samples)))
 
@@ -90,28 +89,28 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
                 f"{offset} samples into an epoch is inside a micro-batch of {size} on "
                 f"{self.dp_size} ranks"
             )
-        # of the epoch alone, so that a resumed run permutes as the one before it did
+        # seeded with the epoch alone, so that a resumed run permutes as before
         generator = torch.Generator()
         generator.manual_seed(epoch)
         mine = (
             self._bucket(generator, offset)
             if self.data_sharding
-            else self._dealt(generator, offset)
+            else self._in_turn(generator, offset)
         )
         for first in range(0, len(mine) - size + 1, size):
             self.consumed_samples += step
             yield mine[first : first + size].tolist()
 
     def _bucket(self, generator: torch.Generator, offset: int) -> torch.Tensor:
-        """What is left of this rank's own part of the data, permuted, `offset` samples of all ranks
-        into the epoch.
+        """The rest of this rank's own part of the data, permuted. offset: samples of all ranks into the
+        epoch.
         """
         bucket_samples = self.total_samples // self._step * self.micro_batch_size
         permuted = torch.randperm(bucket_samples, generator=generator)
         return self.dp_rank * bucket_samples + permuted[offset // self.dp_size :]
 
-    def _dealt(self, generator: torch.Generator, offset: int) -> torch.Tensor:
-        """What is left of the permuted epoch, dealt out to the ranks in turn."""
+    def _in_turn(self, generator: torch.Generator, offset: int) -> torch.Tensor:
+        """This rank's samples of the rest of the permuted epoch; ranks take them in turn."""
         # Megatron permutes whole micro-batches of one rank, not of all
         permuted_samples = self.total_samples // self.micro_batch_size * self.micro_batch_size
         permuted = torch.randperm(permuted_samples, generator=generator)

@@ -20,15 +20,15 @@ from streammega.order.split import SPLITS, split_fractions
 from streammega.order.state import PHASES
 
 Name = tuple[str, int]
-"""A dataset: its prefix, and how many of that prefix stand before it in its blend."""
+"""A dataset: its prefix, and how many datasets of that prefix its blend has before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitBlend:
     """The datasets of a split, and how they are cut.
 
-    weights: None where the config gives none. shares: the split string by which every dataset is
-    cut; with `blend_per_split`, the one that gives all of it to the split.
+    weights: None: the config has none. shares: the split string that cuts every dataset; with
+    `blend_per_split` it gives all of a dataset to the split.
     """
 
     prefixes: tuple[str, ...]
@@ -46,7 +46,7 @@ def split_blend(config: DataConfig, split: str) -> SplitBlend | None:
     shares = config.split
     if blend is None:
         blend = (config.blend_per_split or ())[number]
-        # such a dataset belongs to one split, and all of it does
+        # all of such a dataset belongs to the split
         shares = ",".join("1" if name == split else "0" for name in SPLITS)
     if blend is None or not split_fractions(shares)[number] > 0:
         return None
@@ -68,8 +68,8 @@ def blend_of(config: DataConfig, split: str) -> SplitBlend:
 class SegmentDatasets(NamedTuple):
     """The datasets of a segment.
 
-    numbers: over all segments, in the order in which datasets first appear. names: of each. restart:
-    numbers of those that begin a new epoch.
+    numbers: over all segments, in the order in which datasets first appear. restart: numbers of those
+    that begin a new epoch.
     """
 
     segment: Segment
@@ -107,8 +107,8 @@ def prefixes_of(config: DataConfig, split: str) -> list[str]:
 
 
 def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
-    """The name of each dataset, by its path in the identity of an order: "datasets[0]", or
-    "dataset" of a single one, and in phases "phases.1.datasets[0]".
+    """The name of each dataset, by its path in the identity of an order: "datasets[0]"; "dataset" if
+    there is one; "phases.1.datasets[0]" in a phase.
     """
     names = {}
     for number, segment in enumerate(datasets_of_segments(config, split)):
@@ -138,10 +138,10 @@ def short_names(prefixes: Sequence[str]) -> list[str]:
 
 
 def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:
-    """A prefix as it was spelled first, so that `web`, `./web` and `/data/web` are one dataset in
-    all phases, and a folder with and without its last slash. spelling_of: by what they name.
+    """The first spelling of a prefix, so that `web`, `./web` and `/data/web` are one dataset in all
+    phases, with or without a last slash. spelling_of: by absolute path.
 
-    Names of other storage are as they are: there a folder and a prefix may have the same name.
+    URLs stay as they are: in a bucket, a folder and a prefix may have the same name.
     """
     if "://" in prefix:
         return spelling_of.setdefault(prefix, prefix)
@@ -152,7 +152,7 @@ def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:
 
 
 def _names(prefixes: Sequence[str]) -> Sequence[Name]:
-    """Prefixes, of which one that is repeated is another dataset each time."""
+    """The names of prefixes; a repeated prefix is another dataset each time."""
     repeated: Counter[str] = Counter()
     names: list[Name] = []
     for prefix in prefixes:
@@ -164,8 +164,8 @@ def _names(prefixes: Sequence[str]) -> Sequence[Name]:
 def _check_restart(
     number: int, restart: Sequence[str], names: Sequence[Name], drawn: Collection[Name]
 ) -> None:
-    """Raise ConfigError for a prefix to begin anew that the phase does not draw from, or that no
-    phase before it did. drawn: what those draw from.
+    """Raise ConfigError for a restart of a prefix that the phase does not draw from, or that no phase
+    before it drew from. drawn: the datasets of those.
     """
     here = {prefix for prefix, _ in names}
     before = {prefix for prefix, _ in drawn}

@@ -1,6 +1,4 @@
-"""Supervised fine-tuning: conversations from JSON lines, packed into samples, with loss on answers
-only.
-"""
+"""Supervised fine-tuning: conversations from JSON lines in samples, with loss on answers."""
 
 from __future__ import annotations
 
@@ -25,17 +23,17 @@ class ConversationEncoder(Protocol):
     """Conversations to tokens by a chat template: `streammega.convert.ChatEncoder`."""
 
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Token ids of a record, and which of them the assistant says."""
+        """Token ids of a record, and which of them are the assistant's."""
 
 
 class SFTDataset(torch.utils.data.Dataset[Batch]):
-    """Samples of whole conversations end to end, none of which sees another.
+    """Samples of whole conversations end to end, which do not see each other.
 
     A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"},
     ...]}. A message becomes `<|role|>` and a newline, its text, and eod_id; loss is on the text and
-    eod of assistant messages. With a `ChatEncoder` the chat template writes them, and loss is on
-    what it says the assistant writes. Conversations are shuffled by the seed and laid into a sample
-    until one does not fit; one longer than a sample is cut (`num_cut` counts them).
+    eod of assistant messages. With a `ChatEncoder`, the chat template writes them, and says what the
+    assistant writes. Conversations are shuffled by the seed, and fill a sample until the next one does
+    not fit. A conversation longer than a sample is cut (`num_cut` counts them).
 
     `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each
     conversation), loss_mask float32 [S], and cu_seqlens int32 [conversations + 1 (+ 1 for
@@ -59,8 +57,8 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
     ) -> None:
         if config.skips_of("train"):
             raise ConfigError(
-                "skip_documents goes by the documents of converted datasets, and these are lines of "
-                "files; leave the lines out of them"
+                "skip_documents names documents of converted datasets, but these conversations are lines "
+                "of files; delete the lines there"
             )
         self.config = config
         conversations = list(_encoded(paths, encode, config))
@@ -103,7 +101,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
             stop = self._starts[conversation + 1]
             end = begin + int(stop - first)
             tokens[begin:end] = self._tokens[first:stop]
-            # the label of a conversation's last token would be another's: it has no loss
+            # no loss on a conversation's last token: its label would be of another conversation
             labels[begin : end - 1] = self._tokens[first + 1 : stop]
             loss_mask[begin : end - 1] = self._answers[first + 1 : stop]
             position_ids[begin:end] = np.arange(end - begin)
@@ -191,7 +189,7 @@ def _records(paths: Sequence[str]) -> Iterator[tuple[Any, str]]:
 def _check_answered(roles: Sequence[str], where: str) -> None:
     if "assistant" not in roles:
         raise FormatError(
-            f"{where}: no message of the assistant: there is nothing to learn from it"
+            f"{where}: has no message of the assistant, so there is nothing to learn; delete the record"
         )
 
 

@@ -1,5 +1,5 @@
-"""What every order gives the layers above: samples by their global numbers, where they lie, their
-fields, and an identity. A source has one or more segments, each of which holds from a sample on.
+"""What every order gives to the layers above: samples by their global numbers, where they lie, their
+fields, and an identity. A source has one or more segments; each holds from its first sample on.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ IDENTITY_OF_RUN = ("order", "order_version", "split", "seed", "add_extra_token",
 
 
 class SegmentSource(ABC):
-    """Samples of one split in one order over open files; they keep their numbers in the whole stream.
+    """Samples of one split in one order over open files, by their numbers in the whole stream.
 
-    `files[d]` are the files of dataset d that extents refer to. Datasets are numbered over all
+    `files[d]` are the files of dataset d, to which extents refer. Datasets are numbered over all
     segments of a run, in the order in which they first appear.
     """
 
@@ -68,14 +68,14 @@ class SegmentSource(ABC):
     """What the split has of each of its own datasets."""
     first_sample: int = 0
     order: StreamOrder | None = None
-    """None of the Megatron order, whose samples are in built indices."""
+    """None in the Megatron order, whose samples are in built indices."""
     has_file_per_shard: bool = False
     """Whether extents refer to the shards of a dataset as files of their own, not as one."""
 
     @property
     @abstractmethod
     def num_samples(self) -> int | None:
-        """The sample behind the last that it could have; None: it has no end."""
+        """The end of the samples that it could have; None: there is none."""
 
     @abstractmethod
     def locate(self, sample_ids: Integers) -> Extents:
@@ -83,8 +83,8 @@ class SegmentSource(ABC):
 
     @abstractmethod
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """What defines the order of the samples before `consumed` (None: of all): small, JSON-able,
-        without where the data lies.
+        """What defines the order of the samples before `consumed` (None: of all), wherever the data
+        lies: small, for JSON.
         """
 
     @abstractmethod
@@ -95,19 +95,19 @@ class SegmentSource(ABC):
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, and which tokens of it. shards:
-        of its dataset.
+        """The samples before `end` that read tokens of a document, and which tokens. shards: those of
+        its dataset.
         """
 
     def later_identity(self) -> dict[str, Any]:
-        """What defines it after the first segment: without what all segments share."""
+        """What defines a later segment: its identity without what all segments share."""
         identity = self.identity()
         changing = {name: identity[name] for name in identity if name not in IDENTITY_OF_RUN}
         return {"first_sample": self.first_sample} | changing
 
     @property
     def lanes(self) -> int:
-        """Lanes of the stream order; 0 of others."""
+        """Lanes of the stream order; 0 in others."""
         return 0 if self.order is None else self.order.lanes
 
     @property
@@ -117,34 +117,31 @@ class SegmentSource(ABC):
 
     @cached_property
     def dataset_numbers(self) -> Integers:
-        """The number of each dataset that samples are drawn from, int64."""
+        """The numbers of its own datasets, from which samples are drawn, int64."""
         return np.arange(len(self.files))
 
     @cached_property
     def dataset_ids(self) -> Integers:
-        """The "dataset_id" of each dataset, int64: its number, or of what was appended in mid-run
+        """The "dataset_id" of each dataset, int64: its number; for a version that was appended in mid-run,
         that of the dataset which grew.
         """
         return np.arange(len(self.files))
 
     @cached_property
     def skipped(self) -> ExcludedTokens | None:
-        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
+        """The tokens that are not seen; None: all are seen. Raises ConfigError for names that no document
         of these datasets has.
         """
         return excluded_tokens(self.config, self.split, self.prefixes, self.files)
 
     def read(self, sample_ids: Integers) -> tuple[Ids, Integers]:
-        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each
-        has.
-        """
+        """Token ids of samples, [n, S + extra] in the widest stored dtype, and how many each has."""
         extents = self.locate(sample_ids)
         return self._read(extents, self._skipped_columns(sample_ids, extents))
 
     def sample_fields(self, sample_ids: Integers, *, bounds: bool = False) -> Batch:
-        """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of
-        their datasets leave out, nor on documents that are skipped; with inter_document_masking also
-        those that it makes.
+        """The fields of samples, as `batch_fields` makes them. There is no loss on tokens that modes
+        leave out, nor on skipped documents. With inter_document_masking they have its fields too.
         """
         config = self.config
         extents = self.locate(sample_ids)
@@ -171,7 +168,7 @@ class SegmentSource(ABC):
         return batch
 
     def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
-        """Where samples hold tokens that are not seen; None: nowhere."""
+        """Where samples have tokens that are not seen; None: nowhere."""
         if self.skipped is None:
             return None
         return self.skipped.columns(runs_of(self.files, extents), sample_ids)
@@ -188,9 +185,11 @@ class SegmentSource(ABC):
 
 
 class SampleSource:
-    """Samples of one split, over the segments of a run: at least one, the first from sample 0 on.
+    """Samples of one split, over all segments of a run. The first begins at sample 0.
 
-    Args: config: of the run, with all its segments. segments: over the same files.
+    Args:
+        config: of the run, with all its segments.
+        segments: at least one, all over the same files.
     """
 
     def __init__(self, config: DataConfig, segments: Sequence[SegmentSource]) -> None:
@@ -204,7 +203,7 @@ class SampleSource:
 
     @property
     def segments(self) -> Sequence[SegmentSource]:
-        """What samples are drawn from, in the order of their first samples."""
+        """Its segments, in the order of their first samples."""
         return self._segments
 
     def segment_number(self, sample: int) -> int:
@@ -227,7 +226,7 @@ class SampleSource:
 
     @property
     def skipped(self) -> ExcludedTokens | None:
-        """The tokens that are not seen; None: all are."""
+        """The tokens that are not seen; None: all are seen."""
         return self.segments[0].skipped
 
     @property
@@ -237,23 +236,23 @@ class SampleSource:
 
     @property
     def lanes(self) -> int:
-        """Lanes of the first segment in the stream order; 0 of others."""
+        """Lanes of the first segment in the stream order; 0 in others."""
         return self.segments[0].lanes
 
     def with_lanes(self, lanes: int) -> SampleSource:
-        """The same samples in the lanes of a saved state, unless the config names its own. Orders
-        without lanes stay as they are.
+        """The same datasets in the lanes of a saved state, unless the config names lanes. Orders without
+        lanes stay as they are.
         """
         return self
 
     @property
     def has_file_per_shard(self) -> bool:
-        """As of its segments."""
+        """Whether extents refer to the shards of a dataset as files of their own."""
         return self.segments[0].has_file_per_shard
 
     @property
     def has_remainders(self) -> bool:
-        """Whether samples of some segment may join runs of tokens that earlier ones left unread."""
+        """Whether samples of any segment may join runs of tokens that earlier ones left unread."""
         return any(segment.has_remainders for segment in self.segments)
 
     @property
@@ -262,13 +261,13 @@ class SampleSource:
         return ()
 
     def attach(self, sample: int) -> None:
-        """Note that reading goes on at a sample: data appended before it is taken as recorded, and
-        none is looked for there any more. Data that never grows has nothing to note.
+        """Note that reading continues at a sample: before it, only recorded data is appended. Does nothing
+        for data that never grows.
         """
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
-        """Take in all data that is appended up to a sample. To be called before the sample is handed
-        out. Returns whether there are other segments now; data that never grows has none.
+        """Append all data that belongs before a sample; call it before that sample is returned. Returns
+        whether the segments have changed, which they never do for data that does not grow.
         """
         return False
 
@@ -283,14 +282,13 @@ class SampleSource:
         for number in np.unique(number_of_sample).tolist():
             chosen = np.flatnonzero(number_of_sample == number)
             parts.append((chosen, segments[number].locate(sample_ids[chosen])))
-        if len(parts) == 1:  # as nearly always: a segment is many thousands of steps
+        if len(parts) == 1:  # nearly always: a segment has many thousands of steps
             return parts[0][1]
         return merge_extents(parts)
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """What defines the order of the first `consumed` samples (None: of all): that of the first
-        segment, and beside it those that began before, by their numbers. The future may still be
-        changed.
+        """What defines the order of the first `consumed` samples (None: of all): the identity of the
+        first segment, and of later segments that have begun, by number. Others may still change.
         """
         first, *later = self.segments
         begun = {
@@ -298,21 +296,21 @@ class SampleSource:
             for number, segment in enumerate(later, 1)
             if consumed is None or segment.first_sample < consumed
         }
-        # what is skipped of datasets that no sample is drawn from has changed nothing yet
+        # a list of documents has no effect before a sample is drawn from their dataset
         drawn = {*first.dataset_numbers.tolist()}
         drawn.update(*(segment.dataset_numbers.tolist() for segment in begun.values()))
         identity = first.identity(consumed)
         if self.skipped is not None:
             identity |= self.skipped.identity(consumed, drawn)
-        # without later ones it is the identity of a run that has none
+        # equal to the identity of a run without phases, as long as none has begun
         phases = {str(number): segment.later_identity() for number, segment in begun.items()}
         return identity | {PHASES: phases} if phases else identity
 
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, in their order, and which tokens
-        of it. shards: of its dataset.
+        """The samples before `end` that read tokens of a document, in order, and which tokens. shards:
+        those of its dataset.
         """
         uses = []
         ends = [segment.first_sample for segment in self.segments[1:]] + [end]
@@ -323,12 +321,12 @@ class SampleSource:
 
 
 def masks_by_files(source: SampleSource | SegmentSource) -> bool:
-    """Whether stored modes, or documents that are skipped, leave some tokens without loss."""
+    """Whether modes or skipped documents leave some tokens without loss."""
     return source.skipped is not None or has_modes(all_files(source.files))
 
 
 def check_fields(source: SampleSource) -> None:
-    """Raise ConfigError where the data has labels without loss, and the config leaves out the mask."""
+    """Raise ConfigError if the data has labels without loss, and the config leaves out loss_mask."""
     if masks_by_files(source) or are_packed(all_files(source.files)):
         check_mask_is_there(source.config.field_names)
 
@@ -339,7 +337,7 @@ def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
 
 
 def first_datasets(extents: Extents) -> NDArray[np.int32]:
-    """The number of the dataset of each sample: that of its first extent, for all are of one."""
+    """The number of the dataset of each sample, which is the same in all its rows."""
     return extents.dataset[extents.row_splits[:-1]]
 
 
@@ -349,7 +347,7 @@ def dataset_of_samples(source: SampleSource, extents: Extents) -> Integers:
 
 
 def seams_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Seams:
-    """Where samples go over from one run of tokens to another."""
+    """Where samples join two runs of tokens."""
     rows = rows_of(extents)
     return seams_between(
         np.diff(extents.row_splits),
@@ -361,7 +359,7 @@ def seams_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Seams:
 
 
 def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Integers:
-    """The place among all files of the one in which each row lies."""
+    """The number, among all files, of the file of each row."""
     first_file = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
     return first_file[extents.dataset].astype(np.int64) + extents.file
 

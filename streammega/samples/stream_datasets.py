@@ -1,7 +1,6 @@
-"""Datasets of lanes, opened: their files, and the parts of these that belong to a split.
+"""Opens the datasets of the stream order: their files, and the parts of these that belong to a split.
 
-Of many at once, by listings; headers and the pointers at a split's bounds are
-all that is read.
+Many are opened at once, by listings. Only headers, and the pointers at a split's bounds, are read.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from streammega.storage.thread_pool import parallel_map
 log = logging.getLogger(__name__)
 
 MANY_SEQUENCES = 1 << 40
-"""Of which a split with a share has some: one that begins or ends within a dataset shows it."""
+"""So many that a split which begins or ends within a dataset shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset, the parts of them that belong to a split, the tokens of its bins where it
-    is packed, and its tokenizers where they are compared.
+    """The files of a dataset. parts: those that belong to a split. bin_tokens: None: it is not packed.
+    tokenizers: empty if they are not compared.
     """
 
     name: str
@@ -49,10 +48,10 @@ def open_datasets(
     config: DataConfig,
     known: Sequence[OpenDataset] = (),
 ) -> list[OpenDataset]:
-    """Datasets, each cut by `shares`, of which a split has its part. known: some that are open.
+    """The parts of datasets that belong to a split, by `shares`. known: datasets that are open already.
 
-    Raises ConfigError for one that leaves nothing for the split, or that is of another tokenizer
-    than the others, StorageError and FormatError for the files.
+    Raises ConfigError if a dataset has nothing for the split, or another tokenizer than the others;
+    StorageError and FormatError for the files.
     """
     opened_of_name = {dataset.name: dataset for dataset in known}
     missing = [name for name in prefixes if name not in opened_of_name]
@@ -71,7 +70,7 @@ def open_datasets(
 
     datasets = list(zip(missing, shards_of, strict=True))
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
-    # Of whole ones no pointer is read: threads would only take turns.
+    # whole datasets need no pointers: threads would not help
     at_once = 1 if is_whole else min(READERS, config.storage.max_requests)
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
@@ -83,9 +82,7 @@ def open_datasets(
 def _cut_dataset(
     name: str, shards: list[Shard], share: str, split: str, config: DataConfig
 ) -> OpenDataset:
-    """A dataset whose shards, all end to end, are cut as a whole by `share`: by sequences, or by the
-    bins of one that is packed.
-    """
+    """Cut a dataset, its shards end to end, by `share`: by sequences, or by bins if it is packed."""
     bin_tokens = _bin_tokens(name, shards)
     units = [_num_units(shard, bin_tokens) for shard in shards]
     bounds = split_bounds(share, sum(units))[split]
@@ -116,7 +113,7 @@ def _cut_dataset(
         shard.index_body = None
     if bin_tokens is None:
         _warn_of_short(name, parts, len(shards), config)
-    # in bytes, blocks are as long as the widest tokens make them
+    # blocks are sized in bytes, by the widest tokens
     itemsize = max(shard.dtype.itemsize for shard in shards)
     dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
     return OpenDataset(
@@ -133,12 +130,12 @@ def _bin_tokens(name: str, shards: Sequence[Shard]) -> int | None:
 
 
 def _num_units(shard: Shard, bin_tokens: int | None) -> int:
-    """Of what splits are cut by: bins, or sequences."""
+    """How many units a shard has, by which splits are cut: bins, or sequences."""
     return shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
 
 
 def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:
-    """Where one of them begins, or the last ends."""
+    """Where a unit begins; for the number of units, where the last ends."""
     return shard.token_at(unit) if bin_tokens is None else unit * bin_tokens
 
 
@@ -149,9 +146,7 @@ def _parts_of(
     begin: int,
     end: int,
 ) -> list[FilePart]:
-    """What sequences or bins [begin, end) of shards end to end are of each file; files without any
-    have no part.
-    """
+    """The parts of the files that have units [begin, end) of shards end to end."""
     parts = []
     units_before = 0
     for number, (shard, units) in enumerate(zip(shards, units_of_shard, strict=True)):
@@ -166,7 +161,7 @@ def _parts_of(
 
 
 def _warn_of_short(name: str, parts: Sequence[FilePart], count: int, config: DataConfig) -> None:
-    """Samples lie within a file: one that is shorter gives none, which nobody would notice."""
+    """Warn of files that are too short for a sample: they are never read."""
     length = config.sequence_length
     extra = int(config.add_extra_token)
     short = [

@@ -1,5 +1,5 @@
-"""A stored file of tokens as samples read it, which of its tokens are to be learned, and whether its
-ids are those of the tokenizer that a run names.
+"""A stored file of tokens as samples read it: which of its tokens have a loss, and whether datasets have
+the same tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPENERS = 32
 """Indices that are opened at once: of a remote dataset each is a download."""
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
+# Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
 @dataclass(kw_only=True, slots=True)
 class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
@@ -54,8 +54,8 @@ class TokenFile:
         return self.store.url(self.key)
 
     def check_bytes(self, size: int) -> None:
-        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to
-        kernels, which look no further.
+        """Raise ShortReadError if `size` bytes do not hold all tokens: kernels follow addresses in them
+        without a check.
         """
         if size < self.num_tokens * self.dtype.itemsize:
             raise truncated(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
@@ -63,8 +63,8 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample
-    and on; int64 [runs] each.
+    """Where the tokens of samples lie: `size` tokens from token `start` of a file are at `column` of a
+    sample; int64 [runs] each.
     """
 
     file: Integers
@@ -75,7 +75,7 @@ class Runs:
 
 
 def has_modes(files: Sequence[TokenFile]) -> bool:
-    """Whether any of the files makes a loss mask."""
+    """Whether modes of any file make a loss mask."""
     return any(file.learned is not None for file in files)
 
 
@@ -93,9 +93,7 @@ def open_indices(
 
 
 def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
-    """Write 0 to out [samples, width] for every token that is not learned; those of files without
-    modes are.
-    """
+    """Write 0 to out [samples, width] for every token without loss by its mode."""
     for number, file, arrays in open_indices(files, runs.file):
         if file.learned is None:
             continue
@@ -111,8 +109,8 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
 def check_tokenizers(
     datasets: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig
 ) -> None:
-    """Raise ConfigError for (name, tokenizers) of datasets of which two differ, naming both;
-    datasets without any pass.
+    """Raise ConfigError if two datasets have different tokenizers, naming both. datasets: (name,
+    tokenizers); datasets without any pass.
     """
     if config.mix_tokenizers:
         return

@@ -1,5 +1,5 @@
-"""What each phase of a split takes from its datasets, in every order: samples, tokens, epochs, and
-what of them was cut anew. Computed of the order; no sample is located.
+"""What each phase of a split takes from its datasets, in every order: samples, tokens, epochs, and the
+use of remainders. Computed from the order; no sample is located.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from streammega.samples.source import Span
 class DatasetUsage:
     """What a phase takes from one of its datasets.
 
-    share: its part of the weights, over the samples that were dealt. samples, tokens: how many are
-    read of it, a sample's last label not counted. epochs: how often its tokens were read in all
-    phases before this one, and with it. from_remainder: of the samples those of what epochs in
-    progress had left where lengths or lanes changed. carried_tokens, unused_tokens: tokens that were
-    left at the beginning of the phase, if it cuts them anew, and those that wait for the next
-    change. dropped_tokens: tokens that its `restart` passes over.
+    share: its part of the weights. samples, tokens: how many are read, without extra tokens. epochs:
+    how often its tokens were read before this phase, and with it. from_remainder: samples of the
+    unread part of epochs that were open where lengths or lanes changed. carried_tokens: tokens of that
+    part, if it begins in this phase. unused_tokens: its end, too short for a sample until the next
+    change. dropped_tokens: unread tokens that a `restart` leaves out.
     """
 
     dataset: str
@@ -37,8 +36,8 @@ class DatasetUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUsage:
-    """One phase of a split, up to a sample: its samples [first_sample, stop), of which `skipped`
-    are read by no step, and what they take from its datasets.
+    """Samples [first_sample, stop) of one phase, and what they take from its datasets. skipped: how many
+    of them no step reads.
     """
 
     phase: int
@@ -51,13 +50,13 @@ class PhaseUsage:
 
     @property
     def samples(self) -> int:
-        """Those that are read."""
+        """How many samples are read."""
         return self.stop - self.first_sample - self.skipped
 
 
 def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -> list[PhaseUsage]:
-    """What each phase that begins before sample `end` takes from its datasets up to there. skips:
-    ranges that no step reads, none of which overlaps another.
+    """What each phase takes from its datasets up to sample `end`. skips: ranges that no step reads, and
+    that do not overlap.
 
     Cost: some milliseconds a phase in the stream order; in Megatron's a pass over the index of a
     blend.

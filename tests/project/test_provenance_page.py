@@ -138,7 +138,7 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
         (f"--find a-3 train.iters={10**30}", "a number is too large"),
         ("--find data/web#²", "no document is called"),
         ("--find ''", "no document is called ''"),
-        ("--sample 1 --tokens 17:20", "tokens 17:20 are none: a sample has 17"),
+        ("--sample 1 --tokens 17:20", "tokens 17:20 are beyond a sample, which has 17"),
         ("--find data/code#3", "is one mistyped, or of another dataset? There are data/web"),
         ("--sample 1 --validation books", "no validation set 'books'"),
     ],

@@ -171,7 +171,7 @@ def test_columns_of_a_sample_are_traced_alone(corpus: tuple[Path, Documents]) ->
         )
     assert column == 30
     assert np.array_equal(np.concatenate(parts), tokens_of(whole, documents)[10:30])
-    with pytest.raises(ConfigError, match="30:30 are none"):
+    with pytest.raises(ConfigError, match="30:30 are no range"):
         provenance.trace([5], (30, 30))
     with pytest.raises(IndexError, match="sample ids run from"):
         provenance.trace([10**6])

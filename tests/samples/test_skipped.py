@@ -929,5 +929,5 @@ def test_states_stay_small_with_many_lists(corpus: tuple[Path, Documents]) -> No
 
 def test_lines_of_conversations_have_no_documents_to_be_skipped(tmp_path: Path) -> None:
     config = config_of(tmp_path, skip_documents=["id-1"])
-    with pytest.raises(ConfigError, match="skip_documents goes by the documents of converted"):
+    with pytest.raises(ConfigError, match="skip_documents names documents of converted"):
         SFTDataset([str(tmp_path / "chat.jsonl")], lambda text: [1], config)
