@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -63,8 +63,8 @@ def with_appended(config: DataConfig, check: Check) -> DataConfig:
     for phase in config.phases:
         if phase.first_sample in appended_at:
             raise ConfigError(
-                f"a phase begins at sample {phase.first_sample}, where newer versions have joined: "
-                f"let it begin a step later"
+                f"a phase begins at sample {phase.first_sample}, where newer versions were appended: let "
+                "it begin a step later"
             )
     phases = {phase.first_sample: phase for phase in config.phases}
     segment = segment_at[0]
@@ -87,9 +87,9 @@ def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
         before.weights or (), logged.weights_before or ()
     ):
         raise ConfigError(
-            f"{where} versions joined a blend of other weights than the config now has there: restore "
-            f"those, or remove the files of sample {logged.first_sample} and later ones from "
-            f"data.follow.record: versions are then looked for anew"
+            f"{where} versions were appended to a blend with other weights than the config now has there: "
+            f"restore those weights, or remove the files of sample {logged.first_sample} and later ones "
+            "from data.follow.record, to check for versions again"
         )
     prefix_of: dict[str, str] = {}
     are_same = len(before.datasets) == logged.num_before
@@ -106,8 +106,8 @@ def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
         prefix_of[old_version.prefix] = version.prefix
     if not are_same:
         raise ConfigError(
-            f"{where} versions joined the datasets {', '.join(logged.datasets[: logged.num_before])}, "
-            "and the config has other ones there now: name the datasets as the run did before"
+            f"{where} versions were appended to {', '.join(logged.datasets[: logged.num_before])}, but "
+            "the config now has other datasets there: name the datasets as the run did before"
         )
     names = list(before.datasets)
     for stored in logged.appended:
@@ -125,51 +125,12 @@ def _are_alike(weights: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a * scale, b) for a, b in zip(weights, others, strict=True))
 
 
-def check_versions(
-    config: DataConfig, before: Check, sample: int, try_it: Callable[[Check], None]
-) -> Check:
-    """Check for the newest version of each dataset that the blend at a sample names by a version.
-
-    before: the last check. try_it: raises if a check cannot be read. Such a version is left out until
-    the next check: a broken version does not end a run. Transient errors are raised.
-    """
-    found = replace(before, sample=sample, unreadable=[])
-    if any(phase.first_sample == sample for phase in config.phases):
-        return found  # that phase decides what is read from here on
-    segment_at = _segments(with_appended(config, before))
-    last = segment_at[max(first for first in segment_at if first <= sample)]
-    current = last
-    for prefix, number in _newest_versions(last).items():
-        newest = newest_version(prefix, config.storage)
-        for after, until in _pieces(segment_at.values(), prefix, number, newest):
-            try:
-                grown = _with_version(current, prefix, after, until, config.storage)
-                segment = AppendedSegment(
-                    first_sample=sample,
-                    datasets=[redact_urls(name) for name in grown.datasets],
-                    weights=None if grown.weights is None else list(grown.weights),
-                    num_before=len(last.datasets),
-                    weights_before=None if last.weights is None else list(last.weights),
-                )
-                tried = replace(found, segments=[*before.segments, segment])
-                try_it(tried)
-            except StreammegaError as error:
-                if getattr(error, "transient", False):
-                    raise
-                unreadable = f"{redact_urls(prefix)}@{after}..{until}: {error}"
-                found = replace(found, unreadable=[*found.unreadable, unreadable])
-                break
-            found = tried
-            current = grown
-    return found
-
-
 def check_follows_something(config: DataConfig) -> None:
     """Raise ConfigError if no dataset of the run is named by a version."""
     if not any(_newest_versions(segment) for segment in _segments(config).values()):
         raise ConfigError(
-            "follow takes in what is appended to datasets that the blend names by a version, such "
-            "as web@7, and there is none: `streammega versions` lists those of a dataset"
+            "follow appends new versions of datasets that the blend names by a version, such as web@7, "
+            "but the blend names none: `streammega versions` lists the versions of a dataset"
         )
 
 
@@ -285,7 +246,7 @@ class AutoAppendSource(SampleSource):
         # identifies the run by what its data holds, not by where the data lies
         digests = digests_of(first.order, first.files)
         record.begin({"seed": self.config.seed, "datasets": digests})
-        self._take_in(record.newest())
+        self._apply(record.newest())
         if self._checked.sample < sample - 1:
             self._checked = replace(self._checked, sample=sample - 1)
 
@@ -317,26 +278,63 @@ class AutoAppendSource(SampleSource):
         """
         record = log_of(self._named)
         check = record.at(sample)
-        tried: list[tuple[Check, StreamSource]] = []
-        if check is None:
+        if check is not None:
+            self._apply(check)
+            return
+        found, source = self._find_versions(sample)
+        check = record.write(found)
+        for unreadable in check.unreadable:
+            log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
+        # another rank may have written its check first
+        self._apply(check, source if check.segments == found.segments else None)
 
-            def try_it(found: Check) -> None:
-                tried.append((found, self._with(found)))
+    def _find_versions(self, sample: int) -> tuple[Check, StreamSource]:
+        """Check for the newest version of each dataset that the blend at a sample names by a version;
+        with the source that reads them.
 
-            check = record.write(check_versions(self._named, self._checked, sample, try_it))
-            for unreadable in check.unreadable:
-                log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
-        self._take_in(check, tried)
+        A version that cannot be read is left out until the next check: it does not end a run.
+        Transient errors are raised.
+        """
+        config = self._named
+        found = replace(self._checked, sample=sample, unreadable=[])
+        source = self._source
+        if any(phase.first_sample == sample for phase in config.phases):
+            return found, source  # that phase decides what is read from here on
+        segment_at = _segments(with_appended(config, self._checked))
+        last = segment_at[max(first for first in segment_at if first <= sample)]
+        current = last
+        for prefix, number in _newest_versions(last).items():
+            newest = newest_version(prefix, config.storage)
+            for after, until in _pieces(segment_at.values(), prefix, number, newest):
+                try:
+                    grown = _with_version(current, prefix, after, until, config.storage)
+                    segment = AppendedSegment(
+                        first_sample=sample,
+                        datasets=[redact_urls(name) for name in grown.datasets],
+                        weights=None if grown.weights is None else list(grown.weights),
+                        num_before=len(last.datasets),
+                        weights_before=None if last.weights is None else list(last.weights),
+                    )
+                    tried = replace(found, segments=[*self._checked.segments, segment])
+                    source = self._with(tried)
+                except StreammegaError as error:
+                    if getattr(error, "transient", False):
+                        raise
+                    unreadable = f"{redact_urls(prefix)}@{after}..{until}: {error}"
+                    found = replace(found, unreadable=[*found.unreadable, unreadable])
+                    break
+                found = tried
+                current = grown
+        return found, source
 
-    def _take_in(self, check: Check, tried: Sequence[tuple[Check, StreamSource]] = ()) -> None:
-        """Continue with what a check found. tried: sources that were opened for checks."""
+    def _apply(self, check: Check, source: StreamSource | None = None) -> None:
+        """Continue with a check. source: the one with its segments, if that is open."""
         if check.segments != self._checked.segments:
-            opened = [source for found, source in tried if found.segments == check.segments]
-            source = opened[0] if opened else self._with(check)
+            opened = source or self._with(check)
             for segment in check.segments[len(self._checked.segments) :]:
                 names = ", ".join(segment.appended)
                 log.info("from sample %d on: %s joined", segment.first_sample, names)
-            self._source = source
+            self._source = opened
         self._checked = check
 
     def _with(self, check: Check) -> StreamSource:

@@ -400,7 +400,9 @@ def test_what_joined_a_blend_of_other_weights_is_refused(
     other = replace(config, blend=blend)
     if phase is not None:
         other = replace(config, phases=[PhaseConfig(first_sample=phase, blend=blend)])
-    with pytest.raises(ConfigError, match="at sample 20 versions joined a blend of other weights"):
+    with pytest.raises(
+        ConfigError, match="at sample 20 versions were appended to a blend with other weights"
+    ):
         opened(other)
     Path(web).with_name("record").joinpath(f"{20:020d}.json").unlink()
     with opened(other) as loader:
@@ -472,7 +474,7 @@ def test_what_cannot_be_followed_says_why(web: str) -> None:
         config_of(web, blend_schedule=[(10, [1.0])])
     with pytest.raises(ConfigError, match=r"follow\.record is not given"):
         opened(config_of(web, follow=follow))
-    with pytest.raises(ConfigError, match=r"by a version, such as web@7, and there is none"):
+    with pytest.raises(ConfigError, match=r"by a version, such as web@7, but the blend names none"):
         opened(config_of(web, blend=[web]))
     with pytest.raises(ConfigError, match=r"follow\.every_samples is 0"):
         FollowConfig(every_samples=0)
