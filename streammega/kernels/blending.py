@@ -9,8 +9,8 @@ is not under the threshold, none that waits can be better; when it is, the thres
 Cost: a comparison, in vector registers, of about an eighth of 256 datasets per sample, and of a
 twentieth of 1000, when weights differ. Datasets of the same weight fall due together and are
 compared together; if all have the same, they take turns. Long blends are cut into a part for each
-core: all but the first begin from guessed counts, which are compared with the true ones at the end
-and, if they differ, the part is done again.
+core. All parts but the first begin from guessed counts. If these differ from the true counts in the
+end, the part is done again.
 
 What the arrays of the kernels hold:
 
@@ -64,8 +64,8 @@ COUNT = 1
 SIZE = 2
 """The rows of `due`."""
 
-_LEAST_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
-_LARGEST_INT = np.int64(0x7FFFFFFFFFFFFFFF)
+_MIN_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
+_MAX_INT = np.int64(0x7FFFFFFFFFFFFFFF)
 _PLACE = np.int64(0xFFFFFFFF)
 """The bits of a place where a dataset's number stands above it."""
 
@@ -83,7 +83,7 @@ _WIDEST = 2.0
 _NARROWER = 0.85
 _NARROWEST = 1e-3
 _WORTH_SORTING = 0.2
-"""Of a margin: a threshold that would rise by less is not worth sorting all datasets for."""
+"""A threshold that would rise by less than this part of a margin is not worth sorting all datasets."""
 
 _SHARE_BEFORE = 64
 _TURNS_BEFORE = 16
@@ -161,8 +161,8 @@ def _guess_part(
     """Choose samples [first, stop) before it is known what was chosen before; returns the counts it
     began and ended with.
 
-    Counts are always near their targets, so a guess of them a while before `first` is nearly right,
-    and the choices of that while mend it: a dataset counted once too often is chosen once less.
+    Counts are always near their targets. So a guess of them a while before `first` is nearly right,
+    and the choices until then correct it: a dataset counted once too often is chosen once less.
     """
     before = max(len(dataset) // _SHARE_BEFORE, _TURNS_BEFORE * len(weights))
     start = first - min(first, before)
@@ -323,7 +323,7 @@ def _choose(first, stop, origin, due, due_id, hits, padded, threshold, lowest, d
     due_size = due[SIZE]
     for i in range(first, stop):
         target = float(max(i, 1))
-        best = _LEAST_INT
+        best = _MIN_INT
         for k in range(padded):
             best = max(best, _bits_of(due_weight[k] * target - due_count[k]))
         if best < 0:
@@ -359,13 +359,13 @@ def _negative_best(target, due_weight, due_count, padded):
 
 @kernel
 def _keep_lowest(due_count, due_id, hits, padded):
-    """Of all that tied and were counted, keep the count of the lowest id; returns its place.
+    """All that tied were counted: keep only the count of the lowest id; returns its place.
 
-    The place stands below the id in one number, so that the least of them tells both.
+    A number has the id in its upper and the place in its lower bits: the smallest gives both.
     """
-    lowest = _LARGEST_INT
+    lowest = _MAX_INT
     for k in range(padded):
-        lowest = min(lowest, ((due_id[k] << 32) | k) if hits[k] else _LARGEST_INT)
+        lowest = min(lowest, ((due_id[k] << 32) | k) if hits[k] else _MAX_INT)
     for k in range(padded):
         due_count[k] -= np.float64(hits[k])
     place = lowest & _PLACE
@@ -375,9 +375,7 @@ def _keep_lowest(due_count, due_id, hits, padded):
 
 @kernel
 def _blend(weights, sizes, origin, dataset, sample, counts):
-    """Choose samples from `origin` on, as many as the outputs take; `counts` [datasets] say what
-    was chosen before, and after.
-    """
+    """Choose samples from `origin` on, as many as the outputs hold, and update `counts` [datasets]."""
     num = len(weights)
     total = origin + len(dataset)
     room = num + REGISTER

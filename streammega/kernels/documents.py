@@ -1,8 +1,8 @@
-"""What lies in a file of tokens: its documents, by the arrays of the `.idx`, and its ids.
+"""The documents of a file of tokens, by the arrays of its `.idx`, and its ids.
 
-offsets (bytes, rising), lengths [sequences]; bounds [documents + 1]: the first sequence of each
-document. Rows are tokens [start[r], stop[r]) of the file. What a damaged index says of tokens beyond
-a row, or beyond its own arrays, is not believed.
+offsets (bytes, ascending), lengths [sequences]; bounds [documents + 1]: the first sequence of each
+document. Rows are tokens [start[r], stop[r]) of the file. Values of a damaged index that lead outside
+of a row or of its arrays are ignored.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def list_documents(offsets, bounds, itemsize, start, stop, first_row, starts, st
 
 @kernel
 def add_document_costs(offsets, bounds, itemsize, start, stop, sample, costs) -> None:
-    """Add to costs [samples], int64, the squared tokens of each stretch of a document in rows, each
-    of which is part of sample[r].
+    """Add to costs [samples], int64, the squared tokens of each document in each row r, for sample[r].
 
     Cost: two binary searches for each row, then one step for each document in it.
     """
@@ -81,7 +80,7 @@ def add_document_costs(offsets, bounds, itemsize, start, stop, sample, costs) ->
         while token < end:
             document += 1
             stretch_end = end
-            # what a damaged index names beyond its own arrays is taken for its end
+            # a damaged index may name sequences outside of its arrays: as if at their end
             if document < len(bounds) and 0 <= bounds[document] < len(offsets):
                 stretch_end = min(end, offsets[bounds[document]] // itemsize)
             if stretch_end > token:

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# What llvm.prefetch is told.
+# Arguments of llvm.prefetch.
 _READ = 0
 _ALL_CACHES = 3
 _DATA = 1
@@ -17,7 +17,7 @@ _DATA = 1
 
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """The address of an element, handed to the instruction that LLVM has for it."""
+        """Pass the address of an element to LLVM's instruction."""
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte_pointer = ir.IntType(8).as_pointer()
         word = ir.IntType(32)
@@ -35,7 +35,7 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 def _pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """The number, taken for an address."""
+        """The number as an address."""
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     pointer: Any = types.CPointer
@@ -43,7 +43,7 @@ def _pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_prefetch)
-"""prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use.
+"""prefetch(array, index): load array[index] (one-dimensional, contiguous) into the caches.
 
 Never faults.
 """

@@ -17,16 +17,15 @@ KERNELS: list[Any] = []
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`numba.njit` with the result cached on disk: beside the source, or in the user's cache when
-    the install is read-only.
+    """`numba.njit` with a cache on disk: next to the source, or in the user's cache if the install is
+    read-only.
 
     numba writes cache entries under temporary names and renames them, so several processes may
-    compile at once. Where nothing can be written at all, the kernel is compiled anew by each
-    process.
+    compile at once. If nothing can be written at all, each process compiles the kernel.
 
     An entry is valid while the kernel's own file is unchanged, so kernels that call each other are
-    in one file. `intrinsics` is called from other files and never changes: whoever does change it
-    removes `kernels/__pycache__` before believing a test.
+    in one file. `intrinsics` is called from other files: after a change there, delete
+    `kernels/__pycache__`.
     """
     try:
         compiled = numba.njit(function, cache=True, nogil=True)
@@ -37,13 +36,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 class _FirstCompilation(event.Listener):
-    """Says once that kernels are compiled, if the cache has none."""
+    """Logs once that kernels are compiled, if the cache has none."""
 
     def __init__(self) -> None:
         self._is_first = True
 
     def on_start(self, event: Any) -> None:
-        """A function begins to be compiled, which was not in the cache."""
+        """The compilation of a function begins that was not in the cache."""
         if not self._is_first or event.data["dispatcher"] not in KERNELS:
             return
         self._is_first = False
@@ -55,7 +54,7 @@ class _FirstCompilation(event.Listener):
             )
 
     def on_end(self, event: Any) -> None:
-        """It was compiled."""
+        """The compilation ends."""
 
 
 event.register("numba:compile", _FirstCompilation())  # type: ignore[no-untyped-call]

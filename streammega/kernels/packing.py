@@ -1,5 +1,5 @@
-"""Items of several sizes put together: documents into bins, none of them cut, and the samples of a
-global batch into micro-batches that cost about the same.
+"""Packs whole documents into bins, and the samples of a global batch into micro-batches that cost about
+the same.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from streammega.kernels.jit import kernel
 
 
 @kernel
-def best_fit(sizes, largest_first, capacity, most_items, bins):
-    """Put items into bins of `capacity`: bins int64 [items], the number of each item's; returns how
-    many bins there are.
+def best_fit(sizes, largest_first, capacity, max_items, bins):
+    """Fill bins [items], int64, with the number of the bin of `capacity` that each item goes into; returns
+    how many bins there are.
 
-    sizes [items], none above the capacity; largest_first [items]: their places in that order. Each
-    goes into the bin with the least room that still fits it, of several alike the one that was used
-    last; one with most_items takes no more. Cost: O(log capacity) for each item.
+    sizes [items], at most the capacity; largest_first [items]: the items, sorted. An item goes into
+    the bin with the least room that fits it; of bins with the same room, into the one that was used
+    last. A bin holds at most max_items. Cost: O(log capacity) for each item.
     """
-    # Bins by their room: a stack for each room, and a tree that tells the least room from one on
-    # that any bin has. Leaf r of the tree, at `leaves + r`, counts the bins with room r.
+    # Bins by their room: a stack for each room, and a tree to find the least room from a size on that
+    # any bin has. Leaf r of the tree, at `leaves + r`, counts the bins with room r.
     leaves = 1
     while leaves <= capacity:
         leaves *= 2
@@ -42,7 +42,7 @@ def best_fit(sizes, largest_first, capacity, most_items, bins):
         bins[item] = chosen
         items_of_bin[chosen] += 1
         left = room - size
-        if left > 0 and items_of_bin[chosen] < most_items:
+        if left > 0 and items_of_bin[chosen] < max_items:
             below[chosen] = top[left]
             top[left] = chosen
             _add(counts, leaves, left, 1)
@@ -51,7 +51,7 @@ def best_fit(sizes, largest_first, capacity, most_items, bins):
 
 @kernel
 def _add(counts, leaves, room, change) -> None:
-    """Count a bin of a room in, or out."""
+    """Change the count of bins with a room."""
     node = leaves + room
     while node:
         counts[node] += change
@@ -79,14 +79,12 @@ def _least_room(counts, leaves, size):
 
 @kernel
 def deal(costs, by_cost, ranks, rows, places) -> None:
-    """Deal a global batch out to micro-steps, ranks and rows: places int64 [micro-steps, ranks,
-    rows], of its samples.
+    """Fill places int64 [micro-steps, ranks, rows] with the samples of a global batch.
 
     costs int64 [samples]; by_cost [samples]: their places, the most expensive first. A micro-step
-    takes the next ranks * rows of these, whatever the ranks and rows. Within it, they are dealt in
-    rounds of one to each micro-batch, the most expensive of a round to the micro-batch that costs
-    least so far; the most expensive micro-batch goes to the rank that has had least so far. Cost: a
-    sort of the ranks for each round.
+    takes the next ranks * rows of these. In each round every micro-batch gets one; the most expensive
+    goes to the micro-batch that costs least so far. Then the most expensive micro-batch goes to the
+    rank with the lowest cost so far. Cost: a sort of the ranks for each round.
     """
     rank_totals = np.zeros(ranks, np.int64)
     dealt = np.empty((ranks, rows), np.int64)
@@ -100,10 +98,10 @@ def deal(costs, by_cost, ranks, rows, places) -> None:
                 batch = cheapest_first[number]
                 dealt[batch, row] = place
                 totals[batch] += costs[place]
-        dearest_first = np.argsort(-totals, kind="mergesort")
+        costliest_first = np.argsort(-totals, kind="mergesort")
         idlest_first = np.argsort(rank_totals, kind="mergesort")
         for number in range(ranks):
-            batch = dearest_first[number]
+            batch = costliest_first[number]
             rank = idlest_first[number]
             places[step, rank, :] = np.sort(dealt[batch])
             rank_totals[rank] += totals[batch]

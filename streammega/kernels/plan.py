@@ -12,8 +12,8 @@ int64 [rows] where nothing else is said:
     addresses, uses [slots]   where the bytes of a slot lie in memory; rows it has still to serve
     dtype_of_file [files]     the number of each file's dtype
 
-Kernels follow addresses as they are: the caller vouches that what rows refer to is there, and
-aligned to a token.
+Kernels do not check addresses: the caller ensures that the memory of rows is there, and aligned to a
+token.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from streammega.kernels.intrinsics import pointer_to
 from streammega.kernels.jit import kernel
 
 ZSTD_SYMBOL = "streammega_zstd_decompress"
-"""The name by which the compiled kernel finds ZSTD_decompressDCtx.
-
-Whoever calls the kernel has registered its address with `llvmlite.binding.add_symbol` before.
+"""The name by which the compiled kernel finds ZSTD_decompressDCtx. The caller registers its address
+with `llvmlite.binding.add_symbol` first.
 """
 _decompress = types.ExternalFunction(
     # The context, the target and its room, the source and its size.
@@ -115,7 +114,7 @@ def count_down(uses, slot, size, freed):
     """Take one use off the slot of each row that has a size; slots without any left go to `freed`;
     returns how many.
 
-    `freed` has room for every slot that may be freed: nothing here looks whether it has.
+    `freed` must have room for every slot that may be freed; this is not checked.
     """
     count = 0
     for r in range(len(slot)):
@@ -188,8 +187,7 @@ def decompress_frames(
         start, stop, target: int64 [reads].
         edge: uint8, room for any frame that is wanted in part.
 
-    The caller vouches for all of them. Cost: one decompression; what is wanted of a frame in part
-    is copied.
+    They are not checked. Cost: one decompression; parts of frames are copied.
     """
     for i in range(len(first)):
         for frame in range(first[i], last[i]):
@@ -202,7 +200,7 @@ def decompress_frames(
             place = edge.ctypes.data
             if is_whole:
                 place = target[i] + (low - start[i])
-            # What the library returns for an error is negative here, so no size.
+            # An error code of the library is negative here, so not a size.
             if _decompress(context, place, size, stored_at, stored_size) != size:
                 return frame
             if not is_whole:

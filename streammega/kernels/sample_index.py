@@ -1,8 +1,8 @@
 """Megatron's sample index by its closed form: where, in the shuffled documents, each sample starts.
 
-Chunks of document_index, in parallel: their lengths are gathered (asked of memory ahead of use) and
-summed; then, where the chunk starts being known, the rows that fall into it are written. No prefix
-sum of the corpus is stored: beyond the returned array, memory is a few chunks.
+Chunks of document_index are done in parallel. First their lengths are gathered, with prefetches, and
+summed. Once the start of a chunk is known, its rows are written. No prefix sum of the corpus is
+stored: beyond the returned array, memory is a few chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streammega.kernels.jit import kernel
 CHUNK = 1 << 18
 """Positions of document_index that a thread takes at a time: their lengths are 1 MiB."""
 _PREFETCH = 128
-"""Elements ahead of its use at which one is asked of memory."""
+"""How many elements ahead memory is prefetched."""
 _CHUNKS_A_THREAD = 2
 """Chunks under way for each thread: one is worked on, and the next waits."""
 
@@ -29,7 +29,7 @@ SOUND = 0
 BAD_DOCUMENT_INDEX = 1
 BAD_SAMPLE_INDEX = 2
 BAD_SHUFFLE_INDEX = 3
-"""What `sample_pieces` found in the arrays that it was given."""
+"""Results of `sample_pieces`: which array is bad."""
 
 
 def build_sample_index(
@@ -43,9 +43,9 @@ def build_sample_index(
     """Rows 0..num_rows (inclusive) of the sample index, shape [num_rows + 1, 2].
 
     Column 0 is a position in document_index, column 1 a token offset in that sequence. Row k is the
-    place of token k * sequence_length: with the extra token the sequence that holds it, without it
-    the one that holds the token before. Rows past the last token stay at the end: (last position,
-    its length - extra_token).
+    place of token k * sequence_length: the sequence that holds it, or without the extra token the one
+    that holds the token before. Rows past the last token are (last position, its length -
+    extra_token).
 
     Args:
         lengths: tokens of each sequence, int32 [sequences].
@@ -73,8 +73,8 @@ def _fill_rows(
 ) -> int:
     """Write all rows that lie within the tokens; returns how many tokens there are.
 
-    Chunks are gathered out of order; where one starts is known when all before it are gathered, and
-    then its rows are written, while later ones are gathered.
+    Chunks are gathered out of order. The start of a chunk is known when all before it are gathered;
+    then its rows are written, while later chunks are gathered.
     """
     ids = document_index.view(np.uint32)
     positions = len(document_index)
@@ -121,7 +121,7 @@ def _gather(lengths, ids, start, sizes):
     count = len(sizes)
     for i in range(count):
         prefetch(lengths, np.int64(ids[start + min(i + _PREFETCH, count - 1)]))
-        # a negative one, of a damaged file, would lead before the rows
+        # a negative length, of a damaged file, would lead before the rows
         sizes[i] = max(lengths[ids[start + i]], 0)
     total = np.int64(0)
     for i in range(count):
@@ -131,7 +131,7 @@ def _gather(lengths, ids, start, sizes):
 
 @kernel
 def _fill(rows, sizes, start, base, sequence_length, shift) -> None:
-    """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at
+    """Write the rows whose token lies in the positions from `start` on, which have `sizes` and begin at
     token `base`.
 
     Without the extra token (`shift` 1) a row belongs to the sequence of the token before it.
@@ -162,10 +162,10 @@ def sample_pieces(document_index, sample_index, lengths, rows, extra, width, wit
     makes it; lengths [sequences] in tokens; rows [samples]: the rows asked for; extra: 1 if samples
     carry one token more than the next begins at.
 
-    Returns (which array holds a value that cannot be, splits [samples + 1] of the pieces, sequence,
-    start and stop [pieces] in tokens of the sequence). The arrays come from files, so every value
-    is looked at before it is used as a place, for samples of up to `width` tokens: see the
-    constants above; where one is bad, the pieces are empty.
+    Returns (SOUND or the bad array, splits [samples + 1] of the pieces, sequence, start and stop
+    [pieces] in tokens of the sequence). The arrays come from files, so every value is checked before it
+    is used as an index, and samples have at most `width` tokens. If an array is bad, there are no
+    pieces.
     """
     splits = np.zeros(len(rows) + 1, np.int64)
     none = np.empty(0, np.int64)

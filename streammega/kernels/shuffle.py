@@ -1,8 +1,7 @@
 """NumPy's legacy `RandomState.shuffle`, bit for bit, in compiled code.
 
 Cost: one Mersenne Twister word per element (about 1.3 with rejections), one random swap. The swap
-targets do not depend on the data, so they are drawn a block ahead, without branches, and asked of
-memory before their turn.
+targets do not depend on the data, so they are drawn a block ahead, without branches, and prefetched.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from streammega.kernels.jit import kernel
 _STATE_WORDS = 624
 """Words of the Mersenne Twister's state, and of each of its outputs."""
 _FAR_WORD = 397
-"""Each word is made of itself, the next one, and the one so far behind."""
+"""Each word is made of itself, the next word, and the word so far after it."""
 _UPPER = np.uint32(0x80000000)
 _LOWER = np.uint32(0x7FFFFFFF)
 _MATRIX = np.uint32(0x9908B0DF)
@@ -25,7 +24,7 @@ _MATRIX = np.uint32(0x9908B0DF)
 _AHEAD = 4096
 """Targets drawn at a time: they stay in a core's own cache."""
 _PREFETCH = 96
-"""Swaps ahead of its use at which a target is asked of memory."""
+"""How many swaps ahead a target is prefetched."""
 _LARGEST_WORD = 0xFFFFFFFF
 
 
@@ -48,7 +47,7 @@ class LegacyShuffler:
 
 @kernel
 def _refill(key, words) -> None:
-    """The next 624 words of the Mersenne Twister: the state, and what it puts out."""
+    """The next 624 words of the Mersenne Twister: the new state, and its outputs."""
     kept = _STATE_WORDS - _FAR_WORD
     for i in range(kept):
         _twist(key, i, i + 1, i + _FAR_WORD)
@@ -60,14 +59,14 @@ def _refill(key, words) -> None:
 
 @numba.njit(inline="always")
 def _twist(key, i, following, far) -> None:
-    """Make word i of the state anew."""
+    """Replace word i of the state."""
     y = (key[i] & _UPPER) | (key[following] & _LOWER)
     key[i] = key[far] ^ (y >> np.uint32(1)) ^ (_MATRIX * (y & np.uint32(1)))
 
 
 @kernel
 def _temper(key, words) -> None:
-    """What the state puts out: its words, their bits mixed."""
+    """The outputs of the state: its words, with their bits mixed."""
     for i in range(_STATE_WORDS):
         y = key[i]
         y ^= y >> np.uint32(11)

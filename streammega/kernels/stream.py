@@ -1,16 +1,16 @@
 """The stream order: from sample ids to tokens of files and back, by closed forms and keyed
-bijections. order/stream_order.py says what it means, order/epoch_remainder.py what a remainder is.
+bijections. order/stream_order.py explains the order, order/epoch_remainder.py the remainder.
 
-Cost: O(log datasets) multiplications and two short Feistel walks a sample; nothing is looked up but
-a few sizes.
+Cost of a sample: O(log datasets) multiplications and two short Feistel walks. Only a few sizes are
+looked up.
 
-An order is described by three arguments, whose records are below. `tree`, an order/stream_order.py
-BlendTree, says which dataset a lane draws from. `datasets` and `parts` say how the epochs of a
-dataset are cut; the parts of all datasets are in one array, end to end. `extra` is 1 where a sample
-has one token more than `length`, else 0. Samples count from the first one of the phase.
+Three arguments describe an order. `tree`, a BlendTree of order/stream_order.py, says which dataset a
+lane draws from. `datasets` and `parts`, records as below, say how the epochs of a dataset are cut; the
+parts of all datasets are end to end in one array. `extra` is 1 if a sample has one token more than
+`length`, else 0. Samples count from the first one of the phase.
 
-All kernels of the stream order are in this file: numba's cache on disk sees changes of the file
-that a kernel is in, and not of what it calls in other files.
+All kernels of the stream order are in this file: numba's cache on disk notices changes only in the
+file of the kernel, not in other files that it calls.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ RUN = np.dtype(
 OPEN_BLOCK = np.dtype(
     [("first", np.int64), ("epoch", np.int64), ("slot", np.int64), ("left", np.int64)], align=True
 )
-"""The block that a lane has open in a dataset: its first sample and its epoch, its slot (-1: no
-block is open), and how many draws of it are still to come.
+"""The block that a lane has open in a dataset. slot: -1: no block is open. left: draws still to come.
 """
 OPENED_BLOCK = np.dtype(
     [
@@ -82,17 +81,17 @@ OPENED_BLOCK = np.dtype(
         ("epoch", np.int64),
         ("first", np.int64),  # its first sample, in the permuted dataset
         ("count", np.int64),  # its samples
-        ("uses", np.int64),  # draws of it that are to come, with the one that opened it
-        ("row", np.int64),  # the sample that opened it, by its place among those asked for
+        ("uses", np.int64),  # draws of it, with the one that opened it
+        ("row", np.int64),  # the sample that opened it: its place in `samples`
     ],
     align=True,
 )
 """A block that a sample has opened."""
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 over the golden ratio, odd: what SplitMix64 steps by.
+"""2**64 over the golden ratio, odd: the step of SplitMix64.
 
-Numbers that follow each other lie far apart as its multiples.
+Multiples of consecutive numbers are far apart.
 """
 _FIRST_SHIFT = np.uint64(30)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
@@ -103,12 +102,11 @@ _LAST_SHIFT = np.uint64(31)
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits, each of which changes half of the result's (the finaliser of
-    SplitMix64); 0 stays 0.
+    """A bijection of 64 bits: each bit changes half of the result's bits (the finaliser of SplitMix64).
+    0 stays 0.
 
-    Orders, shuffles and hashes that are stored are made of it: its bits never change. The n-th
-    number of SplitMix64 seeded with s is mix(s + n * GOLDEN). No place is written to, so that an
-    array of the caller's stays what it is.
+    Stored orders, shuffles and hashes depend on it: its bits never change. The n-th number of
+    SplitMix64 with seed s is mix(s + n * GOLDEN). An array of the caller's is not written to.
     """
     value = (value ^ (value >> _FIRST_SHIFT)) * _FIRST_FACTOR
     value = (value ^ (value >> _SECOND_SHIFT)) * _SECOND_FACTOR
@@ -116,13 +114,11 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 mix_one: Any = numba.njit(inline="always")(mix)
-"""`mix` of one uint64, for kernels: they take its code into theirs, so it is neither called nor
-compiled by itself.
-"""
+"""`mix` of one uint64, inlined into kernels."""
 
-# What is below makes orders that checkpoints count in: no constant here ever changes.
+# Checkpoints count in orders that are made of these constants: they never change.
 
-# What a key is for, so that no two uses share a stream of random numbers.
+# The purpose of a key, so that no two uses share a stream of random numbers.
 KEY_BLOCKS = 1
 KEY_RANGES = 2
 KEY_ROTATIONS = 3
@@ -132,7 +128,7 @@ KEY_NODES = 5
 _TURNS = 6
 """Turns of a Feistel walk."""
 _SHUFFLED = 32
-"""Permutations of up to so many are followed shuffles: a walk over so few is measurably uneven."""
+"""Permutations of at most so many numbers are shuffles: a walk over so few is measurably uneven."""
 _TURN_STEP = np.uint64(0xD1342543DE82EF95)
 _TURN_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 """Odd multipliers: keys of turns that differ in many bits, and upper bits that depend on all."""
@@ -144,14 +140,14 @@ FRACTION_BITS = 44
 _HALF = np.uint64(FRACTION_BITS // 2)
 _LOW = np.uint64((1 << (FRACTION_BITS // 2)) - 1)
 _MAX_DEPTH = 64
-"""Levels of a tree, of which there are no more: there are no 2**64 datasets."""
+"""Levels of a tree, at most: there are less than 2**64 datasets."""
 _LAST_ROW = np.int64(1) << 41
-"""Rows from here on are never counted exactly: no stream comes that far."""
+"""Rows from here on are not counted exactly: no stream comes that far."""
 NEVER = -1
-"""In place of a row that a lane never reaches."""
+"""Returned instead of a row that a lane never reaches."""
 
 
-# Keys, and what is drawn by them: numbers below a limit, and permutations.
+# Keys, and keyed numbers below a limit and permutations.
 
 
 @kernel
@@ -164,7 +160,7 @@ def keyed(key, purpose, a, b):
 
 @numba.njit(inline="always")
 def _round(key, value, turn):
-    """The round function of the Feistel walk: 64 bits of which the upper half is used."""
+    """The round function of the Feistel walk: 64 bits, whose upper half is used."""
     bits = (key + np.uint64(turn) * _TURN_STEP) ^ (np.uint64(value) * GOLDEN)
     bits ^= bits >> _WORD
     return bits * _TURN_FACTOR
@@ -195,8 +191,8 @@ def permute(value, size, key):
     square domain.
 
     The domain has `right_size * left_size` numbers, a few more than `size`: a walk that ends beyond
-    goes on from there, as often as need be. Few turns are not random enough on tiny domains: there
-    the place is followed through the swaps of a shuffle.
+    `size` is repeated from there. A few turns are not random enough on tiny domains: there the value
+    is followed through the swaps of a shuffle.
     """
     key = np.uint64(key)
     if size <= _SHUFFLED:
@@ -220,7 +216,7 @@ def permute(value, size, key):
 
 @kernel
 def permute_back(value, size, key):
-    """The inverse of `permute`: the same turns, or swaps, backwards."""
+    """The inverse of `permute`: the same turns or swaps in reverse."""
     key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(1, size):
@@ -247,9 +243,9 @@ def permute_back(value, size, key):
 
 @numba.njit(inline="always")
 def _draws_left(draws, fraction, phase):
-    """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths.
+    """floor(draws * fraction + phase), exactly; fraction and phase in 2**-44ths.
 
-    In two halves of the fraction, as the product of both wholes would not fit 64 bits.
+    The fraction is multiplied in two halves, for the whole product would not fit 64 bits.
     """
     low = np.uint64(draws) * (fraction & _LOW) + phase
     high = np.uint64(draws) * (fraction >> _HALF)
@@ -258,8 +254,8 @@ def _draws_left(draws, fraction, phase):
 
 @numba.njit(inline="always")
 def _phase_of_node(lane_key, node):
-    """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that
-    lanes do not burst together.
+    """Where counting starts at a node, in 2**-44ths of a draw: different in every lane, so that lanes do
+    not draw from a dataset at the same time.
     """
     return mix_one(lane_key + np.uint64(node) * GOLDEN) >> np.uint64(64 - FRACTION_BITS)
 
@@ -293,11 +289,11 @@ def choose(draw, lane, segment, fractions, num, key):
 
 @kernel
 def count_draws(draws, lanes, segment, fractions, num, key, counts):
-    """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take
-    from each dataset.
+    """Add to counts [lanes, datasets] how many of the first `draws` draws of each lane in a segment take
+    each dataset.
 
-    The tree of `choose`, with all its nodes: those that wait are on a stack, each with the datasets
-    [low, high) that it covers and the draws that come to it.
+    Walks all nodes of the tree of `choose`. Waiting nodes are on a stack, with the datasets [low,
+    high) that they cover and their draws.
     """
     low = np.empty(_MAX_DEPTH, np.int64)
     high = np.empty(_MAX_DEPTH, np.int64)
@@ -343,11 +339,10 @@ def _draw_of_sample(sample, key, lanes, segment, fractions, bases):
 
 @kernel
 def lane_draw_counts(samples, d, tree, draws):
-    """Fill draws [lanes] with how many of dataset d each lane has made up to the first `samples` of
-    a phase, with those of earlier phases since it began anew; negative by those that are left of
-    the remainder of former epochs.
+    """Fill draws [lanes] with how many draws each lane has made from dataset d before sample `samples`
+    of a phase, with those of earlier phases; negative: so many draws of the remainder are left.
 
-    The path of `choose` to one dataset, where `count_draws` goes to all of them.
+    Walks the path of `choose` to one dataset; `count_draws` walks to all of them.
     """
     key, lanes, segment, fractions, bases = tree
     rows = samples // lanes
@@ -372,15 +367,15 @@ def lane_draw_counts(samples, d, tree, draws):
         draws[lane] = bases[lane, d] + drawn
 
 
-# Where a draw lies: a place of a run, a place of a block, a sample of the dataset, a file's tokens.
+# From a draw to its place in a run and in a block, to a sample of the dataset, to tokens of a file.
 
 
 @kernel
 def _run_bounds(row, run):
-    """(start, length) of a run in the permuted dataset; its group of lanes shares it.
+    """(start, length) of a run in the permuted dataset, which its group of lanes shares.
 
-    Lengths are what the lanes of the run draw from the first samples of a lone dataset, as many as
-    an epoch has, so that those are one epoch.
+    The length is what these lanes draw in an epoch, if there is no other dataset: then the first
+    `size` samples are one epoch.
     """
     size = row.size
     lanes = row.lanes
@@ -399,9 +394,7 @@ def _num_blocks(row):
 
 @kernel
 def _block_at(row, place, short_slot):
-    """(slot, its first place, the place after its last) of a place in the permuted blocks, one of
-    which is short.
-    """
+    """(slot, its first place, its end) of a place in the permuted blocks; one block may be short."""
     block = row.block
     short = row.size - (_num_blocks(row) - 1) * block
     before = short_slot * block
@@ -417,8 +410,8 @@ def _block_at(row, place, short_slot):
 
 @kernel
 def _block_range(place, start, length, rotation, slot_low, slot_high):
-    """[low, high) of the part of a block that a run reads in one go: the block cut to its run, and
-    where the run's rotation begins.
+    """[low, high) of the part of a block that a run reads in one go: the block is cut at the bounds of
+    the run, and where its rotation begins.
     """
     low = max(slot_low, start)
     high = min(slot_high, start + length)
@@ -432,19 +425,19 @@ def _block_range(place, start, length, rotation, slot_low, slot_high):
 
 @numba.njit(inline="always")
 def _short_slot(row, dataset_key):
-    """Where the short block of a dataset lies among the permuted ones of an epoch."""
+    """The slot of the short block of a dataset in an epoch."""
     blocks = _num_blocks(row)
     return permute_back(blocks - 1, blocks, dataset_key)
 
 
 @numba.njit(inline="always")
 def _draw_location(row, d, lane, draw, epoch_of, short_slots):
-    """(epoch's key, epoch, sample of the dataset, first sample and samples of its block's part,
-    draws left of that with this one).
+    """(key of the epoch, epoch, sample of the dataset, first sample and samples of its part of a block,
+    draws left in that part with this one).
 
-    The lane's draws go through the run's places in order, from its rotation on and around; a place
-    is one of a permuted block, and within its part of the block another sample stands there.
-    epoch_of, short_slots [datasets] keep the epoch computed last, and its short slot.
+    The lane's draws go through the places of its run, from the rotation on and around. A place lies in
+    a permuted block, and the samples of its part of the block are permuted too. epoch_of, short_slots
+    [datasets] keep the last epoch and its short slot.
     """
     blocks = _num_blocks(row)
     group = row.group
@@ -464,7 +457,7 @@ def _draw_location(row, d, lane, draw, epoch_of, short_slots):
     low, high = _block_range(place, run_start, run_length, rotation, slot_low, slot_high)
     left = high - place
     place = low + permute(place - low, high - low, keyed(dataset_key, KEY_RANGES, low, 0))
-    # from a place to the sample: the block that the permutation brought to this slot
+    # from a place to the sample: of the block that the permutation puts into this slot
     base = permute(slot, blocks, dataset_key) * row.block - slot_low
     return dataset_key, epoch, base + place, base + low, high - low, left
 
@@ -485,7 +478,7 @@ def _file_part(row, parts, sample):
 
 @numba.njit(inline="always")
 def _part_origin(row, parts, part, dataset_key):
-    """The token of the file at which the samples of a part begin in an epoch: another one each."""
+    """The token of the file at which the samples of a part begin in an epoch; it changes every epoch."""
     phase_key = keyed(dataset_key, KEY_PHASES, part - row.first_part, 0)
     return parts[part].start + _bounded(phase_key, parts[part].slack + 1)
 
@@ -494,8 +487,8 @@ def _part_origin(row, parts, part, dataset_key):
 def locate(samples, tree, datasets, parts, extra, dataset, file, start, stop):
     """Fill dataset, file, start and stop (in tokens) [n] of samples [n].
 
-    Of a sample of the remainder of former epochs, file is -1, and start how many samples before its
-    first own draw the lane is, negative.
+    For a sample of a remainder, file is -1, and start is negative: its draw, counted from the first
+    draw of the lane after the remainder.
     """
     key, lanes, segment, fractions, bases = tree
     epoch_of = np.full(len(datasets), -1, np.int64)
@@ -516,23 +509,22 @@ def locate(samples, tree, datasets, parts, extra, dataset, file, start, stop):
         stop[i] = start[i] + row.length + extra
 
 
-# Blocks that lanes have open, for readers that fetch them whole.
+# Blocks that lanes have open, for readers that fetch whole blocks.
 
 
 @kernel
 def assign_blocks(
     samples, tree, datasets, parts, extra, itemsizes, local, open_blocks, free, slot, offset, opened
 ):
-    """Which block each sample lies in: its slot and the byte offset of the sample in it, -1 for
-    datasets that are not followed.
+    """Fill slot and offset [n] of samples [n]: the slot of the block that holds each, and its byte
+    offset there. slot: -1 for datasets that are not followed.
 
-    samples, slot, offset [n]. itemsizes [datasets]: bytes of a token, 0 for a dataset that is not
-    followed. local [lanes]: the number of each lane among the reader's, -1 for others. open_blocks
-    OPEN_BLOCK [lanes of the reader, datasets].
+    itemsizes [datasets]: bytes of a token, 0 for a dataset that is not followed. local [lanes]: the
+    number of each lane among the reader's, -1 for others. open_blocks: OPEN_BLOCK [lanes of the
+    reader, datasets].
 
-    A block that was not open takes the next slot of `free` [n] and an entry of `opened`
-    OPENED_BLOCK [n]. Returns how many did, or -1 - i if sample i lies in none of the reader's
-    lanes.
+    A block that was not open takes the next slot of free [n] and an entry of opened, OPENED_BLOCK [n].
+    Returns the number of opened blocks, or -1 - i if sample i is in none of the reader's lanes.
     """
     key, lanes, segment, fractions, bases = tree
     count = 0
@@ -548,7 +540,7 @@ def assign_blocks(
             row, d, lane, draw, epoch_of, short_slots
         )
         if local[lane] < 0:
-            return -1 - i  # as an index it would be the state of another lane
+            return -1 - i  # -1 as an index would be the state of another lane
         block = open_blocks[local[lane], d]
         if block.slot < 0 or block.first != first or block.epoch != epoch:
             block.first = first
@@ -565,7 +557,7 @@ def assign_blocks(
         slot[i] = block.slot
         if left == 1:
             block.slot = -1
-        # Runs of samples within a part lie end to end, the last of a part with its extra token.
+        # Samples within a part are end to end; the last one of a part has the extra token.
         parts_before = _file_part(row, parts, sample) - _file_part(row, parts, first)
         tokens_before = (sample - first) * row.length + parts_before * extra
         offset[i] = tokens_before * itemsizes[d]
@@ -574,9 +566,8 @@ def assign_blocks(
 
 @kernel
 def block_runs(datasets, parts, extra, opened, runs):
-    """Fill runs, RUN records, with the tokens that blocks consist of, in the order of their offsets;
-    returns how many. item: the block's place in `opened`. There is room for count + 1 of each
-    block.
+    """Fill runs, RUN records, with the tokens of blocks in the order of their offsets; returns how many.
+    item: the block's place in `opened`. A block has at most count + 1 runs.
     """
     found = 0
     for i in range(len(opened)):
@@ -599,24 +590,24 @@ def block_runs(datasets, parts, extra, opened, runs):
     return found
 
 
-# The order backwards: from tokens of a file to the samples that read them. What `locate` does,
-# undone step by step: tokens to samples of an epoch, sample to block, the block's slot, the place in
-# its run, the lane and its draw, and the row at which the lane makes that draw.
+# The inverse: from tokens of a file to the samples that read them. It undoes `locate` step by step:
+# tokens to samples of an epoch, sample to block, the block's slot, the place in its run, the lane and
+# its draw, and the row of that draw.
 
 
 @numba.njit(inline="always")
 def _draws_taken(draws, is_left, fraction, phase):
-    """Of so many draws at a node, how many one of its halves gets."""
+    """How many of the first draws at a node go to one of its halves."""
     left = _draws_left(draws, fraction, phase)
     return left if is_left else draws - left
 
 
 @numba.njit(inline="always")
 def _parent_draw(child, is_left, fraction, phase):
-    """The draw at a node that is draw number `child` of one of its halves; NEVER if none is.
+    """The draw at a node that is draw number `child` of one of its halves; NEVER if there is none.
 
-    What a half gets grows by none or one with each draw. A quotient of floats is off by a draw at
-    most, and exact counts move it to its place.
+    Each draw adds one or nothing to a half. A quotient of floats is off by one draw at most, which
+    exact counts correct.
     """
     one = np.float64(np.int64(1) << FRACTION_BITS)
     share = np.float64(fraction) / one
@@ -704,9 +695,7 @@ def _place_of_sample(row, sample, dataset_key, short_slot):
 
 @numba.njit(inline="always")
 def _lane_of_place(row, place):
-    """The lane in whose equal share of the permuted dataset a place lies; the first lanes have one
-    more.
-    """
+    """The lane whose equal share of the permuted dataset has a place; the first lanes have one more."""
     each = row.size // row.lanes
     more = row.size % row.lanes
     if place < more * (each + 1):
@@ -716,8 +705,8 @@ def _lane_of_place(row, place):
 
 @numba.njit(inline="always")
 def _draw_at_place(row, place, epoch, dataset_key, short_slot):
-    """(lane, which draw of it) that reads what stands at a place among the permuted blocks, in an
-    epoch that counts from `first_epoch`: the inverse of `_draw_location`.
+    """(lane, its draw) that reads a place of the permuted blocks, in an epoch that counts from
+    `first_epoch`: the inverse of `_draw_location`.
     """
     group = row.group
     run = _lane_of_place(row, place) // group
@@ -748,12 +737,12 @@ def samples_using(
     extra,
     runs,
 ):
-    """Fill runs, RUN records, with the samples (`item`) below `end` that read tokens [token_start,
-    token_stop) of a file of dataset d in the epochs [first_epoch, last_epoch), and with which of
-    those tokens; returns how many they are, however many have room.
+    """Fill runs, RUN records, with the samples (`item`) before `end` that read tokens [token_start,
+    token_stop) of a file of dataset d in epochs [first_epoch, last_epoch), and with those tokens.
 
-    Epochs count from the one that the first draw is of. Samples come by epoch, then by their place
-    in the file, and count from the first of the phase, as `end` does.
+    Returns how many there are, which may be more than have room. Epochs count from that of the first
+    draw. Samples are in the order of epochs, then of the file; they and `end` count from the first of
+    the phase.
     """
     key, lanes, segment, fractions, bases = tree
     found = 0
@@ -767,7 +756,7 @@ def samples_using(
                 continue
             before = parts[part].before
             origin = _part_origin(row, parts, part, dataset_key)
-            # the first sample that ends behind token_start, and the one behind the last
+            # the first sample that ends after token_start, and the end of those before token_stop
             first = max(0, (token_start - origin - width) // row.length + 1)
             last = min(parts[part].end - before, (token_stop - origin - 1) // row.length + 1)
             for number in range(first, last):
@@ -786,17 +775,17 @@ def samples_using(
     return found
 
 
-# The remainder of an epoch in progress, where samples or lanes change: as intervals of tokens, from
-# there to files, and back.
+# The remainder of open epochs, where samples or lanes change: as intervals of tokens, from there to
+# files, and back.
 
 
 @kernel
 def unread_intervals(drawn, datasets, d, intervals):
-    """Fill intervals [lanes + 2 * runs] with what is left of the epochs that have begun when each
-    lane has made `drawn` draws of dataset d, int64 [lanes]; returns how many they are.
+    """Fill intervals [lanes + 2 * runs] with the unread part of the epochs that have begun when each
+    lane has made `drawn` draws from dataset d, int64 [lanes]; returns how many there are.
 
-    Lanes that lag behind, and the blocks that are open in the newest epoch, leave draws; the rest
-    of that epoch is whole blocks, in a run's order from its rotation on and around.
+    Draws are left of lanes that are behind, and of open blocks of the newest epoch. The rest of that
+    epoch is whole blocks, in the order of a run: from its rotation on and around.
     """
     row = datasets[d]
     group = row.group
@@ -854,8 +843,8 @@ def unread_intervals(drawn, datasets, d, intervals):
 
 @kernel
 def split_at_blocks(intervals, datasets, split, is_whole):
-    """Intervals split where stretches of whole, full blocks begin and end: split, is_whole (whether
-    it is such a stretch) [6 * intervals]; returns how many.
+    """Fill split [6 * intervals] with intervals, cut where stretches of whole, full blocks begin and end;
+    returns how many there are. is_whole: whether each is such a stretch.
     """
     found = 0
     for i in range(len(intervals)):
@@ -908,8 +897,8 @@ def _interval_at(intervals, token):
 
 @kernel
 def slice_intervals(first, stop, intervals, slices):
-    """The intervals that tokens [first, stop) [ranges] of a remainder consist of: slices [intervals
-    + ranges]; returns how many. Ranges ascend.
+    """Fill slices [intervals + ranges] with the intervals of tokens [first, stop) [ranges] of a
+    remainder; returns how many there are. Ranges ascend.
     """
     found = 0
     for i in range(len(first)):
@@ -929,11 +918,11 @@ def slice_intervals(first, stop, intervals, slices):
 
 @kernel
 def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
-    """Fill runs, RUN records, with the tokens of samples of a remainder, each `length` tokens from
-    token at [samples] of it on; returns how many they are, however many have room. item: the
-    sample's place in `at`.
+    """Fill runs, RUN records, with the tokens of samples of a remainder, which begin at its tokens `at`
+    [samples] and have `length`. item: the sample's place in `at`.
 
-    The last run of each sample has `extra` tokens more.
+    Returns how many there are, which may be more than have room. The last run of each sample has
+    `extra` tokens more.
     """
     found = 0
     epoch_of = np.full(len(datasets), -1, np.int64)
@@ -984,8 +973,8 @@ def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
 
 @kernel
 def epochs_of_intervals(intervals, datasets, first, last):
-    """Fill first and last [datasets] with the epochs [first, last) of each dataset that intervals
-    are of: none where they are equal.
+    """Fill first and last [datasets] with the epochs [first, last) of each dataset that have intervals;
+    they are equal if none has.
     """
     first[:] = 0
     last[:] = 0
@@ -1020,12 +1009,13 @@ def remainder_samples_using(
     parts,
     sample,
 ):
-    """Fill sample [room] with those of a remainder, by number, that have tokens of [token_start,
-    token_stop) of a file; returns how many they are, however many have room. One may come again.
+    """Fill sample [room] with the numbers of a remainder's samples that have tokens of [token_start,
+    token_stop) of a file; numbers may repeat. Returns how many there are, which may be more than have
+    room.
 
-    first_epoch, last_epoch [datasets]: the epochs that are looked at. Intervals are sorted by
-    dataset, kind, which and low. length: tokens of a sample of the remainder. Cost: for each sample
-    of a dataset that the tokens touch, two Feistel walks and two binary searches.
+    first_epoch, last_epoch [datasets]: the epochs to look at. Intervals are sorted by dataset, kind,
+    which and low. length: tokens of a sample of the remainder. Cost: two Feistel walks and two binary
+    searches for each sample of a dataset that the tokens touch.
     """
     found = np.int64(0)
     for d in range(len(datasets)):
@@ -1064,11 +1054,11 @@ def remainder_samples_using(
 
 @numba.njit
 def _add_samples_with(begin, stop, intervals, length, sample, found):
-    """Add the samples that have the tokens from begin (dataset, kind, which, token) up to token
-    `stop`; returns how many there are then.
+    """Add the samples that have the tokens from begin (dataset, kind, which, token) to token `stop`;
+    returns how many there are then.
     """
     d, kind, which, first = begin
-    # the first interval of those that ends behind `first`
+    # the first such interval that ends after `first`
     i = np.int64(0)
     behind = np.int64(len(intervals))
     while i < behind:
