@@ -212,7 +212,7 @@ def plot(
     storage_file: StorageFile = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
-    from streammega.storage.object_ops import read_whole
+    from streammega.storage.object_ops import read_if_exists
     from streammega.train.run_log import METRICS, parse_metrics
 
     pyplot()  # is there
@@ -220,7 +220,7 @@ def plot(
     text: str | None = None
     if is_url:
         place = f"{run.rstrip('/')}/{METRICS}"
-        data = read_whole(place, storage_config(storage, storage_file, looks_only=True))
+        data = read_if_exists(place, storage_config(storage, storage_file, looks_only=True))
         text = None if data is None else data.decode()
         title = run.rstrip("/").rpartition("/")[2]
         target = out or "run.png"

@@ -23,7 +23,7 @@ from streammega.dataset.versions import DatasetVersion, check_no_version, read_n
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError, UnsupportedOperation
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote, resolved
 from streammega.storage.store import create_object, create_on_condition
 from streammega.storage.thread_pool import parallel_map
@@ -123,7 +123,7 @@ def _check_conditions(url: str, storage: StorageConfig) -> None:
     """
     if not is_remote(url):
         return
-    data = read_whole(url, storage)
+    data = read_if_exists(url, storage)
     store, key = open_store(url, storage)
     if data is not None and _create(store, key, data):
         raise _no_conditions(url, "the server writes over what is there")

@@ -31,7 +31,7 @@ from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
-from streammega.storage.etags import tell_unversioned
+from streammega.storage.etags import warn_unversioned
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: 
     CacheError when the cache cannot hold it, StorageError when it cannot be read.
     """
     if not info.etag:
-        tell_unversioned(store.url(info.key))
+        warn_unversioned(store.url(info.key))
         return memoryview(b"".join(_download(store, info, part_bytes)))
     path = cached_copy(store, info, cache_dir)
     digest_of_url = digest_of(store.url(info.key))

@@ -43,7 +43,7 @@ from streammega.kernels import num_threads
 from streammega.kernels.documents import id_range, wrong_ends
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
 
@@ -365,7 +365,7 @@ def shards_of(
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
     """Raise FormatError unless the provenance of a shard's documents is as it was written."""
     url = strip_suffix(shard) + ENDING
-    stored = read_whole(url, storage)
+    stored = read_if_exists(url, storage)
     if stored is None or xxhash.xxh3_128_hexdigest(stored) != expected:
         how = "is gone" if stored is None else "is not the one that the manifest speaks of"
         raise FormatError(f"{redact_urls(url)}: {how}; convert again with --origins")

@@ -14,7 +14,7 @@ from typing import Any
 from streammega.config import Blend, DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.order.split import SPLITS
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 
 NOT_SERVED = {
     "mock_data": "Megatron's mock data needs no storage: leave out --dataloader-type external",
@@ -198,7 +198,7 @@ def _words(
 
 
 def _read_text(argument: str, url: str, storage: StorageConfig) -> str:
-    data = read_whole(url, storage)
+    data = read_if_exists(url, storage)
     if data is None:
         raise ConfigError(f"{argument}: there is no {url}")
     try:

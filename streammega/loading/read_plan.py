@@ -22,8 +22,8 @@ from streammega.samples.source import all_files, masks_by_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import whole_pages
-from streammega.storage.cache.page_cache import SMALL, CachedStore
-from streammega.storage.etags import tell_unversioned
+from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
+from streammega.storage.etags import warn_unversioned
 from streammega.storage.store import address_of
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def plan_reading(
         memory=memory,
         planner=Planner(table, memory.coalesce_bytes, storage.part_bytes, prefetched, kept),
         is_scattered=config.order != "sequential"
-        and (prefetched is None or not prefetched.whole.all() or smallest < SMALL),
+        and (prefetched is None or not prefetched.whole.all() or smallest < MIN_PAGED_BYTES),
     )
 
 
@@ -258,7 +258,7 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     if size == 0 or file.store.is_local:
         return file
     if not file.etag:  # old pages could not be told from new ones
-        tell_unversioned(file.url)
+        warn_unversioned(file.url)
         return file
     cached = open_cached(cache, file.url, file.etag, size)
     return replace(file, store=CachedStore(file.store, cached)) if cached else file

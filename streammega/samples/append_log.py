@@ -23,7 +23,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, StateError, UnsupportedOperation
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 from streammega.storage.store import create_on_condition
 
 FORMAT = "streammega-follow"
@@ -96,7 +96,7 @@ class AppendLog:
 
     def at(self, sample: int) -> Check | None:
         """The check at a sample; None: no rank has checked there."""
-        raw = read_whole(self._url_of(sample), self._storage)
+        raw = read_if_exists(self._url_of(sample), self._storage)
         if raw is None:
             return None
         stored = self._parse(raw, sample)
@@ -119,7 +119,7 @@ class AppendLog:
         """
         first = self._to_json(NOTHING, run=dict(run))
         self._create(0, first)
-        raw = read_whole(self._url_of(0), self._storage)
+        raw = read_if_exists(self._url_of(0), self._storage)
         written = self._parse(raw or b"", 0).get("run")
         if written != json.loads(json.dumps(dict(run))):
             raise ConfigError(

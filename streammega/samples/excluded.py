@@ -24,7 +24,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_skipped
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 
 Integers = NDArray[np.int64]
 ROOM = 64
@@ -205,7 +205,7 @@ def _names_of_list(skipped: SkippedList, storage: StorageConfig) -> list[str]:
     """The names of a list, each once."""
     if not isinstance(skipped.names, str):
         return list(dict.fromkeys(skipped.names))
-    data = read_whole(skipped.names, storage)
+    data = read_if_exists(skipped.names, storage)
     where = redact_urls(skipped.names)
     if data is None:
         raise ConfigError(

@@ -109,7 +109,7 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     return fd, temporary
 
 
-def finished_name(name: str) -> str | None:
+def final_name(name: str) -> str | None:
     """The final name of a temporary file; None for all other names."""
     found = _UNFINISHED.fullmatch(name)
     return None if found is None else found["local"] or found["remote"]

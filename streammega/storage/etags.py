@@ -63,7 +63,7 @@ def check_version(url: str, expected: str, found: str) -> None:
     if not expected:
         return
     if not found or expected.startswith(MODIFIED) != found.startswith(MODIFIED):
-        tell_incomparable(url)
+        warn_incomparable(url)
     elif not same_version(expected, found):
         raise ObjectChangedError(
             f"{url}: the object was replaced while it was being read (ETag {found}, it was "
@@ -76,7 +76,7 @@ def _bare(version: str) -> str:
     return version.removeprefix("W/").strip('"')
 
 
-def tell_unversioned(url: str) -> None:
+def warn_unversioned(url: str) -> None:
     """Warn once that nothing but its size shows whether an object changes, so no cache keeps it."""
     warn_once(
         log,
@@ -87,7 +87,7 @@ def tell_unversioned(url: str) -> None:
     )
 
 
-def tell_incomparable(url: str) -> None:
+def warn_incomparable(url: str) -> None:
     """Warn once for each server that its answers cannot be compared with what was opened."""
     warn_once(
         log,

@@ -12,7 +12,7 @@ import resource
 
 log = logging.getLogger(__name__)
 
-TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
+TOO_MANY_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 _SIGNS = ("too many open files", "os error 24)", "os error 23)")
 """Texts of libraries whose errors have no errno: the C library's, and Rust's."""
 NEARLY = 4
@@ -40,7 +40,7 @@ def raise_limit() -> None:
     log.debug("the limit of open files was raised from %d to %d", soft, hard)
 
 
-def blame_limit(error: BaseException) -> str:
+def explain_fd_limit(error: BaseException) -> str:
     """The message for an error that the limit of open files caused; empty for all other errors."""
     # Two errors may be each other's context: such a chain has no end.
     seen: set[int] = set()
@@ -48,24 +48,24 @@ def blame_limit(error: BaseException) -> str:
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         if _is_limit(behind):
-            return limit_reached()
+            return fd_limit_message()
         behind = behind.__cause__ or behind.__context__
     return ""
 
 
-def blame_limit_of_connection(error: BaseException) -> str:
-    """As `blame_limit`, for a failed connection: also where the limit is nearly reached."""
-    blame = blame_limit(error)
+def explain_fd_limit_of_connection(error: BaseException) -> str:
+    """As `explain_fd_limit`, for a failed connection: also where the limit is nearly reached."""
+    blame = explain_fd_limit(error)
     if blame:
         return blame
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # A negative limit means that there is none.
     if 0 <= soft <= open_files() + NEARLY:
-        return limit_reached()
+        return fd_limit_message()
     return ""
 
 
-def limit_reached() -> str:
+def fd_limit_message() -> str:
     """How many files are open, how many may be, and what to do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
@@ -89,7 +89,7 @@ def open_files() -> int:
 
 
 def _is_limit(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in TOO_MANY:
+    if isinstance(error, OSError) and error.errno in TOO_MANY_ERRNOS:
         return True
     text = str(error).lower()
     return any(sign in text for sign in _SIGNS)

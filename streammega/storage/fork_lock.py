@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 
-_given: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
+_locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def process_lock() -> threading.Lock:
@@ -15,12 +15,12 @@ def process_lock() -> threading.Lock:
     A fork copies a lock in its present state, but not the thread that would release it.
     """
     lock = threading.Lock()
-    _given.add(lock)
+    _locks.add(lock)
     return lock
 
 
 def _free_all() -> None:
-    for lock in list(_given):
+    for lock in list(_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
 
 

@@ -15,7 +15,7 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.storage.fd_limit import blame_limit, blame_limit_of_connection
+from streammega.storage.fd_limit import explain_fd_limit, explain_fd_limit_of_connection
 
 TRANSIENT_STATUSES = frozenset((408, 409, 425))
 """Statuses below 500 after which another try may succeed: timeout, conflict, too early."""
@@ -162,7 +162,7 @@ def failure_without_status(
 
     text: what the client's error says. of_network: whether the network failed.
     """
-    limit = blame_limit_of_connection(error) if of_network else blame_limit(error)
+    limit = explain_fd_limit_of_connection(error) if of_network else explain_fd_limit(error)
     if limit:
         return EndpointError(f"{url}: {limit}")  # another try may help, since other connections end
     return no_answer(url, text) if of_network else StorageError(f"{url}: {text}")

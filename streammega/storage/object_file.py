@@ -15,11 +15,11 @@ from streammega.storage.etags import check_version
 from streammega.storage.store import Buffer, ObjectInfo, Store
 from streammega.storage.thread_pool import Batch, Pool
 
-LEAST_READ = 256 << 10
+MIN_READ_BYTES = 256 << 10
 """Bytes of the smallest request. The footer of most Parquet files is shorter, and a smaller request
 would hardly be faster.
 """
-LARGEST_READ = 2 << 20
+MAX_READ_BYTES = 2 << 20
 """Bytes of the largest request. It takes several times as long as its first byte, and larger bodies
 cost more CPU time.
 """
@@ -27,7 +27,7 @@ IN_FLIGHT = 6
 """Requests of one file at once. Where an answer begins after 30 ms and a connection gives 80 MB/s,
 reading is twice as fast as by one request at a time; more of them brought nothing.
 """
-AHEAD_BYTES = IN_FLIGHT * LARGEST_READ
+MAX_READ_AHEAD_BYTES = IN_FLIGHT * MAX_READ_BYTES
 """Most bytes that are read ahead, without those of the request that is being used."""
 BUFFER_BYTES = 64 << 10
 """Bytes of the buffer for lines and headers: small reads then take no lock."""
@@ -118,7 +118,7 @@ class ObjectReader(io.RawIOBase):
             return 0
         jumped_over = self._position - self._read_to
         # A short jump ahead counts as reading on, as over an unwanted column of Parquet.
-        if not 0 <= jumped_over <= LEAST_READ:
+        if not 0 <= jumped_over <= MIN_READ_BYTES:
             self._read_from = self._position
         self._drop_before(self._position)
         self._request(self._position + wanted)
@@ -161,16 +161,16 @@ class ObjectReader(io.RawIOBase):
         No more is read ahead than was read since the last jump.
         """
         # `readall` asks for gigabytes, which are requested as there is room for them.
-        farthest = self._position + AHEAD_BYTES
+        farthest = self._position + MAX_READ_AHEAD_BYTES
         until = min(until, farthest)
         read_so_far = self._position - self._read_from
         goal = min(until + read_so_far, farthest)
         end = min(max(until, self.expected_end), self.size)
-        part_bytes = min(max(LEAST_READ, read_so_far // IN_FLIGHT), LARGEST_READ)
+        part_bytes = min(max(MIN_READ_BYTES, read_so_far // IN_FLIGHT), MAX_READ_BYTES)
         start = self._parts[-1].stop if self._parts else self._position
         # Only whole parts are read ahead: otherwise each read would send a small request.
         while start < end and (start < until or min(start + part_bytes, end) <= goal):
-            length = max(part_bytes, min(until - start, LARGEST_READ))
+            length = max(part_bytes, min(until - start, MAX_READ_BYTES))
             stop = min(start + length, end)
             self._parts.append(self._begin(start, stop))
             start = stop

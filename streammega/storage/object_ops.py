@@ -14,7 +14,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ObjectChangedError, ObjectNotFoundError
 from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
-from streammega.storage.backends.remote import sized_for
+from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.open import is_remote
 from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
 
@@ -43,7 +43,7 @@ def link(source: str, target: str) -> bool:
     return True
 
 
-def version(url: str, storage: StorageConfig) -> str:
+def find_etag(url: str, storage: StorageConfig) -> str:
     """The ETag of an object; empty where there is no object."""
     store, key = open_store(url, storage)
     try:
@@ -52,7 +52,7 @@ def version(url: str, storage: StorageConfig) -> str:
         return ""
 
 
-def read_whole(url: str, storage: StorageConfig) -> bytes | None:
+def read_if_exists(url: str, storage: StorageConfig) -> bytes | None:
     """The bytes of a small object; None where it does not exist. Raises StorageError."""
     store, key = open_store(url, storage)
     try:
@@ -111,7 +111,7 @@ def move(source: str, target: str, storage: StorageConfig) -> None:
         info = store.info(key)
     except ObjectNotFoundError:
         return
-    _write(target, _read_chunks(store, info), sized_for(storage, info.size))
+    _write(target, _read_chunks(store, info), with_part_bytes_for(storage, info.size))
 
 
 def _read_chunks(store: Store, info: ObjectInfo) -> Iterator[Buffer]:

@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 10.0
+MAX_PAUSE = 10.0
 """Seconds of the longest pause after the first failure, and after any.
 
 Longer pauses would hardly relieve an overloaded endpoint, and delay the run after its recovery.
 """
-SHORTEST_PAUSE = FIRST_PAUSE / 2
+MIN_PAUSE = FIRST_PAUSE / 2
 """Seconds. With less than this left, the deadline counts as reached."""
 MAX_DOUBLINGS = 16
 """Doublings of the first pause: far more than the longest pause has, and no overflow."""
-SHORT_READS = 6
+MAX_SHORT_READS = 6
 """Times a body of another length is tried again.
 
 Connections cut bodies now and then, but a truncated object stays truncated.
@@ -116,11 +116,11 @@ class RetryPolicy:
             raise error from None
         never_answered = error.silent and not self.has_answered
         deadline = min(self.deadline, self.first_answer) if never_answered else self.deadline
-        retries: float = SHORT_READS if isinstance(error, ShortReadError) else math.inf
+        retries: float = MAX_SHORT_READS if isinstance(error, ShortReadError) else math.inf
         if self.retries is not None:
             retries = self.retries
         left = deadline - elapsed
-        if failures > retries or left < SHORTEST_PAUSE:
+        if failures > retries or left < MIN_PAUSE:
             tries = "1 try" if failures == 1 else f"{failures} tries"
             note = f" [given up after {tries} in {elapsed:.1f} s]"
             if never_answered and self.first_answer < self.deadline:
@@ -137,11 +137,11 @@ class RetryPolicy:
                 until += f" or {self.retries} retries"
             text = "storage requests have failed for %.0f s; retrying for up to %s: %s"
             warn_once(log, "outage", text, elapsed, until, error, every=WARN_EVERY_S)
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, MAX_DOUBLINGS))
+        longest = min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, MAX_DOUBLINGS))
         # Random, so that ranks that failed together do not return together.
         pause = random.uniform(longest / 2, longest)
         # The last try is at the deadline.
-        return left if left - pause < SHORTEST_PAUSE else pause
+        return left if left - pause < MIN_PAUSE else pause
 
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds; after the last try its error is raised.

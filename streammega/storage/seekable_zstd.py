@@ -54,9 +54,9 @@ HAS_CHECKSUMS = 0x80
 WORD_BYTES = 4
 SIZE_WORDS = 2
 """Words of an entry that are sizes: the compressed one, then the decompressed one."""
-MOST_FRAMES = 0x8000000
+MAX_FRAMES = 0x8000000
 """The format allows no more: a larger number shows that this is not a table."""
-TABLE_GUESS = 1 << 14
+TABLE_GUESS_BYTES = 1 << 14
 """Bytes that are read from the end of a small zstd object. They hold its table."""
 
 
@@ -126,7 +126,7 @@ def table_bytes(footer: bytes | memoryview, size: int, url: str) -> int:
         frames, descriptor, magic = FOOTER.unpack(footer)
         entries_bytes = frames * _entry_words(descriptor) * WORD_BYTES
         total = int(HEADER.size + entries_bytes + FOOTER.size)
-        if magic == SEEKABLE and frames <= MOST_FRAMES and total <= size:
+        if magic == SEEKABLE and frames <= MAX_FRAMES and total <= size:
             return total
     raise FormatError(
         f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; "
@@ -173,7 +173,7 @@ def _ends_of(sizes: Integers) -> Integers:
 
 
 _thread = threading.local()
-KEPT_BUFFER = 1 << 20
+KEPT_BUFFER_BYTES = 1 << 20
 """Bytes of the buffer for frames wanted in part that a thread keeps: fresh memory costs a page
 fault for every 4 KiB. Frames of other writers may be larger, and are rare.
 """
@@ -207,10 +207,10 @@ def _context() -> int:
 
 def _thread_buffer(size: int) -> Bytes:
     """Room for a frame that is wanted in part. Its content is left over from before."""
-    if size > KEPT_BUFFER:
+    if size > KEPT_BUFFER_BYTES:
         return np.empty(size, np.uint8)
     if not hasattr(_thread, "buffer"):
-        _thread.buffer = np.empty(KEPT_BUFFER, np.uint8)
+        _thread.buffer = np.empty(KEPT_BUFFER_BYTES, np.uint8)
     buffer: Bytes = _thread.buffer
     return buffer
 
@@ -304,7 +304,7 @@ def read_frames(store: Store, info: ObjectInfo) -> Frames:
     url = store.url(info.key)
     size = info.size
     # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
-    guess = max(TABLE_GUESS, size // 1024)
+    guess = max(TABLE_GUESS_BYTES, size // 1024)
     low = size - min(size, guess)
     (body,) = store.read(info.key, [(low, size)], info.etag)
     end = bytes(body)

@@ -21,7 +21,7 @@ from streammega.convert.work_dir import work_dir_lock, work_folder
 from streammega.convert.write import destination
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
 from streammega.storage import open_store
-from streammega.storage.object_ops import read_whole
+from streammega.storage.object_ops import read_if_exists
 from tests.support.servers import S3
 from tests.support.task_programs import do_task
 
@@ -178,7 +178,7 @@ def test_a_reservation_that_another_task_is_writing_is_looked_at_again(
         "runner": Runner(work=str(tmp_path / "work")),
     }
     convert_task(inputs, output, Task(number=0, of=2), **OPTIONS, **named)
-    read = read_whole
+    read = read_if_exists
     answers: list[Any] = [b'{"job', ObjectChangedError("it was written meanwhile")]
 
     def read_at_a_bad_moment(*arguments: Any) -> bytes | None:
@@ -189,7 +189,7 @@ def test_a_reservation_that_another_task_is_writing_is_looked_at_again(
             raise answer
         return bytes(answer)
 
-    monkeypatch.setattr(destination, "read_whole", read_at_a_bad_moment)
+    monkeypatch.setattr(destination, "read_if_exists", read_at_a_bad_moment)
     convert_task(inputs, output, Task(number=1, of=2), **OPTIONS, **named)
     assert not answers
 

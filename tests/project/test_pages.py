@@ -315,7 +315,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
     ),
-    ("design", "is not looked at again for half a minute", cache_folder.FULL_FOR, 30),
+    ("design", "is not looked at again for half a minute", cache_folder.FULL_SECONDS, 30),
     ("design", "(16 MiB of ids at most)", memory_plan.GROUP_BYTES, 16 << 20),
     ("design", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("design", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
@@ -323,7 +323,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     (
         "design",
         "exponential pauses and jitter",
-        (retry.FIRST_PAUSE, retry.LONGEST_PAUSE),
+        (retry.FIRST_PAUSE, retry.MAX_PAUSE),
         (0.1, 10),
     ),
     ("training", "after 60 s, or `train.timeout`", watchdog.SILENCE * watchdog.BEAT, 60),

@@ -281,7 +281,7 @@ def test_a_stopped_process_that_holds_the_lock_of_the_folder_is_done_without(
     with running_python(LOCKER, str(tmp_path / "chunks" / "lock")):
         cached = open_object(cache, "s3://b/k", SIZE)
         assert [read(cached) for _ in range(3)] == [SIZE] * 3
-    monkeypatch.setattr(cache_folder, "BUSY_FOR", 0.0)
+    monkeypatch.setattr(cache_folder, "BUSY_SECONDS", 0.0)
     cached.cache._full_until = 0.0
     assert [read(cached) for _ in range(2)] == [SIZE, 0]
 
@@ -686,7 +686,7 @@ def test_the_last_of_the_disk_is_left_free(
         read(cached)
     assert _free(disk) == before
     disk.taken = 0
-    monkeypatch.setattr(cache_folder, "FULL_FOR", 0.0)
+    monkeypatch.setattr(cache_folder, "FULL_SECONDS", 0.0)
     cache._full_until = 0.0
     for cached in big:
         read(cached)
@@ -737,7 +737,7 @@ def test_a_count_that_is_too_high_is_mended_once_it_is_old(
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     read(open_object(cache, "s3://b/k", SIZE))
     shutil.rmtree(next(tmp_path.glob("chunks/*/0.data")).parent)  # by hand: nobody counts
-    seconds = 2 * cache_folder.COUNT_AGE * (1 if clock == "right" else -1)
+    seconds = 2 * cache_folder.MAX_COUNT_AGE * (1 if clock == "right" else -1)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + seconds)
     full = PageCache(tmp_path, SIZE + 1000, CHUNK)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streammega.storage.fd_limit import blame_limit
+from streammega.storage.fd_limit import explain_fd_limit
 from tests.support.processes import run_python
 from tools.bench.object_server import running
 
@@ -85,6 +85,6 @@ def test_too_many_open_files_are_blamed_on_the_limit_and_not_on_the_network(
 def test_an_error_behind_an_error_is_found_and_others_are_not_blamed() -> None:
     error = RuntimeError("could not connect")
     error.__context__ = OSError(24, "Too many open files")
-    assert "ulimit -n" in blame_limit(error)
-    assert blame_limit(RuntimeError("tcp connect error: Too many open files (os error 24)"))
-    assert not blame_limit(ConnectionRefusedError(111, "Connection refused"))
+    assert "ulimit -n" in explain_fd_limit(error)
+    assert explain_fd_limit(RuntimeError("tcp connect error: Too many open files (os error 24)"))
+    assert not explain_fd_limit(ConnectionRefusedError(111, "Connection refused"))

@@ -146,7 +146,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
 ) -> None:
     monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     # so that a few seconds hold a dozen pauses
-    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
     endpoint, root = server
     storage = replace(storage_of(endpoint, transport), retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)

@@ -37,9 +37,9 @@ from streammega.errors import (
 )
 from streammega.storage.file_system import expect_end, file_system, open_file
 from streammega.storage.object_file import (
-    AHEAD_BYTES,
-    LARGEST_READ,
-    LEAST_READ,
+    MAX_READ_AHEAD_BYTES,
+    MAX_READ_BYTES,
+    MIN_READ_BYTES,
     ObjectReader,
 )
 from streammega.storage.store import ObjectInfo
@@ -91,7 +91,7 @@ def test_faults_in_the_middle_change_no_byte(
     place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # how long pauses grow is shown elsewhere
-    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
     with open_file("s3://data/a.bin", place.storage) as file:
         head = file.read(1000)
         place.endpoint.behave(**FAULTS[fault])
@@ -276,13 +276,13 @@ def test_what_is_read_ahead_is_bounded_and_comes_in_large_parts() -> None:
         while file.readinto(buffer):
             asked = max((stop for _, stop in list(store.spans)), default=0)
             farthest = max(farthest, asked - file.tell())
-    assert farthest <= AHEAD_BYTES + len(buffer)
+    assert farthest <= MAX_READ_AHEAD_BYTES + len(buffer)
     spans = sorted(store.spans)
     assert spans[0][0] == 0
     assert spans[-1][1] == store.size
     assert all(one[1] == other[0] for one, other in zip(spans, spans[1:], strict=False))
-    assert len(spans) < store.size / LARGEST_READ + 40
-    assert max(stop - start for start, stop in spans) <= LARGEST_READ
+    assert len(spans) < store.size / MAX_READ_BYTES + 40
+    assert max(stop - start for start, stop in spans) <= MAX_READ_BYTES
 
 
 def test_a_reader_of_everything_holds_no_more_than_that() -> None:
@@ -292,7 +292,7 @@ def test_a_reader_of_everything_holds_no_more_than_that() -> None:
     thread = threading.Thread(target=file.readinto, args=(bytearray(store.size),))
     thread.start()
     time.sleep(0.2)
-    assert sum(stop - start for start, stop in store.spans) <= AHEAD_BYTES
+    assert sum(stop - start for start, stop in store.spans) <= MAX_READ_AHEAD_BYTES
     store.held.set()
     thread.join()
     file.close()
@@ -307,7 +307,7 @@ def test_a_look_at_a_header_costs_no_more_than_one_small_request() -> None:
         file.seek(100 << 20)
         file.read(1000)
     assert len(store.spans) == 3
-    assert all(stop - start <= LEAST_READ for start, stop in store.spans)
+    assert all(stop - start <= MIN_READ_BYTES for start, stop in store.spans)
 
 
 def test_short_jumps_ahead_read_on() -> None:
@@ -317,8 +317,8 @@ def test_short_jumps_ahead_read_on() -> None:
         buffer = bytearray(400_000)
         while file.readinto(buffer):
             file.seek(100_000, io.SEEK_CUR)
-    assert max(stop - start for start, stop in store.spans) == LARGEST_READ
-    assert len(store.spans) < store.size / LARGEST_READ + 40
+    assert max(stop - start for start, stop in store.spans) == MAX_READ_BYTES
+    assert len(store.spans) < store.size / MAX_READ_BYTES + 40
 
 
 def test_little_is_read_ahead_behind_the_end_that_is_expected() -> None:
@@ -331,7 +331,7 @@ def test_little_is_read_ahead_behind_the_end_that_is_expected() -> None:
         while file.tell() < stop:
             file.read(1 << 20)
     asked = max(end for _, end in store.spans)
-    assert stop <= asked <= stop + (1 << 20) + LEAST_READ
+    assert stop <= asked <= stop + (1 << 20) + MIN_READ_BYTES
 
 
 def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> None:

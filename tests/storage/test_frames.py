@@ -74,7 +74,7 @@ def test_threads_decompress_side_by_side() -> None:
 
 
 def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
-    frames, stored, whole = framed((seekable_zstd.KEPT_BUFFER + 7, 9))
+    frames, stored, whole = framed((seekable_zstd.KEPT_BUFFER_BYTES + 7, 9))
     last = len(whole)
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 

@@ -35,7 +35,7 @@ both_transports = pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpObjects]:
-    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.01)
     with http_server({"/bucket/key": DATA}) as server:
         yield server
 

@@ -38,7 +38,7 @@ from streammega.errors import (
 from streammega.storage import http_errors, open_store, retry, thread_pool
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
-from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
+from streammega.storage.retry import MAX_PAUSE, MAX_SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
@@ -85,7 +85,7 @@ def test_by_default_an_outage_of_minutes_is_waited_for(
 ) -> None:
     policy = RetryPolicy.of(StorageConfig())
     assert policy.call(failing(EndpointError("down"), clock, outage, takes)) == "answer"
-    assert clock.now <= outage + LONGEST_PAUSE + takes, "its end is noticed soon"
+    assert clock.now <= outage + MAX_PAUSE + takes, "its end is noticed soon"
 
 
 @pytest.mark.guarantee("passing-faults-waited")
@@ -147,7 +147,7 @@ def test_what_waiting_cannot_mend_is_raised_at_once(clock: Clock, kind: type[Sto
 
 @pytest.mark.guarantee("passing-faults-waited")
 def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> None:
-    with pytest.raises(ShortReadError, match=f"after {SHORT_READS + 1} tries"):
+    with pytest.raises(ShortReadError, match=f"after {MAX_SHORT_READS + 1} tries"):
         RetryPolicy.of(StorageConfig()).call(failing(ShortReadError("short"), clock))
     assert clock.now < 10
 
@@ -176,7 +176,7 @@ def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
     assert 0.05 <= min(seen[1]) < max(seen[1]) <= 0.1
     assert 0.2 <= min(seen[3]) < max(seen[3]) <= 0.4
     for attempt in (8, 10_000):
-        assert LONGEST_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= LONGEST_PAUSE
+        assert MAX_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= MAX_PAUSE
 
 
 @pytest.mark.guarantee("passing-faults-waited")
@@ -355,8 +355,8 @@ def test_reads_uploads_and_removals_outlive_an_outage(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The outage is longer than six pauses.
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr("streammega.storage.backends.obstore.LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.2)
+    monkeypatch.setattr("streammega.storage.backends.obstore.MAX_PAUSE", 0.2)
     with answering_after(3.0, {"/bucket/old": b"abcdef"}) as server:
         store, key = server.open("s3://bucket/old", transport=transport)
         assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"cde"
@@ -424,7 +424,7 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
     from streammega.storage.cache.page_cache import CachedStore
 
     monkeypatch.setattr(retry, "FIRST_PAUSE", 100.0)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 100.0)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 100.0)
     tried = threading.Event()
 
     def refuse(start: int) -> None:

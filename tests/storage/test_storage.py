@@ -38,7 +38,12 @@ from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.backends.obstore import ObstoreStore, RangesRefused
 from streammega.storage.backends.oss import OssStore
-from streammega.storage.backends.remote import MAX_PARTS, PART_BYTES, part_bytes, sized_for
+from streammega.storage.backends.remote import (
+    MAX_PARTS,
+    PART_BYTES,
+    part_bytes,
+    with_part_bytes_for,
+)
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
@@ -284,9 +289,9 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
     assert sum(part_bytes(number) for number in range(MAX_PARTS)) > 1.89 * 2**40
     assert part_bytes(MAX_PARTS - 1) <= 5 << 30, "no store takes larger ones"
     plain = StorageConfig()
-    assert sized_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
+    assert with_part_bytes_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
     for size in (313 << 30, 5 << 40):
-        assert size < sized_for(plain, size).upload_part_bytes * MAX_PARTS <= 1.2 * size
+        assert size < with_part_bytes_for(plain, size).upload_part_bytes * MAX_PARTS <= 1.2 * size
 
 
 @pytest.mark.parametrize("fixed", [False, True])

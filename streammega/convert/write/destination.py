@@ -32,7 +32,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, read_whole, version
+from streammega.storage.object_ops import delete, exists, find_etag, read_if_exists
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import atomic_writer, create_object, replace_object
 
@@ -95,17 +95,17 @@ class Destination:
 
     def manifest(self) -> bytes | None:
         """The stored manifest."""
-        return read_whole(self.manifest_url, self.storage)
+        return read_if_exists(self.manifest_url, self.storage)
 
     def manifest_version(self) -> str:
         """The ETag of the manifest, "" where there is none."""
-        return version(self.manifest_url, self.storage)
+        return find_etag(self.manifest_url, self.storage)
 
     def existing(self) -> ExistingDataset:
         """The dataset that is there. Raises ConvertError if its manifest cannot be read."""
         # The versions are read first: after a change in between, they do not match any more.
         manifest_version = self.manifest_version()
-        index_version = version(self.index_url, self.storage)
+        index_version = find_etag(self.index_url, self.storage)
         files = []
         if manifest_version:
             try:
@@ -188,7 +188,7 @@ class Reservation:
         if holder is None:
             create_object(store, key, data)
         else:
-            replace_object(store, key, data, version(self._url, self._storage))
+            replace_object(store, key, data, find_etag(self._url, self._storage))
         # Another job may have been first, or last on a server without conditional writes.
         return self.is_ours()
 
@@ -203,7 +203,7 @@ class Reservation:
 
     def begin_publishing(self) -> bool:
         """Note that `.idx` files are put from now on; False if this job has not the names."""
-        before = version(self._url, self._storage)
+        before = find_etag(self._url, self._storage)
         own = self._own()
         if own is None:
             return False
@@ -250,7 +250,7 @@ class Reservation:
         """The stored reservation; None if there is none."""
         for _ in range(READ_ATTEMPTS):
             try:
-                data = read_whole(self._url, self._storage)
+                data = read_if_exists(self._url, self._storage)
                 if data is None:
                     return None
                 stored = json.loads(data)

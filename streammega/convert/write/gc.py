@@ -15,7 +15,7 @@ from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, join_url, open_store
-from streammega.storage.atomic_file import finished_name
+from streammega.storage.atomic_file import final_name
 
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
@@ -45,7 +45,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
     leftovers = []
     for name, info in sorted(there.items()):
-        finished = finished_name(name)
+        finished = final_name(name)
         own_name = finished or name
         is_shard = _is_shard(own_name, stem, there)
         # A temporary file counts if it was to become one of the dataset's.

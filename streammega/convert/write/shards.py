@@ -37,7 +37,7 @@ from streammega.dataset.provenance import (
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url, parent_url, save_bytes
-from streammega.storage.backends.remote import sized_for
+from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.progress import Progress
 
 Place = tuple[int, int]
@@ -285,7 +285,7 @@ def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
         layout.targets[number],
         dtype,
         layout.multimodal,
-        sized_for(job.storage, expected_bytes),
+        with_part_bytes_for(job.storage, expected_bytes),
         kind=options.kind,
         level=options.level,
         frame_bytes=options.frame_bytes,

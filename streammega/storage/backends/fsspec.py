@@ -31,7 +31,7 @@ from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.backends.s3_options import S3_OPTIONS
 from streammega.storage.etags import check_version
-from streammega.storage.fd_limit import blame_limit
+from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
     NO_BUCKET,
     NO_CREDENTIALS,
@@ -302,7 +302,7 @@ class FsspecStore(RemoteStore):
                 f"{self.scheme}://: the fsspec driver is not installed: {error}"
             ) from None
         except Exception as error:
-            limit = blame_limit(error)
+            limit = explain_fd_limit(error)
             if limit:
                 raise EndpointError(f"{self.scheme}://: {limit}") from None
             reason = redact(str(error), self._config.storage_options)

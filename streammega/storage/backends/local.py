@@ -26,7 +26,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.atomic_file import AtomicFile
 from streammega.storage.etags import check_version
-from streammega.storage.fd_limit import blame_limit
+from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.http_errors import truncated
 from streammega.storage.retry import RetryPolicy
@@ -48,7 +48,7 @@ waits longer.
 """
 COPY_BYTES = 1 << 20
 """Bytes that are copied at a time. They stay in the processor's cache while they are hashed."""
-PASSING = frozenset(
+TRANSIENT_ERRNOS = frozenset(
     {
         errno.EIO,
         errno.ESTALE,
@@ -354,13 +354,13 @@ def local_error(path: str, error: OSError) -> StorageError:
         return AccessDeniedError(
             f"{path}: {reason}; check the owner and mode of the file and its folders"
         )
-    limit = blame_limit(error)
+    limit = explain_fd_limit(error)
     if limit:
         return StorageError(f"{path}: {limit}")
     if error.errno == errno.ENOSPC:
         return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
     storage_error = StorageError(f"{path}: {reason}")
-    storage_error.transient = error.errno in PASSING
+    storage_error.transient = error.errno in TRANSIENT_ERRNOS
     return storage_error
 
 

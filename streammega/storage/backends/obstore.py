@@ -27,7 +27,7 @@ from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
 from streammega.storage.etags import check_version, version_like, version_of
-from streammega.storage.fd_limit import blame_limit_of_connection
+from streammega.storage.fd_limit import explain_fd_limit_of_connection
 from streammega.storage.http_errors import (
     denied,
     failure_of_status,
@@ -36,7 +36,7 @@ from streammega.storage.http_errors import (
     no_size,
     wrong_range,
 )
-from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
+from streammega.storage.retry import FIRST_PAUSE, MAX_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.store import (
     ObjectInfo,
     ObjectWriter,
@@ -320,7 +320,7 @@ class ObstoreStore(RemoteStore):
             raise
         except Exception as error:
             # The error does not mention the limit of open files.
-            limit = blame_limit_of_connection(error)
+            limit = explain_fd_limit_of_connection(error)
             if limit:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
             reason = redact(str(error).splitlines()[0], self._config.storage_options)
@@ -392,7 +392,7 @@ def _retry_config(policy: RetryPolicy) -> Any:
         "retry_timeout": timedelta(seconds=policy.deadline),
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
-            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "max_backoff": timedelta(seconds=MAX_PAUSE),
             "base": BACKOFF_BASE,
         },
     }

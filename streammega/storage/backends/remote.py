@@ -17,8 +17,8 @@ from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
 
 Result = TypeVar("Result")
-FEW = 8
-SMALL = 64 << 10
+MAX_SPANS_TOGETHER = 8
+MAX_BYTES_TOGETHER = 64 << 10
 """Up to so many ranges of so many bytes together are read by one call: a thread for each costs more
 than reading all again after a failure.
 """
@@ -120,7 +120,11 @@ class RemoteStore(Store):
         if len(spans) == 1:
             return [read_one(spans[0])]
         sizes = [stop - start for start, stop in spans]
-        if 0 < len(spans) <= FEW and sum(sizes) <= SMALL and min(sizes) > 0:
+        if (
+            0 < len(spans) <= MAX_SPANS_TOGETHER
+            and sum(sizes) <= MAX_BYTES_TOGETHER
+            and min(sizes) > 0
+        ):
             return read_together(spans)
         _, pool = self._client()
         return pool.map(read_one, spans)
@@ -170,7 +174,7 @@ def part_bytes(sent: int) -> int:
     return int(PART_BYTES << doublings)
 
 
-def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
+def with_part_bytes_for(storage: StorageConfig, size: int) -> StorageConfig:
     """`storage` with `upload_part_bytes` large enough for an object of about `size` bytes.
 
     obstore cuts an upload into equal parts, so their size must be known beforehand. A tenth of the

@@ -45,7 +45,7 @@ from streammega.storage.cache.chunk_file import (
     unlock,
     whole_pages,
 )
-from streammega.storage.fd_limit import TOO_MANY, limit_reached, raise_limit
+from streammega.storage.fd_limit import TOO_MANY_ERRNOS, fd_limit_message, raise_limit
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
@@ -63,13 +63,13 @@ SMALL_DISK_SHARE = 0.1
 """On a small disk it leaves at most this share free."""
 LOCK_TIMEOUT = 1.0
 """Seconds to wait for another process that makes or removes a chunk."""
-BUSY_FOR = 5.0
+BUSY_SECONDS = 5.0
 """Seconds without new chunks after that timeout: the other process may have been stopped."""
 FIRST_PAUSE = 0.001
 MAX_PAUSE = 0.02
-FULL_FOR = 30.0
+FULL_SECONDS = 30.0
 """Seconds without new chunks after nothing could be evicted."""
-COUNT_AGE = 3600.0
+MAX_COUNT_AGE = 3600.0
 """Seconds after which a full cache counts its bytes again."""
 PAGE_TIMEOUT = 60.0
 """Seconds to wait for a page that another process fetches."""
@@ -120,8 +120,8 @@ class PageCache:
         """Go on after an error of the disk, without the cache unless the error passes."""
         if error.errno in (errno.ENOENT, errno.ESTALE):
             log.debug("%s: %s: was removed meanwhile", self.folder, error.filename)
-        elif error.errno in TOO_MANY:
-            self._warn(f"{limit_reached()}; what needs a file of the cache is read without it")
+        elif error.errno in TOO_MANY_ERRNOS:
+            self._warn(f"{fd_limit_message()}; what needs a file of the cache is read without it")
         elif error.errno == errno.ENOMEM:
             self._warn(
                 "no more files can be mapped (vm.max_map_count); further ones are read without the "
@@ -162,13 +162,13 @@ class PageCache:
             self._evictable = deque(sorted(unused_objects(self.folder)))
             if self._try_reserve(path, size, description):
                 return True
-            self._full_until = time.monotonic() + FULL_FOR
+            self._full_until = time.monotonic() + FULL_SECONDS
         except LockedError:
             self._warn(
                 "another process has locked the cache for a while; new data is read without the "
                 "cache meanwhile"
             )
-            self._full_until = time.monotonic() + BUSY_FOR
+            self._full_until = time.monotonic() + BUSY_SECONDS
         return False
 
     def _try_reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
@@ -181,7 +181,7 @@ class PageCache:
                 return True  # another process made it
             total, counted_at = _read_total(self.folder, lock)
             is_full = not self._fits(total, new_bytes) and not self._evictable
-            if is_full and abs(time.time() - counted_at) > COUNT_AGE:
+            if is_full and abs(time.time() - counted_at) > MAX_COUNT_AGE:
                 total, counted_at = _count(self.folder)
             while self._evictable and not self._fits(total, new_bytes):
                 last_used, folder = self._evictable.popleft()

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""
-SMALL = PAGE_BYTES // 4
+MIN_PAGED_BYTES = PAGE_BYTES // 4
 """Smaller reads do not fetch whole pages: only their own bytes are fetched, and not kept."""
 FIRST_PAUSE = 0.005
 MAX_PAUSE = 0.05
@@ -350,7 +350,7 @@ class CachedStore(WrapperStore):
         missing_spans = []
         missing_outs = []
         for (start, stop), out in zip(spans, outs, strict=True):
-            if stop - start >= SMALL or self.cached.contains(start, stop):
+            if stop - start >= MIN_PAGED_BYTES or self.cached.contains(start, stop):
                 hits = self.cached.read(start, stop, out, fetch, self._is_closed)
                 self._count(hits, 0)
             else:

@@ -28,9 +28,9 @@ MAX_INTERVAL = 0.5
 """Seconds. The interval reaches it in an outage, whose end should be noticed soon."""
 MIN_INTERVAL = 0.001
 """Seconds. A shorter interval ends the pace."""
-SLOWER = 1.3
+SLOW_DOWN_FACTOR = 1.3
 """Factor of the interval after a refusal."""
-FASTER = 0.99
+SPEED_UP_FACTOR = 0.99
 """Factor of the interval after an answer; its n-th power after the n-th answer in a row."""
 
 BATCH_BYTES = 2 << 20
@@ -87,7 +87,7 @@ class Pace:
         self._refused += 1
         self._answered = 0
         if self.interval or self._refused >= REFUSED_IN_A_ROW:
-            longer = max(FIRST_INTERVAL, self.interval * SLOWER)
+            longer = max(FIRST_INTERVAL, self.interval * SLOW_DOWN_FACTOR)
             self.interval = min(longer, MAX_INTERVAL)
             self._slower_at = now
 
@@ -96,7 +96,7 @@ class Pace:
         self._refused = 0
         if self.interval:
             self._answered += 1
-            self.interval *= FASTER**self._answered
+            self.interval *= SPEED_UP_FACTOR**self._answered
             if self.interval < MIN_INTERVAL:
                 self.interval = 0.0
                 self._answered = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streammega.storage.cache.page_cache import SMALL, CachedStore
+from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
 from streammega.storage.store import Buffer, Bytes, Store, address_of
@@ -241,7 +241,7 @@ def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> b
     All are of one object or unpacked from local files, small, and none of them failed before.
     """
     # Pages of large requests are looked up one after the other: several threads do it faster.
-    if isinstance(first.store, CachedStore) and first.size >= SMALL:
+    if isinstance(first.store, CachedStore) and first.size >= MIN_PAGED_BYTES:
         return False
     # One that fails again would fail the others.
     if request.failures > 0 or first.failures > 0:
