@@ -134,7 +134,7 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     options = ConvertOptions(
         tokenizer=str(work / "tokenizer.json"),
         eod=EOD,
-        kind="zst",
+        format="zst",
         shard_bytes=SHARD_BYTES,
         shuffle_seed=1,
     )

@@ -25,7 +25,7 @@ from streammega.config import (  # noqa: E402  # the package beside this file
     StorageConfig,
 )
 from streammega.config.validate import field_docs, field_types  # noqa: E402
-from streammega.convert import ConvertOptions, Runner  # noqa: E402
+from streammega.convert import ConvertOptions, ExecutionConfig  # noqa: E402
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -46,7 +46,7 @@ SECTIONS: dict[type, str] = {
     ParallelConfig: "`[parallel]`: `ParallelConfig`",
     TrainConfig: "`[train]`: `TrainConfig`",
     ConvertOptions: "`streammega convert`, by its flags: `ConvertOptions`",
-    Runner: "`streammega convert`, how the work is done: `Runner`",
+    ExecutionConfig: "`streammega convert`, how the work is done: `ExecutionConfig`",
 }
 
 

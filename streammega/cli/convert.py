@@ -30,7 +30,7 @@ from streammega.convert.options import (
     TEXT,
     WORK,
     ConvertOptions,
-    Runner,
+    ExecutionConfig,
 )
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact, redact_urls, without_queries
@@ -50,7 +50,7 @@ Inputs = Annotated[
 ]
 
 
-@with_flags(ConvertOptions, Runner)
+@with_flags(ConvertOptions, ExecutionConfig)
 def convert(
     context: typer.Context,
     inputs: Inputs,
@@ -110,8 +110,8 @@ def convert(
         typer.Option(
             rich_help_panel=WORK,
             metavar="i/N",
-            help="Run only task i of N (i starts at 0) in the shared folder --work; merge: make the "
-            "dataset when all tasks have ended.",
+            help="Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make "
+            "the dataset when all tasks have ended.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -139,7 +139,7 @@ def convert(
 
     conversion: dict[str, Any] = {
         "options": _options(settings, merges, seed if shuffle else None),
-        "runner": Runner(**settings_from(Runner, settings)),
+        "execution": ExecutionConfig(**settings_from(ExecutionConfig, settings)),
         "overwrite": overwrite,
         **_storages(context.params),
     }
@@ -297,13 +297,13 @@ def _check_append(
 
     prefix, _ = split_name(output)
     made: dict[str, Any] = {
-        "kind": options.kind_of(output),
-        "bin_tokens": options.pack,
+        "kind": options.format_of(output),
+        "bin_tokens": options.pack_length,
     }
     if options.dtype is not None:
         made["dtype"] = str(token_dtype_named(options.dtype))
     # tokens of several tokenizers are of none that a manifest names
-    if options.tokenizer is not None and not options.mix_tokenizers:
+    if options.tokenizer is not None and not options.allow_mixed_tokenizers:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
         made["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
     check_can_append(dataset, prefix, made, storage)

@@ -117,13 +117,13 @@ def append(
         list[str],
         typer.Argument(help="Datasets beside it that streammega convert wrote, by their prefixes."),
     ],
-    alone: Annotated[
+    conditional_writes: Annotated[
         bool,
         typer.Option(
-            "--alone",
-            help="No other producer appends now: for storage without conditional writes.",
+            " /--no-conditional-writes",
+            help="For storage without conditional writes, while no other producer appends.",
         ),
-    ] = False,
+    ] = True,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -136,7 +136,12 @@ def append(
     from streammega.dataset.append import append as run
 
     with ProgressDisplay("appending"):
-        version = run(prefix, names, storage_config(storage, storage_file), alone=alone)
+        version = run(
+            prefix,
+            names,
+            storage_config(storage, storage_file),
+            conditional_writes=conditional_writes,
+        )
     how = "" if version.added else ", which had all of it already"
     typer.echo(f"{redact_urls(prefix)}@{version.number}: {version}{how}")
 

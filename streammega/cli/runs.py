@@ -141,11 +141,11 @@ def _convert(folder: Path) -> Iterator[str]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {"shard_bytes": 20_000},
         "wide": {"dtype": "int32", "shuffle_seed": 1, "dedup": True},
-        "zst": {"kind": "zst"},
-        "tar": {"kind": "tar", "max_tokens": 100},
+        "zst": {"format": "zst"},
+        "tar": {"format": "tar", "max_tokens": 100},
         "chat": {"chat": True},
-        "packed": {"pack": TOKENS},
-        "packed-wide": {"pack": TOKENS, "dtype": "int32", "shuffle_seed": 1},
+        "packed": {"pack_length": TOKENS},
+        "packed-wide": {"pack_length": TOKENS, "dtype": "int32", "shuffle_seed": 1},
     }
     for name, settings in kinds.items():
         output = str(folder / name)

@@ -52,7 +52,7 @@ def trace(
         str | None,
         typer.Option(
             help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
-            "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
+            "a shard; its id, URL or FILE:LINE, where convert kept --provenance; or a text, with "
             "--tokenizer, for which all tokens are looked through."
         ),
     ] = None,

@@ -254,7 +254,7 @@ class DataConfig(FieldsConfig):
     """Documents that training does not see: eod_id stands for each of their tokens, and there is no
     loss on it. The path of a file of names, one a line; a list of names; either by dataset, as
     {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
-    is NAME#NUMBER of a dataset or shard, or what convert kept by --origins: an id, or FILE:LINE.
+    is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/orders.md.
     """
     seams: Literal["joined", "masked", "apart"] = "joined"

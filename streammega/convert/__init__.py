@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streammega.convert.options import ConvertOptions as ConvertOptions
-    from streammega.convert.options import Runner as Runner
+    from streammega.convert.options import ExecutionConfig as ExecutionConfig
     from streammega.convert.report import ConvertReport as ConvertReport
     from streammega.convert.run import Task as Task
     from streammega.convert.run import TaskReport as TaskReport
@@ -25,7 +25,7 @@ _HOMES = {
     "ConvertOptions": "streammega.convert.options",
     "ConvertReport": "streammega.convert.report",
     "ProgressObserver": "streammega.storage.progress",
-    "Runner": "streammega.convert.options",
+    "ExecutionConfig": "streammega.convert.options",
     "Task": "streammega.convert.run",
     "TaskReport": "streammega.convert.run",
     "convert": "streammega.convert.run",

@@ -23,7 +23,7 @@ from streammega.convert.job import (
     segment_bytes_within,
     stored_bytes,
 )
-from streammega.convert.options import ConvertOptions, Runner, digest_of_json
+from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import (
@@ -108,7 +108,7 @@ class Conversion:
     inputs: list[Input]
     skipped_files: SkippedFiles
     options: ConvertOptions
-    runner: Runner
+    execution: ExecutionConfig
     storage: StorageConfig
     input_storage: StorageConfig
     tokenizer: Tokenizer | None
@@ -120,14 +120,14 @@ class Conversion:
     @cached_property
     def destination(self) -> Destination:
         """Where its shards go."""
-        return Destination(self.prefix, self.options.kind, self.storage)
+        return Destination(self.prefix, self.options.format, self.storage)
 
     @cached_property
     def publisher(self) -> Publisher:
         """Publishes this job: these inputs with these options."""
         inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
         job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
-        return Publisher(self.destination, self.work, job, has_origins=self.options.origins)
+        return Publisher(self.destination, self.work, job, has_origins=self.options.provenance)
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -145,7 +145,7 @@ class Conversion:
         units = []
         if all_units or not self._copies_datasets:
             units = plan_units(self.inputs, self.options, self.input_storage)
-        units_at_once = self.runner.workers or num_threads()
+        units_at_once = self.execution.workers or num_threads()
         return Job(
             options=self.options,
             storage=self.storage,
@@ -153,7 +153,7 @@ class Conversion:
             work=self.work,
             units=units,
             tokenizer_digest=self._tokenizer_digest,
-            segment_bytes=segment_bytes_within(self.runner.memory_bytes, units_at_once),
+            segment_bytes=segment_bytes_within(self.execution.shuffle_memory_bytes, units_at_once),
         )
 
     def run(self, *, is_merge: bool = False) -> WrittenDataset:
@@ -161,9 +161,9 @@ class Conversion:
 
         is_merge: all units are done already, by tasks.
         """
-        if self.runner.restart:
+        if not self.execution.resume:
             clear_work_dir(self.work, self.storage)
-        if not self.options.origins:
+        if not self.options.provenance:
             warn_missing_provenance(self.inputs, self.input_storage)
         warn_of_earlier_merge(self.inputs)
         job = self.job()
@@ -194,7 +194,9 @@ class Conversion:
             source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
                 self.progress.begin("removing duplicates", None)
-                parts, duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
+                parts, duplicates = remove_duplicates(
+                    job, parts, self.execution.shuffle_memory_bytes
+                )
         parts = [part for part in parts if part.documents]
         if not parts:
             self.remove_work()  # nothing in it is of use
@@ -205,7 +207,9 @@ class Conversion:
                 f"the {len(self.inputs)} input files hold no text and no tokens; nothing was "
                 f"written{''.join(reasons)}"
             )
-        layout = plan_shards(job, parts, sources, self.destination, self.runner.memory_bytes)
+        layout = plan_shards(
+            job, parts, sources, self.destination, self.execution.shuffle_memory_bytes
+        )
         layout = self.publisher.choose_names(layout)
         return WrittenDataset(
             layout=layout,
@@ -247,10 +251,10 @@ class Conversion:
             )
         packing = written.packing
         pack = None
-        if packing is not None and options.pack is not None:
-            pack = {"length": options.pack, "bins": packing.bins, "padding": packing.padding}
+        if packing is not None and options.pack_length is not None:
+            pack = {"length": options.pack_length, "bins": packing.bins, "padding": packing.padding}
         manifest = Manifest(
-            kind=options.kind,
+            kind=options.format,
             dtype=layout.dtype,
             multimodal=layout.multimodal,
             **metadata,
@@ -258,7 +262,7 @@ class Conversion:
             sequences=sum(shard.sequences for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             shards=shards,
-            origins=[record.origins for record in written.shards] if options.origins else None,
+            origins=[record.origins for record in written.shards] if options.provenance else None,
             pack=pack,
         )
         # Once more: a version may have been appended since the conversion began.
@@ -295,7 +299,7 @@ class Conversion:
         for number, record in run_tasks(
             partial(run_unit, job),
             remaining,
-            self.runner,
+            self.execution,
             self.progress.advance,
             # Splitting sentences is Python throughout, and holds the GIL.
             max_threads=1 if self.options.split_sentences else MAX_THREADS,
@@ -321,16 +325,16 @@ class Conversion:
         # Fewer shards than workers would leave some of these idle, so several threads copy into
         # each. A cluster gives every task one core.
         threads = 1
-        if self.runner.engine != "ray" and numbers:
-            threads = max(1, (self.runner.workers or num_threads()) // len(numbers))
-        needs_memory = bool(layout.buckets) or self.options.pack is not None
+        if self.execution.backend != "ray" and numbers:
+            threads = max(1, (self.execution.workers or num_threads()) // len(numbers))
+        needs_memory = bool(layout.buckets) or self.options.pack_length is not None
         for number, record in run_tasks(
             partial(write_shard, job, layout, threads=threads),
             numbers,
-            self.runner,
+            self.execution,
             self.progress.advance,
             # A tar is written by Python, which holds the GIL.
-            max_threads=1 if self.options.kind == "tar" else num_threads(),
+            max_threads=1 if self.options.format == "tar" else num_threads(),
             max_at_once=MAX_SHUFFLED_SHARDS if needs_memory else None,
             work=self.work,
             inputs=self.inputs,

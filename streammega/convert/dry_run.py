@@ -93,9 +93,9 @@ def plan_conversion(inputs: Sequence[str], output: str, **arguments: Any) -> dic
         formats[item.format]["bytes"] += item.size
     return {
         "dataset": redact_urls(conversion.prefix),
-        "kind": options.kind,
+        "format": options.format,
         "units": len(job.units),
-        "workers": min(conversion.runner.workers or num_threads(), max(1, len(job.units))),
+        "workers": min(conversion.execution.workers or num_threads(), max(1, len(job.units))),
         "tokenizer": tokenizer.name if tokenizer else "none: the inputs hold tokens",
         "eod_id": conversion.metadata["eod_id"],
         "dtype": str(dtype),
@@ -181,7 +181,7 @@ def _notes(options: ConvertOptions, inputs: Sequence[Input]) -> list[str]:
     notes = []
     if options.dedup:
         notes.append("duplicates are not looked for in the sample: less may be left")
-    if options.kind == "zst":
+    if options.format == "zst":
         notes.append("the bytes of the output are those before their compression")
     if any(not FORMATS[item.format].is_even or compression_of(item.path) for item in inputs):
         notes.append(

@@ -10,11 +10,11 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from streammega.config.validate import Flag, Ge, Le, Lt, check_fields
+from streammega.config.validate import Flag, Ge, Le, Lt, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,30 @@ OUTPUT = "What is written"
 WORK = "How the work is done"
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
 
-    keys: Annotated[tuple[str, ...], Flag(INPUTS, "--key")] = ("text",)
+    RENAMED: ClassVar[dict[str, str]] = {
+        "keys": "text_keys",
+        "key": "text_keys",
+        "member": "tar_member",
+        "special_tokens": "special_tokens_in_text",
+        "long": "max_tokens_policy",
+        "pack": "pack_length",
+        "pack_long": "pack_overflow",
+        "max_documents": "pack_max_documents",
+        "modes": "keep_modes",
+        "mix_tokenizers": "allow_mixed_tokenizers",
+        "kind": "format",
+        "level": "zstd_level",
+        "frame_bytes": "zstd_frame_bytes",
+        "origins": "provenance",
+    }
+    """Names of settings before 0.1.0, for errors."""
+
+    text_keys: Annotated[tuple[str, ...], Flag(INPUTS, "--text-key")] = ("text",)
     """Key or column of the text, also nested (meta.text); the first that is there of text,content;
     repeat for more sequences; KEY:MODE gives its tokens a mode. Each is a sequence of the document.
     """
@@ -51,7 +70,7 @@ class ConvertOptions:
     """Read only files of this split, by their names (train, validation, test, ...); all: of every
     split. None: inputs of several splits are an error.
     """
-    member: Annotated[str | None, Flag(INPUTS)] = None
+    tar_member: Annotated[str | None, Flag(INPUTS)] = None
     """Which member is the document, where samples in a .tar have several, e.g. txt. A pattern takes
     all that match it.
     """
@@ -100,7 +119,7 @@ class ConvertOptions:
     """Keep texts without a single token, empty ones too, as an end-of-document token alone.
     Megatron's datasets hold no sequence of them, and so do these by default.
     """
-    special_tokens: Annotated[Literal["parse", "text"] | None, Flag(TEXT)] = None
+    special_tokens_in_text: Annotated[Literal["parse", "text"] | None, Flag(TEXT)] = None
     """How special tokens in a text are treated: parse encodes them as special tokens, text as
     ordinary characters; by default as the tokenizer's library does. That is `parse` for Hugging Face
     (Megatron too) and `text` for tiktoken.
@@ -118,22 +137,22 @@ class ConvertOptions:
     min_tokens: Annotated[int, Flag(DOCUMENTS)] = 0
     """Drop documents with fewer tokens."""
     max_tokens: Annotated[int | None, Flag(DOCUMENTS)] = None
-    """Cut or drop documents with more tokens; see --long."""
-    long: Annotated[Literal["cut", "drop"], Flag(DOCUMENTS)] = "cut"
+    """Cut or drop documents with more tokens; see --max-tokens-policy."""
+    max_tokens_policy: Annotated[Literal["cut", "drop"], Flag(DOCUMENTS)] = "cut"
     """What to do with documents above --max-tokens: cut or drop. Cut documents keep their first
     tokens and, in the last place, the end-of-document token.
     """
-    pack: Annotated[int | None, Flag(DOCUMENTS), Ge(2), Le(1 << 24)] = None
+    pack_length: Annotated[int | None, Flag(DOCUMENTS), Ge(2), Le(1 << 24)] = None
     """Put documents into bins of so many tokens, without cutting any; train with that sequence
     length. None: documents follow each other without padding.
     """
-    pack_long: Annotated[Literal["split", "drop"], Flag(DOCUMENTS)] = "split"
-    """What to do with documents longer than --pack: split or drop. Split ones become several of the
-    length of a bin, and one of the rest.
+    pack_overflow: Annotated[Literal["split", "drop"], Flag(DOCUMENTS)] = "split"
+    """What to do with documents longer than --pack-length: split or drop. Split ones become several
+    of the length of a bin, and one of the rest.
     """
-    max_documents: Annotated[int | None, Flag(DOCUMENTS), Ge(1)] = None
-    """Maximum number of documents in one bin of --pack. None: as many as fit."""
-    modes: Annotated[tuple[int, ...] | None, Flag(DOCUMENTS, "--mode")] = None
+    pack_max_documents: Annotated[int | None, Flag(DOCUMENTS), Ge(1)] = None
+    """Maximum number of documents in one bin of --pack-length. None: as many as fit."""
+    keep_modes: Annotated[tuple[int, ...] | None, Flag(DOCUMENTS, "--keep-mode")] = None
     """Keep only sequences of this mode; repeat for more."""
     loss_modes: Annotated[
         tuple[int, ...] | None, Flag(DOCUMENTS, "--loss-mode"), Ge(-128), Le(127)
@@ -141,19 +160,19 @@ class ConvertOptions:
     """A mode whose tokens are learned in training (--chat: 1); repeat for more. The manifest says so.
     None: what the inputs' manifests say.
     """
-    mix_tokenizers: Annotated[bool, Flag(DOCUMENTS)] = False
+    allow_mixed_tokenizers: Annotated[bool, Flag(DOCUMENTS)] = False
     """Let tokens of different tokenizers into one dataset. Its manifest then names none."""
     dedup: Annotated[bool, Flag(DOCUMENTS)] = False
     """Keep the first of documents with the same tokens."""
     shuffle_seed: Annotated[int | None, Ge(0), Lt(2**64)] = None
     """Shuffle all documents by this seed (--shuffle, --seed). None: the order of the inputs."""
-    kind: Annotated[Literal["bin", "zst", "tar"], Flag(OUTPUT, "--format")] = "bin"
+    format: Annotated[Literal["bin", "zst", "tar"], Flag(OUTPUT)] = "bin"
     """What is written: bin, zst (seekable zstd) or tar (WebDataset). A Megatron pair, a pair whose
     tokens are .bin.zst, or a tar file of both.
     """
-    level: Annotated[int, Flag(OUTPUT), Ge(1), Le(22)] = 3
+    zstd_level: Annotated[int, Flag(OUTPUT), Ge(1), Le(22)] = 3
     """How hard zstd compresses, from 1 (fast) to 22 (small)."""
-    frame_bytes: Annotated[int, Ge(1024), Le(1 << 30)] = 32 << 10
+    zstd_frame_bytes: Annotated[int, Ge(1024), Le(1 << 30)] = 32 << 10
     """Token bytes of a frame of .bin.zst, which is decompressed as a whole."""
     shard_bytes: Annotated[int | None, Flag(OUTPUT, "--shard-size"), Ge(1)] = None
     """Bytes of tokens in a shard, e.g. 1G; by default there is one shard. A shard is larger where
@@ -161,12 +180,14 @@ class ConvertOptions:
     """
     dtype: Annotated[str | None, Flag(OUTPUT)] = None
     """The dtype of the output; it follows from the vocabulary or the inputs by default."""
-    origins: Annotated[bool, Flag(OUTPUT, "--origins")] = False
+    provenance: Annotated[bool, Flag(OUTPUT)] = False
     """Keep beside each shard where its documents came from; see trace. It is the file, the line or
     row, and the id.
     """
     id_field: Annotated[str | None, Flag(OUTPUT)] = None
-    """Key or column of the id that --origins keeps; else id, or url. It may be nested (`meta.id`)."""
+    """Key or column of the id that --provenance keeps; else id, or url. It may be nested
+    (`meta.id`).
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -187,13 +208,13 @@ class ConvertOptions:
                     "max_errors (--max-errors) bounds what is skipped; set on_error (--on-error) "
                     "to 'skip' too"
                 )
-        if self.id_field is not None and not self.origins:
+        if self.id_field is not None and not self.provenance:
             raise ConfigError(
-                "id_field (--id-field) says which id origins keep; ask for them too (--origins)"
+                "id_field (--id-field) says which id is kept; set provenance (--provenance) too"
             )
-        if not self.keys:
-            raise ConfigError("keys (--key) is empty; name the key that holds the text")
-        for key in self.keys:
+        if not self.text_keys:
+            raise ConfigError("text_keys (--text-key) is empty; name the key that holds the text")
+        for key in self.text_keys:
             key_mode(key)
 
     def _check_dtypes(self) -> None:
@@ -207,19 +228,21 @@ class ConvertOptions:
             token_dtype_named(str(self.input_dtype))
 
     def _check_documents(self) -> None:
-        if self.pack is None and self.pack_long == "drop":
+        if self.pack_length is None and self.pack_overflow == "drop":
             raise ConfigError(
-                "pack_long (--pack-long) drop needs bins: set pack (--pack). To drop long documents "
-                "without packing, use max_tokens (--max-tokens) with long (--long) drop"
+                "pack_overflow (--pack-overflow) drop needs bins: set pack_length (--pack-length). To "
+                "drop long documents without packing, use max_tokens (--max-tokens) with "
+                "max_tokens_policy (--max-tokens-policy) drop"
             )
-        if self.pack is None and self.max_documents is not None:
+        if self.pack_length is None and self.pack_max_documents is not None:
             raise ConfigError(
-                "max_documents (--max-documents) limits the documents of a bin: set pack (--pack)"
+                "pack_max_documents (--pack-max-documents) limits the documents of a bin: set "
+                "pack_length (--pack-length)"
             )
-        if self.pack is not None and self.kind == "tar":
+        if self.pack_length is not None and self.format == "tar":
             raise ConfigError(
-                "pack (--pack) does not work with tar files, whose documents are apart; write kind "
-                "(--format) 'bin' or 'zst'"
+                "pack_length (--pack-length) does not work with tar files, whose documents are apart; "
+                "set format (--format) to 'bin' or 'zst'"
             )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(
@@ -263,12 +286,12 @@ class ConvertOptions:
     @property
     def key_modes(self) -> list[tuple[str, int]]:
         """(key, mode) of each key."""
-        return [key_mode(key) for key in self.keys]
+        return [key_mode(key) for key in self.text_keys]
 
     @property
     def makes_modes(self) -> bool:
         """Whether text becomes sequences with modes."""
-        return self.chat or any(":" in key for key in self.keys)
+        return self.chat or any(":" in key for key in self.text_keys)
 
     @property
     def learned_modes(self) -> list[int] | None:
@@ -288,7 +311,7 @@ class ConvertOptions:
     def tokenizer_settings(self) -> dict[str, Any]:
         """Arguments of `load_tokenizer` besides the name."""
         return {
-            "special_tokens": self.special_tokens,
+            "special_tokens_in_text": self.special_tokens_in_text,
             "add_special_tokens": self.add_special_tokens,
             "pattern": self.tiktoken_pattern,
         }
@@ -296,18 +319,18 @@ class ConvertOptions:
     @property
     def plain(self) -> bool:
         """Whether documents of tokens pass as they are, in their order."""
-        leaves_out = self.dedup or bool(self.min_tokens) or self.modes is not None
+        leaves_out = self.dedup or bool(self.min_tokens) or self.keep_modes is not None
         cuts = self.max_tokens is not None
         shuffles = self.shuffle_seed is not None
-        packs = self.pack is not None
-        return not (leaves_out or cuts or shuffles or packs or self.origins)
+        packs = self.pack_length is not None
+        return not (leaves_out or cuts or shuffles or packs or self.provenance)
 
-    def kind_of(self, output: str) -> Kind:
-        """The form of an output: of `web.bin.zst` the suffix says it, of `web` and `web.idx` kind."""
+    def format_of(self, output: str) -> Kind:
+        """The format of an output: its suffix says it (`web.bin.zst`), else the setting (`web`)."""
         from streammega.dataset.names import split_name  # see `_check_dtypes`
 
-        prefix, kind = split_name(output)
-        return self.kind if prefix == output or output.endswith(".idx") else kind
+        prefix, format = split_name(output)
+        return self.format if prefix == output or output.endswith(".idx") else format
 
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were
@@ -316,30 +339,38 @@ class ConvertOptions:
         settings = asdict(self)
         # An end by too many errors is gone on from by the same command with a higher limit.
         del settings["include"], settings["exclude"], settings["hf_split"], settings["max_errors"]
-        if not self.origins:
+        if not self.provenance:
             # What was begun before there were origins goes on.
-            del settings["origins"], settings["id_field"]
+            del settings["provenance"], settings["id_field"]
         return digest_of_json(settings)
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
-class Runner:
+class ExecutionConfig:
     """How the work is done; the output does not depend on it."""
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "memory_bytes": "shuffle_memory_bytes",
+        "engine": "backend",
+        "work": "work_dir",
+        "restart": "resume",
+    }
 
     workers: Annotated[int, Flag(WORK), Ge(0)] = 0
     """Units and shards that are worked on at once; 0: one per core. By threads and processes of this
     machine; Ray decides for itself.
     """
-    memory_bytes: Annotated[int, Flag(WORK, "--memory"), Ge(MiB)] = 4096 * MiB
+    shuffle_memory_bytes: Annotated[int, Flag(WORK, "--shuffle-memory"), Ge(MiB)] = 4096 * MiB
     """Memory for shuffling and deduplication, e.g. 16G. It is for each machine."""
-    engine: Annotated[Literal["local", "ray"], Flag(WORK)] = "local"
+    backend: Annotated[Literal["local", "ray"], Flag(WORK)] = "local"
     """Where the work is done: local, or ray (see RAY_ADDRESS)."""
-    work: Annotated[str | None, Flag(WORK)] = None
+    work_dir: Annotated[str | None, Flag(WORK)] = None
     """Folder or URL for what is unfinished; by default it is beside the output, or in the cache when
     that is remote. All machines of a cluster must be able to write there.
     """
-    restart: Annotated[bool, Flag(WORK)] = False
-    """Forget what an interrupted run has done."""
+    resume: Annotated[bool, Flag(WORK)] = True
+    """Go on with what an interrupted run of the same command has done; --no-resume: forget it."""
 
     def __post_init__(self) -> None:
         check_fields(self)

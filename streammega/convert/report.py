@@ -45,7 +45,7 @@ class ConvertReport:
     """
 
     prefix: str
-    kind: str
+    format: str
     shards: int
     documents: int
     sequences: int
@@ -84,14 +84,14 @@ class ConvertReport:
 
     def summary(self) -> dict[str, Any]:
         """What a terminal shows: figures, rates, and the first faults."""
-        names = ("documents", "tokens", "dtype", "eod_id", "vocab_size", "kind", "shards")
+        names = ("documents", "tokens", "dtype", "eod_id", "vocab_size", "format", "shards")
         seconds = max(self.seconds, SHORTEST)
         shown = self.messages[:SHOWN_MESSAGES]
         return {
             "dataset": self.prefix,
             **{name: getattr(self, name) for name in names},
             "stored_bytes": self.stored_bytes,
-            "compression": self.compression if self.kind == "zst" else None,
+            "compression": self.compression if self.format == "zst" else None,
             "mean_tokens": round(self.tokens / max(1, self.documents)),
             "tokens_per_second": round(self.tokens / seconds),
             "text_bytes_per_second": round(self.text_bytes / seconds),
@@ -190,7 +190,7 @@ def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> 
     if has_provenance(first_shard, storage):
         log.warning(
             "%s: tells where its documents came from (%s), which this conversion leaves out; "
-            "--origins carries it over",
+            "--provenance carries it over",
             redact_urls(name),
             ENDING,
         )

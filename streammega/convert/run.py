@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.config.validate import unknown_setting
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
-from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import OwnOutput, described, find_inputs
 from streammega.convert.read.stdin import (
@@ -106,7 +107,7 @@ def convert(
     output: str,
     *,
     options: ConvertOptions | None = None,
-    runner: Runner | None = None,
+    execution: ExecutionConfig | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     input_storage: StorageConfig | None = None,
@@ -116,16 +117,16 @@ def convert(
     """Convert a corpus to token shards: text through a tokenizer, or tokens from one layout to
     another.
 
-    What is made depends on the inputs and the options alone: not on workers, engine, memory, or how
-    often it was interrupted. Nothing appears under the final names unless all of it is done; a
+    What is made depends on the inputs and the options alone: not on workers, backend, memory, or
+    how often it was interrupted. Nothing appears under the final names unless all of it is done; a
     manifest, written last, lists the shards.
 
     Args:
         inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; see `find_inputs`.
         output: prefix to write, a path or URL.
-        options: or its fields by name (`tokenizer="tok.json"`, `key="text"`, ...): see
+        options: or its fields by name (`tokenizer="tok.json"`, `text_key="text"`, ...): see
             ConvertOptions.
-        runner: or its fields by name (`workers=4`, `engine="ray"`, ...): see Runner.
+        execution: or its fields by name (`workers=4`, `backend="ray"`, ...): see ExecutionConfig.
         overwrite: replace an existing dataset.
         storage: of the output and the work folder.
         input_storage: of the inputs; by default `storage`.
@@ -134,17 +135,17 @@ def convert(
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
     began = time.monotonic()
-    options, runner = merge_settings(options, runner, settings)
+    options, execution = merge_settings(options, execution, settings)
     storage = storage or StorageConfig()
     check_output(output)
     with ExitStack() as stack:
         pipes: dict[str, str] = {}
         if any(is_pipe(name) for name in inputs):
             prefix, _ = split_name(output)
-            work = work_folder(prefix, runner.work)
+            work = work_folder(prefix, execution.work_dir)
             stack.enter_context(output_lock(prefix, work))
             # Of no job yet: what was made of a stream cannot be resumed.
-            destination = Destination(prefix, options.kind, storage)
+            destination = Destination(prefix, options.format, storage)
             Publisher(destination, work, "").check([], overwrite=overwrite)
             check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "")
             pipes = stack.enter_context(pipes_as_files(inputs, work, options.read_as))
@@ -152,7 +153,7 @@ def convert(
             [pipes.get(name, name) for name in inputs],
             output,
             options=options,
-            runner=runner,
+            execution=execution,
             overwrite=overwrite,
             storage=storage,
             input_storage=input_storage,
@@ -179,7 +180,7 @@ def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: An
     """Do one task's share of a conversion; `merge_tasks` makes the dataset.
 
     All tasks, and what merges, are given the same inputs, output, options and work folder (of the
-    runner: a URL, or a folder of a shared file system). Other arguments and errors are those of
+    execution: a URL, or a folder of a shared file system). Other arguments and errors are those of
     `convert`.
     """
     began = time.monotonic()
@@ -221,20 +222,20 @@ def _plan_of_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]
     if any(is_pipe(name) for name in inputs):
         raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
     conversion = plan(inputs, output, **arguments)
-    runner = conversion.runner
-    if runner.restart:
+    execution = conversion.execution
+    if not execution.resume:
         raise ConfigError(
-            "restart (--restart) would forget what other tasks have done; remove the work folder "
-            "before the first of them starts"
+            "resume=False (--no-resume) would forget what other tasks have done; remove the work "
+            "folder before the first of them starts"
         )
-    if runner.engine != "local":
+    if execution.backend != "local":
         raise ConfigError(
-            "tasks (--task) and the ray engine both share the work out; choose one of them"
+            "tasks (--task) and the ray backend both share the work out; choose one of them"
         )
-    if runner.work is None and is_remote(output):
+    if execution.work_dir is None and is_remote(output):
         raise ConfigError(
-            f"{output}: tasks need a work folder that all of them can write; name one by --work, a "
-            f"URL beside the output for instance"
+            f"{output}: tasks need a work folder that all of them can write; name one by --work-dir, "
+            f"a URL beside the output for instance"
         )
     return conversion
 
@@ -268,7 +269,7 @@ def plan(
     output: str,
     *,
     options: ConvertOptions | None = None,
-    runner: Runner | None = None,
+    execution: ExecutionConfig | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     input_storage: StorageConfig | None = None,
@@ -279,12 +280,12 @@ def plan(
 
     Arguments and errors are those of `convert`.
     """
-    options, runner = merge_settings(options, runner, settings)
+    options, execution = merge_settings(options, execution, settings)
     storage = storage or StorageConfig()
     input_storage = input_storage or storage
     check_output(output)
     prefix, _ = split_name(output)
-    options = replace(options, kind=options.kind_of(output))
+    options = replace(options, format=options.format_of(output))
     tokenizer = None
     if options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
@@ -293,13 +294,13 @@ def plan(
         template = find_template(options.chat_template, options.tokenizer, options.template_vars)
         options = replace(options, chat_template=as_option(template))
     skipped_files = SkippedFiles()
-    own = OwnOutput(prefix=prefix, work=work_folder(prefix, runner.work))
+    own = OwnOutput(prefix=prefix, work=work_folder(prefix, execution.work_dir))
     found = find_inputs(inputs, input_storage, options, skipped_files, own)
     metadata = labels_of(found, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:
         # What is cut keeps the end of its document.
         options = replace(options, eod_id=metadata["eod_id"])
-    if options.modes is not None:
+    if options.keep_modes is not None:
         # The sequence with the end may be one of those left out.
         metadata = metadata | {"eod_id": None}
     if any(FORMATS[item.format].has_text for item in found):
@@ -308,11 +309,11 @@ def plan(
         # Making the encoder raises what would fail at the first text.
         keep_encoder(BatchEncoder(tokenizer, options, input_storage))
     # A cluster of this machine alone sees its folders.
-    is_cluster = runner.engine == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local"
-    if is_cluster and runner.work is None and is_remote(prefix):
+    is_cluster = execution.backend == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local"
+    if is_cluster and execution.work_dir is None and is_remote(prefix):
         raise ConfigError(
             f"{prefix}: the machines of a Ray cluster need a work folder that all of them can "
-            f"write; name one by --work, a URL beside the output for instance"
+            f"write; name one by --work-dir, a URL beside the output for instance"
         )
     return Conversion(
         prefix=prefix,
@@ -320,7 +321,7 @@ def plan(
         inputs=found,
         skipped_files=skipped_files,
         options=options,
-        runner=runner,
+        execution=execution,
         storage=storage,
         input_storage=input_storage,
         tokenizer=tokenizer,
@@ -331,19 +332,23 @@ def plan(
 
 
 def merge_settings(
-    options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]
-) -> tuple[ConvertOptions, Runner]:
-    """Put fields of options and runner that were given by name in their places."""
-    of_options = dict(settings)
-    if "key" in of_options:
-        of_options["keys"] = (of_options.pop("key"),)
-    of_runner = {}
-    for name in settings:
-        if name in Runner.__dataclass_fields__:
-            of_runner[name] = of_options.pop(name)
+    options: ConvertOptions | None, execution: ExecutionConfig | None, settings: dict[str, Any]
+) -> tuple[ConvertOptions, ExecutionConfig]:
+    """Put fields of options and execution that were given by name in their places."""
+    of_options: dict[str, Any] = {}
+    of_execution: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name == "text_key":
+            of_options["text_keys"] = (value,)
+        elif name in ConvertOptions.__dataclass_fields__:
+            of_options[name] = value
+        elif name in ExecutionConfig.__dataclass_fields__:
+            of_execution[name] = value
+        else:
+            raise ConfigError(unknown_setting(name, ConvertOptions, ExecutionConfig))
     options = replace(options or ConvertOptions(), **of_options)
-    runner = replace(runner or Runner(), **of_runner)
-    return options, runner
+    execution = replace(execution or ExecutionConfig(), **of_execution)
+    return options, execution
 
 
 def _make_report(
@@ -359,7 +364,7 @@ def _make_report(
     dropped = {"duplicates": written.duplicates} if written.duplicates else {}
     return ConvertReport(
         prefix=redact_urls(conversion.prefix),
-        kind=manifest.kind,
+        format=manifest.kind,
         shards=len(manifest.shards),
         documents=manifest.documents,
         sequences=manifest.sequences,

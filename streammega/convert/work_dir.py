@@ -137,8 +137,8 @@ def _make(work: str) -> None:
         os.makedirs(work, exist_ok=True)
     except OSError as error:
         raise ConvertError(
-            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work, a "
-            f"folder or a URL"
+            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work-dir, "
+            f"a folder or a URL"
         ) from None
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from streammega.convert.options import Runner
+from streammega.convert.options import ExecutionConfig
 from streammega.convert.read.source import Input
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.kernels import num_threads
@@ -53,7 +53,7 @@ _checked: set[str] = set()
 def run_tasks(
     task: Task,
     numbers: Sequence[int],
-    runner: Runner,
+    execution: ExecutionConfig,
     progress: Progress,
     *,
     max_threads: int = 1,
@@ -68,11 +68,11 @@ def run_tasks(
     """
     if not numbers:
         return
-    if runner.engine == "ray":
+    if execution.backend == "ray":
         with _shared_files(work, inputs) as files:
             yield from _run_on_ray(task, numbers, files, progress, max_at_once)
         return
-    wanted = runner.workers or num_threads()
+    wanted = execution.workers or num_threads()
     workers = min(wanted, len(numbers), max_at_once or wanted)
     if workers > max_threads:
         yield from _run_in_processes(task, numbers, workers, progress)
@@ -144,7 +144,7 @@ def _run_in_processes(
             if deaths > MAX_DEATHS:
                 raise ConvertError(
                     "workers were killed again and again (out of memory?); use fewer --workers, or "
-                    "less --memory"
+                    "less --shuffle-memory"
                 ) from None
             log.warning(
                 "a worker was killed; what it was doing is done again (%d of at most %d times)",
@@ -246,7 +246,7 @@ class SharedFiles:
         folder = os.path.dirname(self.marker)
         if not is_remote(self.marker) and not os.path.exists(self.marker):
             return (
-                f"it does not see the work folder {folder}. Pass --work with a URL, or with a "
+                f"it does not see the work folder {folder}. Pass --work-dir with a URL, or with a "
                 f"folder of a shared file system"
             )
         remedy = "put the inputs where all machines see them"
@@ -323,7 +323,7 @@ def _connected() -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
+        raise ConfigError("the ray backend needs Ray: pip install 'streammega[ray]'") from None
     is_joined_here = not ray.is_initialized()
     if is_joined_here:
         ray.init(
@@ -350,7 +350,7 @@ def _get(ray: Any, reference: Any) -> Any:
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
         raise ConvertError(
             f"workers of the cluster were killed again and again ({type(error).__name__}); see "
-            f"Ray's own logs, use less --memory"
+            f"Ray's own logs, use less --shuffle-memory"
         ) from None
 
 

@@ -46,7 +46,7 @@ def append(
     names: Sequence[str],
     storage: StorageConfig | None = None,
     *,
-    alone: bool = False,
+    conditional_writes: bool = True,
 ) -> DatasetVersion:
     """Make the next version of a dataset: its shards, then those of other datasets in the same
     folder, each with a manifest of `streammega convert`. Theirs that it has already stay once.
@@ -57,7 +57,8 @@ def append(
     Args:
         prefix: the dataset that grows, path or URL.
         names: prefixes or manifests of what is appended.
-        alone: no other producer appends to it now: for storage without conditional writes.
+        conditional_writes: False for storage without them, where no other producer may append at
+            the same time.
 
     Raises ConfigError for what cannot be one dataset, ObjectNotFoundError, FormatError for shards
     that are not what their manifest says, StorageError.
@@ -68,8 +69,8 @@ def append(
     added = [AppendRequest.read(prefix, name, storage) for name in names]
     if not added:
         raise ConfigError(f"{redact_urls(prefix)}: nothing is named that is to be appended")
-    create = create_object if alone else _create
-    if not alone:
+    create = _create if conditional_writes else create_object
+    if conditional_writes:
         _check_conditions(manifest_url(names[0]), storage)
     while True:  # each turn that fails is one in which another producer succeeded
         current = read_newest(prefix, storage)
@@ -132,7 +133,8 @@ def _check_conditions(url: str, storage: StorageConfig) -> None:
 def _no_conditions(url: str, reason: str) -> StorageError:
     return StorageError(
         f"{url}: cannot be written on the condition that nothing is there ({reason}), so of two "
-        f"producers one could be lost; where no other appends at the same time, say so: --alone"
+        f"producers one could be lost; where no other appends at the same time, use "
+        f"--no-conditional-writes"
     )
 
 

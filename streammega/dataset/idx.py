@@ -282,8 +282,8 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
     else:
         cause = (
             "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or "
-            "rebuild the .idx by 'streammega verify --repair'; if it was converted with --pack, name "
-            "its manifest"
+            "rebuild the .idx by 'streammega verify --repair'; if it was converted with --pack-length, "
+            "name its manifest"
         )
     raise FormatError(
         f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of "

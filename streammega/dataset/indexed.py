@@ -306,8 +306,8 @@ class IndexedDataset(Sequence["Item"]):
     def _bin_bytes(self) -> int:
         if self.bin_tokens is None:
             raise ConfigError(
-                f"{self.prefix}: has no bins; convert it with --pack, or name it by the prefix that "
-                f"has its manifest"
+                f"{self.prefix}: has no bins; convert it with --pack-length, or name it by the prefix "
+                f"that has its manifest"
             )
         return self.bin_tokens * self.dtype.itemsize
 

@@ -433,7 +433,7 @@ class ProvenanceReader:
         return bytes(body)
 
     def _damaged(self, what: str) -> FormatError:
-        return FormatError(f"{self.url}: {what}; remove it, or convert again with --origins")
+        return FormatError(f"{self.url}: {what}; remove it, or convert again with --provenance")
 
 
 class _FilePart(io.BytesIO):

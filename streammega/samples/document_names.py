@@ -118,8 +118,8 @@ class DocumentNames:
             hint += ", numbered from 0"
         elif without_origins:
             hint = (
-                f"{', '.join(without_origins[:MAX_SHOWN])} keep no origins (convert --origins), so "
-                "documents there go by NAME#NUMBER alone"
+                f"{', '.join(without_origins[:MAX_SHOWN])} keep no origins (convert --provenance), "
+                "so documents there go by NAME#NUMBER alone"
             )
         else:
             prefixes = [self.prefixes[dataset] for dataset in datasets[:MAX_SHOWN]]
@@ -211,7 +211,7 @@ class DocumentNames:
                 log,
                 f"{hash(tuple(names))} {without[0]}",
                 "%d names are ids or places; they name no document of %s, since %d shards have no "
-                "origins (convert --origins) that may be read",
+                "origins (convert --provenance) that may be read",
                 len(found),
                 redact_urls(", ".join(without[:MAX_SHOWN])),
                 len(without),

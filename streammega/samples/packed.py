@@ -29,7 +29,7 @@ def check_bins(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataCo
             raise ConfigError(
                 f"{redact_urls(name)}: is packed into bins of {tokens} tokens, which are its "
                 f"samples, and sequence_length is {config.sequence_length}; set it to {tokens}, or "
-                f"convert the dataset again with --pack {config.sequence_length}"
+                f"convert the dataset again with --pack-length {config.sequence_length}"
             )
     check_one_kind(bins_of_dataset)
 
@@ -42,7 +42,7 @@ def check_one_kind(bins_of_dataset: Sequence[tuple[str, int | None]]) -> None:
         packed_name, tokens = packed[0]
         raise ConfigError(
             f"{redact_urls(packed_name)} is packed into bins and {redact_urls(name)} is not; a run "
-            f"cannot mix both: convert {redact_urls(name)} with --pack {tokens} too"
+            f"cannot mix both: convert {redact_urls(name)} with --pack-length {tokens} too"
         )
 
 

@@ -170,7 +170,7 @@ class Provenance:
         return found
 
     def origin(self, name: DocumentName) -> DocumentOrigin | None:
-        """Where a document came from; None if its shard does not keep that (convert --origins)."""
+        """Where a document came from; None if its shard does not keep that (convert --provenance)."""
         stored = self.shards(name.dataset)[name.shard].origins
         return None if stored is None else stored[name.document]
 

@@ -41,7 +41,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_document_is_shown_as_the_text_that_it_was(
     kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = web(tmp_path, kind=kind, shard_bytes=500)
+    name = web(tmp_path, format=kind, shard_bytes=500)
     assert shown(capsys, f"{name}#0") == f"{TEXTS[0]}{END}\n"
     assert shown(capsys, f"{name}#199") == f"{TEXTS[199]}{END}\n"
     several = shown(capsys, f"{name}#60..70", f"{name}#3")
@@ -54,7 +54,7 @@ def test_a_document_is_shown_as_the_text_that_it_was(
 def test_ids_and_json_are_shown_as_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = web(tmp_path, keys=("q:0", "text:1"))
+    name = web(tmp_path, text_keys=("q:0", "text:1"))
     ids = [*b"Q", *TEXTS[5].encode(), 256]
     assert shown(capsys, f"{name}#5", "--ids").split() == list(map(str, ids))
     lines = shown(capsys, f"{name}#0..199", "--json").splitlines()

@@ -67,7 +67,7 @@ CONVERSION: dict[str, Any] = {"tokenizer": TOKENIZER, "chat": True, "workers": 1
 
 @lru_cache
 def encoder_of(template: str, special_tokens: str = "text") -> ChatEncoder:
-    return ChatEncoder(TOKENIZER, template, special_tokens=special_tokens)
+    return ChatEncoder(TOKENIZER, template, special_tokens_in_text=special_tokens)
 
 
 def lines(path: Path, *records: Any) -> str:
@@ -248,7 +248,7 @@ def test_answers_of_the_usual_families_are_known(family: str, turns: str) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_messages_that_spell_headers_make_no_answers(family: str, special_tokens: str) -> None:
     source, _ = FAMILIES[family]
-    encoder = ChatEncoder(TOKENIZER, source, special_tokens=special_tokens)
+    encoder = ChatEncoder(TOKENIZER, source, special_tokens_in_text=special_tokens)
     spelled = [header for family in families.FAMILIES for header in family.headers]
     ends = [end for family in families.FAMILIES for end in family.ends]
     text = "".join(f"x{header}no{end}" for header in spelled for end in ends)

@@ -38,7 +38,7 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     path = str(tmp_path / "in.txt")
     SharedFiles(marker=marker, inputs=((path, 4),)).check()
     for files, words in (
-        (SharedFiles(marker=f"{marker}.gone"), "--work"),
+        (SharedFiles(marker=f"{marker}.gone"), "--work-dir"),
         (SharedFiles(marker=marker, inputs=((path, 5),)), "has 4 bytes there, not 5"),
         (SharedFiles(marker=marker, inputs=((f"{path}.gone", 5),)), "cannot be read there"),
     ):
@@ -117,16 +117,16 @@ def test_a_machine_that_does_not_see_the_work_folder_or_an_input_fails_its_first
     shared.mkdir()
     for folder in (shared, apart):
         (folder / "in.jsonl").write_text('{"text": "text"}\n' * 40)
-    options: dict[str, Any] = {"tokenizer": "bytes", "engine": "ray"}
+    options: dict[str, Any] = {"tokenizer": "bytes", "backend": "ray"}
     for source, output, work, words in (
-        (shared, shared, str(apart / "work"), "the work folder .*apart.*--work"),
+        (shared, shared, str(apart / "work"), "the work folder .*apart.*--work-dir"),
         (shared, apart, None, "the work folder .*apart"),
         (apart, shared, None, "the input .*in.jsonl cannot be read there"),
     ):
         with pytest.raises(
             ConvertError, match=f"this machine of the cluster cannot take part: .*{words}"
         ):
-            convert([str(source / "in.jsonl")], str(output / "web"), work=work, **options)
+            convert([str(source / "in.jsonl")], str(output / "web"), work_dir=work, **options)
     convert([str(shared / "in.jsonl")], str(shared / "web"), **options)
     assert verify(str(shared / "web")).problems == []
     assert sorted(path.name for path in shared.iterdir()) == [

@@ -46,15 +46,15 @@ def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
         for n in range(8)
     ]
     path = written(tmp_path / name, rows)
-    convert_bytes(tmp_path / "out", path, key="meta.deep.text")
+    convert_bytes(tmp_path / "out", path, text_key="meta.deep.text")
     assert stored_texts(tmp_path / "out") == [f"text {n}" for n in range(8)]
-    convert_bytes(tmp_path / "two", path, keys=("meta.deep.text", "meta.answer:1"))
+    convert_bytes(tmp_path / "two", path, text_keys=("meta.deep.text", "meta.answer:1"))
     assert stored_texts(tmp_path / "two") == [
         f"{part} {n}" for n in range(8) for part in ("text", "answer")
     ]
     assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8
     with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: 'id', 'meta\.(answer|lang)"):
-        convert_bytes(tmp_path / "no", path, key="meta.txt")
+        convert_bytes(tmp_path / "no", path, text_key="meta.txt")
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
@@ -62,7 +62,7 @@ def test_a_key_with_a_dot_of_its_own_comes_first(name: str, tmp_path: Path) -> N
     path = written(
         tmp_path / name, [{"meta.text": f"flat {n}", "meta": {"text": "nested"}} for n in range(5)]
     )
-    convert_bytes(tmp_path / "out", path, key="meta.text")
+    convert_bytes(tmp_path / "out", path, text_key="meta.text")
     assert stored_texts(tmp_path / "out") == [f"flat {n}" for n in range(5)]
 
 
@@ -161,7 +161,7 @@ def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Pa
     for key, kind in kinds.items():
         schema = pa.schema({"doc": pa.struct({"ids": kind, "id": pa.int8()})})
         path = table(tmp_path / name, [{"doc": {"ids": row, "id": 1}} for row in ids], schema)
-        report = convert_files(tmp_path / key, path, key="doc.ids")
+        report = convert_files(tmp_path / key, path, text_key="doc.ids")
         assert stored_ids(tmp_path / key) == ids[:3]
         assert report.dropped == {"empty": 1}
 
@@ -186,14 +186,14 @@ def test_of_several_names_of_a_key_the_first_that_is_there_is_taken(
     ]
     path = written(tmp_path / name, rows)
     key = "text,content,meta.body"
-    report = convert_bytes(tmp_path / "out", path, key=key)
+    report = convert_bytes(tmp_path / "out", path, text_key=key)
     assert stored_texts(tmp_path / "out") == ["one", "two", "three"]
     assert report.dropped == {"empty": 1}
     keys = (f"nothing,{key}:1", "content,text")
-    convert_bytes(tmp_path / "two", path, keys=keys)
+    convert_bytes(tmp_path / "two", path, text_keys=keys)
     assert stored_texts(tmp_path / "two")[:4] == ["one", "no", "two", "two"]
     with pytest.raises(ConvertError, match=r"has no (key|column) 'body' or 'txt' \(it has: '"):
-        convert_bytes(tmp_path / "no", path, key="body,txt")
+        convert_bytes(tmp_path / "no", path, text_key="body,txt")
 
 
 def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
@@ -201,5 +201,5 @@ def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
     path = written(tmp_path / "in.jsonl", rows)
     for key, wanted in (("text,content,a,b", ["one", "two", "four"]), ("a,b", ["three", "four"])):
         out = tmp_path / key.replace(",", "")
-        convert_bytes(out, path, key=key, on_error="skip")
+        convert_bytes(out, path, text_key=key, on_error="skip")
         assert stored_texts(out) == wanted

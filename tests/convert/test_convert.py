@@ -274,7 +274,7 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
         "bucket": ("s3://no-such-bucket/x", "", "no such bucket"),
         "report": (f"s3://{bucket}/x", f"--report {tmp_path}/no/r.json", "No such file"),
         "plot": (f"s3://{bucket}/x", f"--plot {tmp_path}/no/r.png", "No such file"),
-        "work": (f"s3://{bucket}/x", f"--work {tmp_path}/file", "name another by --work"),
+        "work": (f"s3://{bucket}/x", f"--work-dir {tmp_path}/file", "name another by --work-dir"),
         "folder": (f"{tmp_path}/file/x", "", "file"),
         "tokenizer": (f"{tmp_path}/x", "--dtype uint8", "cannot hold the 257 ids"),
         "mistyped": (f"{tmp_path}/x", "--tokenizer tokeniser.jsn", "is tokenizer.json meant?"),
@@ -367,9 +367,7 @@ def test_sparklines_follow_the_values() -> None:
 
 def test_a_script_without_a_main_guard_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 2000)
-    call = (
-        'convert(["in.jsonl"], "web", tokenizer="bytes", workers=2, kind="tar", shard_bytes=4000)\n'
-    )
+    call = 'convert(["in.jsonl"], "web", tokenizer="bytes", workers=2, format="tar", shard_bytes=4000)\n'
     script = tmp_path / "script.py"
     imports = "from streammega.convert import convert\n"
     script.write_text(imports + call)

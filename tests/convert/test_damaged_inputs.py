@@ -242,7 +242,7 @@ def test_faults_of_all_tasks_are_counted_together(tmp_path: Path) -> None:
     inputs = [str(path) for path in broken_lines(tmp_path / "in")]
     output = str(tmp_path / "made" / "out")
     settings: dict[str, Any] = {
-        "tokenizer": "bytes", "on_error": "skip", "workers": 1, "work": str(tmp_path / "work"),
+        "tokenizer": "bytes", "on_error": "skip", "workers": 1, "work_dir": str(tmp_path / "work"),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.UNIT_BYTES", 10)

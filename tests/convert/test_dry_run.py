@@ -46,7 +46,8 @@ def corpus(tmp_path: Path) -> Path:
 @pytest.mark.guarantee("dry-run-writes")
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", ""])
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_tokens": 40, "long": "cut"}, {"min_tokens": 60, "dtype": "int32"}]
+    "settings",
+    [{}, {"max_tokens": 40, "max_tokens_policy": "cut"}, {"min_tokens": 60, "dtype": "int32"}],
 )
 def test_the_plan_is_what_comes_out(
     corpus: Path, tmp_path: Path, name: str, settings: dict[str, Any]
@@ -76,11 +77,11 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     for name in ("q", "r"):
         (tmp_path / f"{name}.jsonl").write_text('{"q": "Hi", "a": "Hello"}\n{"q": "", "a": ""}\n')
     plan = plan_conversion(
-        [str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1")
+        [str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", text_keys=("q", "a:1")
     )
     shown = plan["sample"]["first_documents"]
     assert [(row["document"], row["mode"]) for row in shown] == [(0, 0), (0, 1)]
-    made = convert_bytes(tmp_path / "o", tmp_path / "q.jsonl", keys=("q", "a:1"))
+    made = convert_bytes(tmp_path / "o", tmp_path / "q.jsonl", text_keys=("q", "a:1"))
     assert (plan["documents"], plan["tokens"]) == (made.documents, made.tokens)
     assert plan["sample"]["dropped"] == made.dropped
 

@@ -223,7 +223,7 @@ def test_a_folder_of_datasets_alone_is_merged_without_the_output(
 
 def test_a_work_folder_within_the_input_folder_is_no_input(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", ["a.jsonl"])
-    settings_: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "work": f"{root}/work"}
+    settings_: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "work_dir": f"{root}/work"}
     (tmp_path / "in/work").mkdir()
     from streammega.convert import Task, convert_task
 
@@ -534,9 +534,9 @@ def test_two_members_of_one_name_have_a_remedy_that_works(
     member: str | None, tmp_path: Path
 ) -> None:
     path = archive(tmp_path / "a.tar", [("0.txt", b"one"), ("0.txt", b"two")])
-    with pytest.raises(ConfigError, match=r"'txt' more than once.*--member '\*txt'"):
-        convert_bytes(tmp_path / "out", path, member=member)
-    report = convert_bytes(tmp_path / "out", path, member="*txt")
+    with pytest.raises(ConfigError, match=r"'txt' more than once.*--tar-member '\*txt'"):
+        convert_bytes(tmp_path / "out", path, tar_member=member)
+    report = convert_bytes(tmp_path / "out", path, tar_member="*txt")
     assert report.documents == 2
 
 

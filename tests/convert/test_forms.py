@@ -32,7 +32,7 @@ EOD = 256
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress,
 }  # fmt: skip
-NESTED = {"key": "doc.body.text"}
+NESTED = {"text_key": "doc.body.text"}
 
 
 def records(texts: list[str], *, nested: bool = False) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ PACKABLE: dict[str, tuple[str, Callable[[list[str]], bytes], dict[str, Any]]] = 
         lambda texts: json.dumps(records(texts, nested=True), indent="\t").encode(),
         NESTED,
     ),
-    "member": ("a.tar", member_tar, {"member": "txt"}),
+    "tar_member": ("a.tar", member_tar, {"tar_member": "txt"}),
 }
 TABLES: dict[str, tuple[Callable[[list[str]], pa.Table], dict[str, Any]]] = {
     "string": (lambda texts: pa.table({"text": pa.array(texts, pa.string())}), {}),

@@ -38,14 +38,14 @@ def words(tmp_path: Path) -> str:
     return str(tmp_path / "words.json")
 
 
-@pytest.mark.parametrize("settings", [{"max_tokens": 8}, {"modes": (0,)}], ids=["cut", "mode"])
+@pytest.mark.parametrize("settings", [{"max_tokens": 8}, {"keep_modes": (0,)}], ids=["cut", "mode"])
 def test_cut_tokens_keep_the_end_of_their_documents(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     source = write_jsonl(
         tmp_path / "in.jsonl", ({"q": "ask " * n, "a": "tell"} for n in range(1, 9))
     )
-    convert_bytes(tmp_path / "tokens", source, keys=("q", "a:1"))
+    convert_bytes(tmp_path / "tokens", source, text_keys=("q", "a:1"))
     convert([str(tmp_path / "tokens")], str(tmp_path / "out"), workers=1, **settings)
     found = verify(str(tmp_path / "out"))
     assert not found.problems
@@ -108,7 +108,7 @@ def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
     words: str, tmp_path: Path, special: Any, ids: list[int]
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "hello </s> world"}])
-    convert_files(tmp_path / "out", source, tokenizer=words, special_tokens=special)
+    convert_files(tmp_path / "out", source, tokenizer=words, special_tokens_in_text=special)
     own = stored_ids(tmp_path / "out")[0]
     assert own == ids if special != "text" else own.count(2) == 1 and own[-1] == 2
 
@@ -117,7 +117,7 @@ def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_p
     source = write_jsonl(
         tmp_path / "in.jsonl", [{"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""}]
     )
-    report = convert_bytes(tmp_path / "out", source, keys=("q", "a:1"))
+    report = convert_bytes(tmp_path / "out", source, text_keys=("q", "a:1"))
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert stored_ids(tmp_path / "out") == [[97], [256], [98, 256]]
     assert indexed.sequence_modes is not None
@@ -143,7 +143,7 @@ def test_ids_below_zero_are_refused_and_named(tmp_path: Path) -> None:
         tmp_path / "t.parquet",
     )
     with pytest.raises(ConvertError, match=r"t\.parquet.*-1"):
-        convert_files(tmp_path / "out", tmp_path / "t.parquet", keys=("input_ids",))
+        convert_files(tmp_path / "out", tmp_path / "t.parquet", text_keys=("input_ids",))
 
 
 def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None
         pa.table({"ids": pa.array([[1, None, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet"
     )
     with pytest.raises(ConvertError, match=r"t\.parquet.*null"):
-        convert_files(tmp_path / "out", tmp_path / "t.parquet", keys=("ids",))
+        convert_files(tmp_path / "out", tmp_path / "t.parquet", text_keys=("ids",))
 
 
 def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) ->
     source = write_jsonl(tmp_path / "in.jsonl", [{"q": "", "a": None}, {"q": "", "a": "hello"}])
     for keys, modes in ((("q", "a"), None), (("q", "a:1"), [1, 1])):
         out = tmp_path / keys[1]
-        convert_files(out, source, tokenizer=words, keep_empty=True, keys=keys)
+        convert_files(out, source, tokenizer=words, keep_empty=True, text_keys=keys)
         stored = IndexedDataset(str(out))
         assert [stored.get(n).tolist() for n in range(len(stored))] == [[2], [3, 2]]
         assert modes == (None if stored.sequence_modes is None else stored.sequence_modes.tolist())

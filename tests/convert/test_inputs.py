@@ -294,7 +294,7 @@ def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
     texts = ["", "half a \ud800 pair", "<|endoftext|> doc"]
     as_text = load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base")
     parsed = load_tokenizer(
-        str(tmp_path / "small.tiktoken"), pattern="cl100k_base", special_tokens="parse"
+        str(tmp_path / "small.tiktoken"), pattern="cl100k_base", special_tokens_in_text="parse"
     )
     assert [list(ids) for ids in as_text.encode(texts)] == list(map(model.encode_ordinary, texts))
     assert [list(ids) for ids in parsed.encode(texts)] == [
@@ -321,7 +321,7 @@ def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> No
 @pytest.mark.guarantee("documents-format-modes")
 def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
-    convert_bytes(tmp_path / "out", path, keys=("q", "a:1"))
+    convert_bytes(tmp_path / "out", path, text_keys=("q", "a:1"))
     made = IndexedDataset(str(tmp_path / "out"))
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
         ("one?", 0),
@@ -344,7 +344,7 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
         ("<|user|>\n", 0), ("hi", 0), ("<|assistant|>\n", 0), ("yes", 1), ("<|assistant|>\n", 0), ("x", 1),
     ]  # fmt: skip
-    convert_files(tmp_path / "answers", tmp_path / "out", modes=(1,))
+    convert_files(tmp_path / "answers", tmp_path / "out", keep_modes=(1,))
     assert [t.tolist() for t, _ in IndexedDataset(str(tmp_path / "answers"))[:]] == [
         [*b"yes", EOD], [*b"x", EOD],
     ]  # fmt: skip
@@ -368,7 +368,7 @@ def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
     cut = convert_bytes(tmp_path / "cut", path, min_tokens=3, max_tokens=8)
     assert stored_ids(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
     assert cut.dropped == {"empty": 1, "too short": 1, "cut": 2, "tokens cut off": 2 + 13}
-    dropped = convert_bytes(tmp_path / "d", path, max_tokens=8, long="drop")
+    dropped = convert_bytes(tmp_path / "d", path, max_tokens=8, max_tokens_policy="drop")
     assert stored_ids(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
     assert dropped.dropped == {"empty": 1, "too long": 2}
 
@@ -512,7 +512,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
     with pytest.raises(ConvertError, match=r"has no column 'text' \(it has: 'body'\)"):
         convert_bytes(tmp_path / "out", tmp_path / "a.parquet")
-    assert report_of(tmp_path / "a.parquet", tmp_path, keys=("body",)).documents == len(TEXTS)
+    assert report_of(tmp_path / "a.parquet", tmp_path, text_keys=("body",)).documents == len(TEXTS)
 
 
 def report_of(path: Path, tmp_path: Path, **options: Any) -> ConvertReport:

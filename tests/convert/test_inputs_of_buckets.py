@@ -134,10 +134,10 @@ def words_of(option: str, server: S3) -> list[str]:
     "words",
     [
         "s3://{source}/in --tokenizer bytes",
-        "@{tmp_path}/list --tokenizer bytes --shuffle --dedup --origins",
+        "@{tmp_path}/list --tokenizer bytes --shuffle --dedup --provenance",
         "s3://{source}/set/web",
-        "s3://{source}/set/web --origins --max-tokens 1000000",
-        "s3://{source}/in --tokenizer bytes --work s3://{target}/work",
+        "s3://{source}/set/web --provenance --max-tokens 1000000",
+        "s3://{source}/in --tokenizer bytes --work-dir s3://{target}/work",
         "s3://{source}/in --tokenizer bytes --append-to s3://{target}/all",
     ],
 )
@@ -164,7 +164,7 @@ def test_tasks_and_their_merge_read_and_write_in_two_places(
 ) -> None:
     source, target, options = two_places
     words = [f"s3://{source}/in", f"s3://{target}/web", "--tokenizer", "bytes"]
-    words += ["--work", f"s3://{target}/work", *options]
+    words += ["--work-dir", f"s3://{target}/work", *options]
     for task in ("0/2", "1/2", "merge"):
         assert main(["convert", *words, "--task", task]) == 0, capsys.readouterr().err
     storage = StorageConfig(storage_options=other_s3.options)

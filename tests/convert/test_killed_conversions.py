@@ -29,9 +29,9 @@ OPTIONS: dict[str, Any] = {
     "shard_bytes": 60_000,
     "shuffle_seed": 5,
     "dedup": True,
-    "origins": True,
+    "provenance": True,
 }
-PACKING: dict[str, Any] = {**OPTIONS, "pack": 256, "max_documents": 6}
+PACKING: dict[str, Any] = {**OPTIONS, "pack_length": 256, "pack_max_documents": 6}
 OVERHEAD = 60.0
 """Seconds that any one process may take, on a busy machine."""
 

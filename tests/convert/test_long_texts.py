@@ -225,7 +225,7 @@ def test_windows_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
 ) -> None:
     MAKERS[name]().save(str(tmp_path / "tokenizer.json"))
     for special in ("parse", "text"):
-        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), special_tokens=special)
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), special_tokens_in_text=special)
 
         compare(tokenizer, 40)
         with monkeypatch.context() as patch:
@@ -246,7 +246,9 @@ def test_windows_have_the_ids_of_the_whole_with_tiktoken(
     (tmp_path / "own.tiktoken").write_text(
         "".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items())
     )
-    tokenizer = load_tokenizer(str(tmp_path / "own.tiktoken"), pattern=name, special_tokens="parse")
+    tokenizer = load_tokenizer(
+        str(tmp_path / "own.tiktoken"), pattern=name, special_tokens_in_text="parse"
+    )
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)
@@ -347,12 +349,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cut": {"max_tokens": 700},
     "cut without an end": {"max_tokens": 700, "append_eod": False},
-    "dropped": {"max_tokens": 2500, "long": "drop"},
+    "dropped": {"max_tokens": 2500, "max_tokens_policy": "drop"},
     "short": {"min_tokens": 3000},
     "duplicates": {"dedup": True, "shuffle_seed": 3},
     "shuffled": {"shuffle_seed": 3, "bos": "<s>"},
-    "modes": {"keys": ("text:1",), "modes": (0,)},
-    "another mode": {"keys": ("text:1",), "modes": (1,), "on_error": "skip"},
+    "keep_modes": {"text_keys": ("text:1",), "keep_modes": (0,)},
+    "another mode": {"text_keys": ("text:1",), "keep_modes": (1,), "on_error": "skip"},
     "kept": {"keep_empty": True},
     "sentences": {"split_sentences": "en"},
 }
@@ -422,15 +424,15 @@ def records() -> list[dict[str, Any]]:
 
 
 RECORD_SETTINGS: dict[str, dict[str, Any]] = {
-    "two keys": {"keys": ("b", "text")},
-    "modes": {"keys": ("text", "b:1")},
-    "modes, kept": {"keys": ("text", "b:1"), "keep_empty": True, "bos": "<s>"},
-    "one mode": {"keys": ("text", "b:1"), "modes": (1,)},
-    "the other mode": {"keys": ("text", "b:1"), "modes": (0,), "max_tokens": 300},
-    "sentences": {"keys": ("list",)},
-    "sentences, kept": {"keys": ("list",), "keep_empty": True, "bos": "<s>"},
-    "sentences, cut": {"keys": ("list",), "max_tokens": 600, "dedup": True},
-    "no end": {"keys": ("list",), "max_tokens": 600, "append_eod": False},
+    "two keys": {"text_keys": ("b", "text")},
+    "keep_modes": {"text_keys": ("text", "b:1")},
+    "modes, kept": {"text_keys": ("text", "b:1"), "keep_empty": True, "bos": "<s>"},
+    "one mode": {"text_keys": ("text", "b:1"), "keep_modes": (1,)},
+    "the other mode": {"text_keys": ("text", "b:1"), "keep_modes": (0,), "max_tokens": 300},
+    "sentences": {"text_keys": ("list",)},
+    "sentences, kept": {"text_keys": ("list",), "keep_empty": True, "bos": "<s>"},
+    "sentences, cut": {"text_keys": ("list",), "max_tokens": 600, "dedup": True},
+    "no end": {"text_keys": ("list",), "max_tokens": 600, "append_eod": False},
 }
 
 

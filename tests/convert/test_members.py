@@ -38,10 +38,10 @@ def images(path: Path, **more: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"member": "txt"}, "caption"),
-        ({"member": ".TXT"}, "caption"),
-        ({"member": "json"}, "meta text"),
-        ({"member": "json", "key": "caption"}, "meta caption"),
+        ({"tar_member": "txt"}, "caption"),
+        ({"tar_member": ".TXT"}, "caption"),
+        ({"tar_member": "json"}, "meta text"),
+        ({"tar_member": "json", "text_key": "caption"}, "meta caption"),
     ],
 )
 def test_the_member_that_is_named_is_the_document(
@@ -52,7 +52,7 @@ def test_the_member_that_is_named_is_the_document(
     assert not report.dropped
 
 
-MANY = r"a\.tar: of sample '00000' .*'00000\.jpg', '00000\.json', '00000\.txt'\); name one by --member, 'json' or 'txt'"
+MANY = r"a\.tar: of sample '00000' .*'00000\.jpg', '00000\.json', '00000\.txt'\); name one by --tar-member, 'json' or 'txt'"
 
 
 @pytest.mark.guarantee("webdataset-sample-member")
@@ -78,9 +78,9 @@ def test_every_member_can_be_a_document(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'00001\.txt' or '00002\.txt'"):
         convert_bytes(tmp_path / "out", path)
     for pattern in ("*", "*txt"):
-        convert_bytes(tmp_path / "out", path, member=pattern, overwrite=True)
+        convert_bytes(tmp_path / "out", path, tar_member=pattern, overwrite=True)
         assert stored_texts(tmp_path / "out") == ["one", "two", "three", "four"]
-    convert_bytes(tmp_path / "second", path, member="00002.txt")
+    convert_bytes(tmp_path / "second", path, tar_member="00002.txt")
     assert stored_texts(tmp_path / "second") == ["two"]
 
 
@@ -92,7 +92,7 @@ def test_members_of_any_suffix_and_compression_can_be_named(tmp_path: Path) -> N
     path = write_tar(tmp_path / "a.tar", *members)
     wanted = {"txt": ["typed", "typed alone"], "ocr.txt": ["scanned"], "md": ["marked"]}
     for member, found in wanted.items():
-        report = convert_bytes(tmp_path / "out", path, member=member, overwrite=True)
+        report = convert_bytes(tmp_path / "out", path, tar_member=member, overwrite=True)
         assert stored_texts(tmp_path / "out") == found
         assert report.dropped == {"samples without the member": 3 - len(found)}
 
@@ -102,7 +102,7 @@ def test_a_member_that_no_sample_has_is_an_error_that_lists_what_there_is(tmp_pa
         ConvertError,
         match=r"a\.tar: no sample has a member 'text' \(they have: 'jpg', 'json', 'txt'\)",
     ):
-        convert_bytes(tmp_path / "out", images(tmp_path / "a.tar"), member="text")
+        convert_bytes(tmp_path / "out", images(tmp_path / "a.tar"), tar_member="text")
 
 
 def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
             )
     with pytest.raises(ConfigError, match="'json' or 'npy'"):
         convert_files(tmp_path / "out", tmp_path / "a.tar")
-    convert_files(tmp_path / "out", tmp_path / "a.tar", member="npy")
+    convert_files(tmp_path / "out", tmp_path / "a.tar", tar_member="npy")
     assert stored_ids(tmp_path / "out") == [list(range(n, n + 4)) for n in range(3)]
 
 

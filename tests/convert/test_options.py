@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ from typer.testing import CliRunner
 import streammega.convert
 from streammega.cli.main import app
 from streammega.cli.options import format_size, parse_size
-from streammega.convert import ConvertOptions, Runner
+from streammega.convert import ConvertOptions, ExecutionConfig, convert
 from streammega.errors import ConfigError
 
 ALL: dict[str, dict[str, Any]] = {
     "--tokenizer vocab.json --merges merges.txt": {"tokenizer": "vocab.json,merges.txt"},
-    "--key a --key b:1": {"keys": ("a", "b:1")},
+    "--text-key a --text-key b:1": {"text_keys": ("a", "b:1")},
     "--include *.txt --include b": {"include": ("*.txt", "b")},
     "--exclude c": {"exclude": ("c",)},
     "--as lines": {"read_as": "lines"},
     "--hf-split train": {"hf_split": "train"},
-    "--member txt": {"member": "txt"},
+    "--tar-member txt": {"tar_member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
     "--chat --chat-template c --template-var a=false --template-var b=c=d --template-var e=[1]": {
         "chat": True,
@@ -34,38 +35,38 @@ ALL: dict[str, dict[str, Any]] = {
     "--eod-id 7": {"eod_id": 7},
     "--input-dtype uint16": {"input_dtype": "uint16"},
     "--keep-empty": {"keep_empty": True},
-    "--special-tokens text": {"special_tokens": "text"},
+    "--special-tokens-in-text text": {"special_tokens_in_text": "text"},
     "--bos <b>": {"bos": "<b>"},
     "--add-special-tokens": {"add_special_tokens": True},
     "--tiktoken-pattern gpt2": {"tiktoken_pattern": "gpt2"},
     "--split-sentences en": {"split_sentences": "en"},
     "--dtype int32": {"dtype": "int32"},
     "--min-tokens 2": {"min_tokens": 2},
-    "--max-tokens 9 --long drop": {"max_tokens": 9, "long": "drop"},
-    "--pack 64 --pack-long drop --max-documents 3": {
-        "pack": 64,
-        "pack_long": "drop",
-        "max_documents": 3,
+    "--max-tokens 9 --max-tokens-policy drop": {"max_tokens": 9, "max_tokens_policy": "drop"},
+    "--pack-length 64 --pack-overflow drop --pack-max-documents 3": {
+        "pack_length": 64,
+        "pack_overflow": "drop",
+        "pack_max_documents": 3,
     },
-    "--mode 0 --mode 1": {"modes": (0, 1)},
+    "--keep-mode 0 --keep-mode 1": {"keep_modes": (0, 1)},
     "--loss-mode 1": {"loss_modes": (1,)},
-    "--mix-tokenizers": {"mix_tokenizers": True},
+    "--allow-mixed-tokenizers": {"allow_mixed_tokenizers": True},
     "--dedup": {"dedup": True},
     "--shuffle --seed 5": {"shuffle_seed": 5},
     "--shuffle": {"shuffle_seed": 0},
     "--seed 5": {},
-    "--origins --id-field meta.id": {"origins": True, "id_field": "meta.id"},
-    "--format zst --level 9": {"kind": "zst", "level": 9},
+    "--provenance --id-field meta.id": {"provenance": True, "id_field": "meta.id"},
+    "--format zst --zstd-level 9": {"format": "zst", "zstd_level": 9},
     "--shard-size 1G": {"shard_bytes": 1 << 30},
     "--on-error skip": {"on_error": "skip"},
     "--max-record-bytes 1M": {"max_record_bytes": 1 << 20},
     "--on-error skip --max-errors 1%": {"on_error": "skip", "max_errors": "1%"},
 }
-WITHOUT_OPTION = {"frame_bytes"}
-RUNNERS: dict[str, dict[str, Any]] = {
-    "--workers 3 --memory 16M": {"workers": 3, "memory_bytes": 16 << 20},
-    "--engine ray": {"engine": "ray"},
-    "--work w --restart": {"work": "w", "restart": True},
+WITHOUT_OPTION = {"zstd_frame_bytes"}
+EXECUTION: dict[str, dict[str, Any]] = {
+    "--workers 3 --shuffle-memory 16M": {"workers": 3, "shuffle_memory_bytes": 16 << 20},
+    "--backend ray": {"backend": "ray"},
+    "--work-dir w --no-resume": {"work_dir": "w", "resume": False},
 }
 
 
@@ -100,10 +101,12 @@ def test_variables_of_a_template_that_are_not_what_they_look_like_are_refused(pa
     assert repr(pair) in str(error)
 
 
-@pytest.mark.parametrize("words", ["", *RUNNERS])
+@pytest.mark.parametrize("words", ["", *EXECUTION])
 def test_how_the_work_is_done_is_as_asked(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    default = {"memory_bytes": 4 << 30}
-    assert given_by(words, monkeypatch)["runner"] == Runner(**(default | RUNNERS.get(words, {})))
+    default = {"shuffle_memory_bytes": 4 << 30}
+    assert given_by(words, monkeypatch)["execution"] == ExecutionConfig(
+        **(default | EXECUTION.get(words, {}))
+    )
 
 
 def test_every_setting_has_an_option() -> None:
@@ -124,7 +127,7 @@ def test_overwriting_and_storage_are_as_asked(
 )
 def test_sizes_are_read_as_they_are_written(size: int, words: str) -> None:
     assert format_size(size) == words
-    assert parse_size(words, "--memory") == size
+    assert parse_size(words, "--shuffle-memory") == size
 
 
 def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
@@ -137,8 +140,8 @@ def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keys": "text"}, r"keys \(--key\) is 'text'; it must be a list"),
-        ({"modes": "12"}, r"modes \(--mode\) is '12'; it must be a list"),
+        ({"text_keys": "text"}, r"text_keys \(--text-key\) is 'text'; it must be a list"),
+        ({"keep_modes": "12"}, r"keep_modes \(--keep-mode\) is '12'; it must be a list"),
         ({"dedup": "no"}, r"dedup \(--dedup\) is 'no'; it must be true or false"),
         ({"template_vars": "a=1"}, "is 'a=1'; it must be a mapping"),
         ({"tokenizer": 7}, r"tokenizer \(--tokenizer\) is 7; it must be text"),
@@ -149,6 +152,23 @@ def test_a_value_of_another_kind_than_its_setting_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ConvertOptions(**settings)
+
+
+RENAMED = [(kind, name) for kind in (ConvertOptions, ExecutionConfig) for name in kind.RENAMED]
+
+
+@pytest.mark.parametrize(("settings", "name"), [*RENAMED, (ConvertOptions, "tokeniser")])
+def test_an_unknown_setting_is_refused_by_the_name_of_the_nearest(
+    settings: type, name: str
+) -> None:
+    nearest = settings.RENAMED.get(name, "tokenizer")  # type: ignore[attr-defined]
+    assert nearest in settings.__dataclass_fields__  # type: ignore[attr-defined]
+    unknown: dict[str, Any] = {name: 1}
+    message = re.escape(f"unknown setting {name}; did you mean {nearest}?")
+    with pytest.raises(ConfigError, match=message):
+        convert(["in.jsonl"], "out", **unknown)
+    with pytest.raises(ConfigError, match=message):
+        settings(**unknown)
 
 
 def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:

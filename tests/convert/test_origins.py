@@ -1,4 +1,4 @@
-"""`convert --origins`: where each document came from, through whatever is done to it."""
+"""`convert --provenance`: where each document came from, through whatever is done to it."""
 
 from __future__ import annotations
 
@@ -254,9 +254,9 @@ def check_origins(name: str, expected: dict[str, str], inputs: Path) -> list[str
     "options",
     [
         pytest.param({}, marks=pytest.mark.soak),
-        {"shuffle_seed": 3, "shard_bytes": 3000, "memory_bytes": 1 << 20},
-        {"dedup": True, "min_tokens": 40, "shard_bytes": 5000, "kind": "zst"},
-        pytest.param({"max_tokens": 160, "kind": "tar", "workers": 2}, marks=pytest.mark.soak),
+        {"shuffle_seed": 3, "shard_bytes": 3000, "shuffle_memory_bytes": 1 << 20},
+        {"dedup": True, "min_tokens": 40, "shard_bytes": 5000, "format": "zst"},
+        pytest.param({"max_tokens": 160, "format": "tar", "workers": 2}, marks=pytest.mark.soak),
     ],
     ids=["plain", "shuffled", "filtered", "cut"],
 )
@@ -268,7 +268,7 @@ def test_every_document_says_where_it_came_from(
     monkeypatch.setattr(job, "SEGMENT_BYTES", 6000)
     inputs = tmp_path / "in"
     expected = write_inputs(inputs)
-    named: dict[str, Any] = {"workers": 1, "origins": True, **options}
+    named: dict[str, Any] = {"workers": 1, "provenance": True, **options}
     convert([str(inputs)], str(tmp_path / "out" / "web"), tokenizer="bytes", **named)
     places = check_origins(str(tmp_path / "out" / "web"), expected, inputs)
     if "min_tokens" not in options:
@@ -277,7 +277,7 @@ def test_every_document_says_where_it_came_from(
     convert_files(
         tmp_path / "again" / "web",
         tmp_path / "out" / "web",
-        origins=True,
+        provenance=True,
         shuffle_seed=9,
         shard_bytes=4000,
     )
@@ -289,7 +289,7 @@ def test_every_document_says_where_it_came_from(
 def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(9)))
     convert_bytes(tmp_path / "a", tmp_path / "in.jsonl")
-    convert_files(tmp_path / "b", tmp_path / "a", origins=True)
+    convert_files(tmp_path / "b", tmp_path / "a", provenance=True)
     for number, (_, origin) in enumerate(documents_of(str(tmp_path / "b"))):
         assert origin.location == f"{tmp_path}/a#{number}"
 
@@ -299,12 +299,12 @@ def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": 1, "meta": {"doc": "m"}, "text": "t"}\n')
     table = pa.table({"text": ["t"], "id": [1]})
     pq.write_table(table, tmp_path / "in.parquet")
-    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    named: dict[str, Any] = {"tokenizer": "bytes", "provenance": True, "workers": 1}
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), id_field="meta.doc", **named)
     assert [origin.id for _, origin in documents_of(str(tmp_path / "a"))] == ["m"]
     with pytest.raises(ConvertError, match=r"in\.parquet: has no column 'meta\.doc'"):
         convert([str(tmp_path / "in.parquet")], str(tmp_path / "b"), id_field="meta.doc", **named)
-    with pytest.raises(ConfigError, match="ask for them too"):
+    with pytest.raises(ConfigError, match="set provenance"):
         convert([str(tmp_path / "in.jsonl")], str(tmp_path / "c"), id_field="id", tokenizer="bytes")
 
 
@@ -312,7 +312,7 @@ def test_an_id_that_no_record_has_is_told(tmp_path: Path, caplog: pytest.LogCapt
     write_texts(tmp_path / "in.jsonl", 5)
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('{"doc": "d", "text": "t"}\n')
-    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    named: dict[str, Any] = {"tokenizer": "bytes", "provenance": True, "workers": 1}
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), id_field="doc", **named)
     assert "--id-field" not in caplog.text, "one record has it"
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "b"), id_field="doc_id", **named)
@@ -347,7 +347,7 @@ def test_a_dataset_that_is_replaced_at_any_moment_has_its_own_origins(
     write_texts(tmp_path / "a.jsonl", 40)
     write_texts(tmp_path / "b.jsonl", 40)
     named: dict[str, Any] = {
-        "tokenizer": "bytes", "origins": True, "shard_bytes": 60, "workers": 1, "overwrite": True,
+        "tokenizer": "bytes", "provenance": True, "shard_bytes": 60, "workers": 1, "overwrite": True,
     }  # fmt: skip
 
     def ids() -> set[str]:
@@ -372,7 +372,7 @@ def test_a_dataset_that_is_replaced_at_any_moment_has_its_own_origins(
         step += 19
     assert step > 20
     # one without origins leaves none of the former's behind
-    convert([str(tmp_path / "a.jsonl")], name, **{**named, "origins": False})
+    convert([str(tmp_path / "a.jsonl")], name, **{**named, "provenance": False})
     assert not [file for file in names_in(root) if file.endswith(".origins")]
 
 
@@ -381,10 +381,10 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_texts(tmp_path / "a.jsonl", 5)
-    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    named: dict[str, Any] = {"tokenizer": "bytes", "provenance": True, "workers": 1}
     convert([str(tmp_path / "a.jsonl")], str(tmp_path / "d" / "a"), **named)
     convert_files(tmp_path / "b", tmp_path / "d")
-    assert "which this conversion leaves out; --origins carries it over" in caplog.text
+    assert "which this conversion leaves out; --provenance carries it over" in caplog.text
     assert not (tmp_path / "b.origins").exists()
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
 
@@ -403,7 +403,7 @@ def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
         storage = StorageConfig(storage_options=server.options, timeout=60)
     named = ([str(tmp_path / "in.jsonl")], f"{root}/web")
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "storage": storage}
-    convert(*named, origins=True, **options)
+    convert(*named, provenance=True, **options)
     for ending in (".bin", ".idx", ".manifest.json"):
         delete(f"{root}/web{ending}", storage)
     convert(*named, shuffle_seed=1, **options)
@@ -434,7 +434,7 @@ def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
     for name, count in (("a", 5), ("b", 6)):
         write_texts(tmp_path / f"{name}.jsonl", count)
         output = str(tmp_path / name)
-        convert_bytes(output, tmp_path / f"{name}.jsonl", origins=True)
+        convert_bytes(output, tmp_path / f"{name}.jsonl", provenance=True)
     (tmp_path / "a.origins").write_bytes((tmp_path / "b.origins").read_bytes())
     (problem,) = verify(str(tmp_path / "a")).problems
     assert "a.origins: is not the one that the manifest speaks of" in problem
@@ -451,7 +451,7 @@ def test_the_command_keeps_them_and_trace_prints_and_finds_them(
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "a.jsonl", 9)
     assert (
-        main(["convert", "a.jsonl", "a", "--tokenizer", "bytes", "--origins", "--workers", "1"])
+        main(["convert", "a.jsonl", "a", "--tokenizer", "bytes", "--provenance", "--workers", "1"])
         == 0
     )
     Path("run.toml").write_text(

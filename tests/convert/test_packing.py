@@ -1,4 +1,4 @@
-"""convert --pack: bins of whole documents, and how they are trained on."""
+"""convert --pack-length: bins of whole documents, and how they are trained on."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def convert_packed(
     """Write documents as `in`, and pack them as `out` in a folder."""
     write(str(folder / "in"), documents, multimodal=multimodal)
     return convert(
-        [str(folder / "in")], str(folder / "out"), **({"pack": PACK, "eod_id": EOD} | settings)
+        [str(folder / "in")],
+        str(folder / "out"),
+        **({"pack_length": PACK, "eod_id": EOD} | settings),
     )
 
 
@@ -145,7 +147,7 @@ def test_bins_hold_every_token_once_and_no_more_than_they_may(
     window: tuple[list[int], int, int | None],
 ) -> None:
     sizes, capacity, most = window
-    options = ConvertOptions(pack=capacity, max_documents=most)
+    options = ConvertOptions(pack_length=capacity, pack_max_documents=most)
     packed, counts = pack(np.array(sizes, np.int64), options)
     tokens: Counter[tuple[int, int]] = Counter()
     for document, start, size in zip(packed.document, packed.start, packed.size, strict=True):
@@ -198,7 +200,7 @@ def test_documents_arrive_whole_in_bins(packed: str, documents: list[list[int]])
 def test_a_dataset_that_is_not_packed_has_no_bins(tmp_path: Path) -> None:
     write(str(tmp_path / "in"), random_documents(3))
     dataset = IndexedDataset(str(tmp_path / "in"))
-    with pytest.raises(ConfigError, match="in: has no bins; convert it with --pack"):
+    with pytest.raises(ConfigError, match="in: has no bins; convert it with --pack-length"):
         _ = dataset.num_bins
     with pytest.raises(ConfigError, match="has no bins"):
         dataset.bin_offsets()
@@ -218,7 +220,7 @@ def test_megatron_reads_the_documents_and_no_padding(packed: str) -> None:
 def test_long_documents_are_dropped_where_asked_and_counted(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
-    report = convert_packed(tmp_path, documents, pack_long="drop")
+    report = convert_packed(tmp_path, documents, pack_overflow="drop")
     fitting = [tuple(document) for document in documents if len(document) <= PACK]
     assert Counter(stored(str(tmp_path / "out"))) == Counter(fitting)
     assert report.packing["dropped"] == len(documents) - len(fitting)
@@ -250,7 +252,7 @@ def test_memory_workers_and_kills_change_no_byte(
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 600)
     monkeypatch.setattr(packing, "WINDOW_BINS", 1)
     settings: dict[str, Any] = {
-        "pack": PACK, "eod_id": EOD, "shard_bytes": 6000, "shuffle_seed": shuffle_seed,
+        "pack_length": PACK, "eod_id": EOD, "shard_bytes": 6000, "shuffle_seed": shuffle_seed,
     }  # fmt: skip
     inputs = [str(tmp_path / "in")]
     convert(inputs, str(tmp_path / "one" / "out"), workers=1, **settings)
@@ -269,7 +271,7 @@ def test_memory_workers_and_kills_change_no_byte(
     output = str(tmp_path / "two" / "out")
     with pytest.raises(KeyboardInterrupt):
         convert(inputs, output, workers=1, **settings)
-    convert(inputs, output, workers=1, memory_bytes=1 << 20, **settings)
+    convert(inputs, output, workers=1, shuffle_memory_bytes=1 << 20, **settings)
     first = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     second = {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
     assert first == second
@@ -304,7 +306,7 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
     monkeypatch.setattr("streammega.convert.write.packing.load_documents", reading)
     monkeypatch.setattr("streammega.convert.write.packing.gather", gathering)
     monkeypatch.setattr(IndexedDatasetWriter, "add_documents", writing)
-    convert_files(tmp_path / "out", tmp_path / "in", pack=PACK, eod_id=EOD)
+    convert_files(tmp_path / "out", tmp_path / "in", pack_length=PACK, eod_id=EOD)
     assert len(filled) > 3
 
 
@@ -315,7 +317,12 @@ def test_origins_go_with_the_documents_of_bins(shuffle_seed: int | None, tmp_pat
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     output = str(tmp_path / "out")
     convert(
-        [str(source)], output, tokenizer="bytes", pack=16, origins=True, shuffle_seed=shuffle_seed
+        [str(source)],
+        output,
+        tokenizer="bytes",
+        pack_length=16,
+        provenance=True,
+        shuffle_seed=shuffle_seed,
     )
     origins = open_provenance(output, StorageConfig())
     assert origins is not None
@@ -328,8 +335,14 @@ def test_origins_go_with_the_documents_of_bins(shuffle_seed: int | None, tmp_pat
 @pytest.mark.guarantee("pack-puts-document")
 def test_the_command_line_packs(documents: list[list[int]], tmp_path: Path) -> None:
     write(str(tmp_path / "in"), documents)
-    arguments = ["convert", str(tmp_path / "in.idx"), str(tmp_path / "out"), "--pack", str(PACK)]
-    result = CliRunner().invoke(app, [*arguments, "--max-documents", "2", "--eod-id", "0"])
+    arguments = [
+        "convert",
+        str(tmp_path / "in.idx"),
+        str(tmp_path / "out"),
+        "--pack-length",
+        str(PACK),
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--pack-max-documents", "2", "--eod-id", "0"])
     assert result.exit_code == 0, result.output
     assert max(map(len, bins_of(str(tmp_path / "out")))) == 2
     assert "padding: " in result.output
@@ -344,7 +357,7 @@ def test_packed_datasets_are_packed_anew_and_laid_end_to_end(
     pieces = Counter(piece for document in documents for piece in pieces_of(document))
     for length in (2 * PACK, None):
         output = str(tmp_path / str(length))
-        convert([f"{packed}.manifest.json"], output, eod_id=EOD, pack=length)
+        convert([f"{packed}.manifest.json"], output, eod_id=EOD, pack_length=length)
         assert Counter(stored(output)) == pieces
 
 
@@ -352,10 +365,10 @@ def test_packed_datasets_are_packed_anew_and_laid_end_to_end(
 def test_zstd_shards_hold_bins_too_and_tars_do_not(
     documents: list[list[int]], tmp_path: Path
 ) -> None:
-    convert_packed(tmp_path, documents, kind="zst")
+    convert_packed(tmp_path, documents, format="zst")
     assert len(list(samples_of(config_of(str(tmp_path / "out"), "stream", tmp_path)))) == 48
-    with pytest.raises(ConfigError, match="--pack"):
-        convert([str(tmp_path / "in")], str(tmp_path / "tar"), pack=PACK, kind="tar")
+    with pytest.raises(ConfigError, match="--pack-length"):
+        convert([str(tmp_path / "in")], str(tmp_path / "tar"), pack_length=PACK, format="tar")
 
 
 # How it is trained on.
@@ -529,7 +542,7 @@ def test_another_length_and_mixed_blends_are_refused(
 
 
 def test_phases_are_of_packed_datasets_of_their_length(packed: str, tmp_path: Path) -> None:
-    convert_packed(tmp_path, random_documents(200, seed=1), pack=2 * PACK)
+    convert_packed(tmp_path, random_documents(200, seed=1), pack_length=2 * PACK)
     long = str(tmp_path / "out")
     config = config_of(packed, "stream", tmp_path)
     phase = PhaseConfig(first_sample=16, blend=[long], sequence_length=2 * PACK)
@@ -557,7 +570,7 @@ def test_bins_are_appended_to_bins_of_their_length(
     write(str(tmp_path / "in"), documents)
     settings: dict[str, Any] = {"eod_id": EOD, "shard_bytes": 1 << 20}
     for name, length in (("web", PACK), ("more", PACK), ("longer", 2 * PACK)):
-        convert([str(tmp_path / "in")], str(tmp_path / name), pack=length, **settings)
+        convert([str(tmp_path / "in")], str(tmp_path / name), pack_length=length, **settings)
     said = [
         read_manifest(f"{tmp_path}/{name}.manifest.json", StorageConfig())
         for name in ("web", "more")
@@ -678,5 +691,5 @@ def test_the_report_counts_bins(documents: list[list[int]], tmp_path: Path, capl
 
 
 def test_what_is_said_of_bins_without_bins_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--pack-long"):
-        convert([str(tmp_path)], str(tmp_path / "out"), pack_long="drop")
+    with pytest.raises(ConfigError, match="--pack-overflow"):
+        convert([str(tmp_path)], str(tmp_path / "out"), pack_overflow="drop")

@@ -90,9 +90,11 @@ def test_the_work_folder_may_be_on_another_file_system(
     tmp_path: Path, other_disk: Path, kind: Any
 ) -> None:
     write_random_pair(str(tmp_path / "in"))
-    options: dict[str, Any] = {"kind": kind, "shard_bytes": 3000, "min_tokens": 1, "workers": 1}
+    options: dict[str, Any] = {"format": kind, "shard_bytes": 3000, "min_tokens": 1, "workers": 1}
     convert([str(tmp_path / "in")], str(tmp_path / "one" / "web"), **options)
-    convert([str(tmp_path / "in")], str(tmp_path / "two" / "web"), work=str(other_disk), **options)
+    convert(
+        [str(tmp_path / "in")], str(tmp_path / "two" / "web"), work_dir=str(other_disk), **options
+    )
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
     assert all(
@@ -115,7 +117,7 @@ def tokens_of(name: str) -> list[list[int]] | None:
 
 FORMERS: dict[str, dict[str, Any]] = {
     "one shard": {}, "several shards": {"shard_bytes": 1200},
-    "another kind": {"kind": "zst"}, "a pair without a manifest": {},
+    "another kind": {"format": "zst"}, "a pair without a manifest": {},
 }  # fmt: skip
 
 
@@ -250,7 +252,11 @@ def test_shards_of_a_set_without_a_manifest_are_not_replaced(tmp_path: Path) -> 
     (tmp_path / "o" / "web.manifest.json").unlink()
     with pytest.raises(ConvertError, match="exists already"):
         convert(
-            [str(tmp_path / "a")], str(tmp_path / "o" / "web"), shard_bytes=3000, level=4, workers=1
+            [str(tmp_path / "a")],
+            str(tmp_path / "o" / "web"),
+            shard_bytes=3000,
+            zstd_level=4,
+            workers=1,
         )
 
 
@@ -270,7 +276,7 @@ def test_a_restart_keeps_the_lock_of_the_work_folder(
         return real(self)
 
     monkeypatch.setattr(Conversion, "job", noted)
-    convert([str(tmp_path / "in")], str(tmp_path / "out"), restart=True, min_tokens=1, workers=1)
+    convert([str(tmp_path / "in")], str(tmp_path / "out"), resume=False, min_tokens=1, workers=1)
     assert held == [before], "whoever comes now finds the lock that is held"
 
 

@@ -125,7 +125,7 @@ def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
-    other: Any = {"work": str(tmp_path / "elsewhere"), "workers": 1}
+    other: Any = {"work_dir": str(tmp_path / "elsewhere"), "workers": 1}
     # which finds tokens of the one that was killed
     convert(pairs[1:], name, overwrite=True, **other)
     with pytest.raises(ConvertError, match="exists already"):
@@ -175,7 +175,7 @@ def test_a_dataset_that_grows_while_a_conversion_runs_is_not_replaced(
 
     def run(self: Conversion, **named: Any) -> Any:
         written = real(self, **named)
-        append(f"{root}/web", [f"{root}/more"], alone=True)
+        append(f"{root}/web", [f"{root}/more"], conditional_writes=False)
         return written
 
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="has versions up to 1"):
@@ -194,13 +194,13 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
     def run(self: Conversion, **named: Any) -> Any:
         monkeypatch.setattr(Conversion, "run", real)
         with pytest.raises(ConvertError, match="another conversion to this output is running"):
-            convert(pairs[1:], name, workers=1, work=str(tmp_path / "two"))
+            convert(pairs[1:], name, workers=1, work_dir=str(tmp_path / "two"))
         assert main(["gc", name, "--remove"]) == 1, "there is nothing of that name yet"
         seen.append("refused")
         return real(self, **named)
 
     monkeypatch.setattr(Conversion, "run", run)
-    convert(pairs[:1], name, workers=1, work=str(tmp_path / "one"))
+    convert(pairs[:1], name, workers=1, work_dir=str(tmp_path / "one"))
     assert seen == ["refused"]
     assert tokens_of(name) == tokens_of(pairs[0])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -217,19 +217,19 @@ def test_a_dataset_that_was_replaced_is_not_replaced_by_one_killed_before_unaske
     work = f"memory://{tmp_path.name}-work"
     name = f"memory://{tmp_path.name}-late/web"
     for step in range(1, 60):
-        convert(pairs[:1], name, workers=1, work=work, overwrite=True)
+        convert(pairs[:1], name, workers=1, work_dir=work, overwrite=True)
         before = len(files(work))
         assert before == 0
         kill_at = step
         try:
             with killed_before(kill_at, monkeypatch):
-                convert(pairs[:1], name, workers=1, work=work, overwrite=True, min_tokens=1)
+                convert(pairs[:1], name, workers=1, work_dir=work, overwrite=True, min_tokens=1)
                 break
         except Killed:
             pass
         there = tokens_of(name)
         with pytest.raises(ConvertError, match="--overwrite"):
-            convert(pairs[1:], name, workers=1, work=work)
+            convert(pairs[1:], name, workers=1, work_dir=work)
         assert tokens_of(name) == there
     assert step > 8
 
@@ -256,7 +256,7 @@ def test_an_input_is_not_replaced_whatever_its_format(tmp_path: Path, suffix: st
         convert(
             [str(path)],
             str(tmp_path / "web"),
-            kind=kind,
+            format=kind,
             tokenizer="bytes",
             overwrite=True,
             workers=1,
@@ -280,7 +280,7 @@ def test_shards_of_another_set_are_not_replaced_by_an_overwrite(
             shard_bytes=1200,
             workers=1,
             overwrite=True,
-            level=4,
+            zstd_level=4,
         )
     assert {name: (tmp_path / "o" / name).read_bytes() for name in before} == before
 
@@ -362,7 +362,7 @@ def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
             ConvertError,
             match="a work folder is removed in the end, and so needs the right to delete",
         ):
-            convert(pairs[:1], f"{root}-other/web", workers=1, work=f"{root}-work")
+            convert(pairs[:1], f"{root}-other/web", workers=1, work_dir=f"{root}-work")
         before = files(root)
         with pytest.raises(ConvertError, match="right to delete"):
             convert(pairs[1:], f"{root}/web", workers=1, overwrite=True)

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
 from streammega.convert.conversion import Conversion
-from streammega.convert.options import Runner
+from streammega.convert.options import ExecutionConfig
 from streammega.convert.workers import run_tasks
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
@@ -94,7 +94,7 @@ def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
     write(str(folder / "0"), documents, multimodal=multimodal)
     name = str(folder / "0")
     for number, (kind, size) in enumerate(zip(kinds, sizes, strict=False), 1):
-        convert_files(folder / str(number), name, kind=kind, shard_bytes=size)
+        convert_files(folder / str(number), name, format=kind, shard_bytes=size)
         name = str(folder / f"{number}.manifest.json")
     convert_files(folder / "last", name)
     for suffix in (".bin", ".idx"):
@@ -106,7 +106,7 @@ def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> Non
     write(str(tmp_path / "in"), documents, multimodal=False)
     reshape(tmp_path / "in", tmp_path / "shards", shard_bytes=1)
     shards = str(tmp_path / "shards.manifest.json")
-    convert_files(tmp_path / "out", shards, kind="tar")
+    convert_files(tmp_path / "out", shards, format="tar")
     assert documents_of(tmp_path / "out.manifest.json") == documents_of(tmp_path / "in")
 
 
@@ -130,8 +130,8 @@ def test_a_shuffle_is_one_permutation_whatever_the_memory(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.SEGMENT_BYTES", 50)
         reshape(folder / "in", folder / "a", shuffle_seed=seed, shard_bytes=size)
-        patch.setattr("streammega.convert.options.Runner.__post_init__", lambda self: None)
-        reshape(folder / "in", folder / "b", shuffle_seed=seed, memory_bytes=100)
+        patch.setattr("streammega.convert.options.ExecutionConfig.__post_init__", lambda self: None)
+        reshape(folder / "in", folder / "b", shuffle_seed=seed, shuffle_memory_bytes=100)
     got = documents_of(folder / "a")
     assert sorted(got) == sorted(documents_of(folder / "in"))
     assert got == documents_of(folder / "b")
@@ -171,13 +171,13 @@ def test_the_first_of_equal_documents_stays(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.job.SEGMENT_BYTES", cut)
-        patch.setattr("streammega.convert.options.Runner.__post_init__", lambda self: None)
+        patch.setattr("streammega.convert.options.ExecutionConfig.__post_init__", lambda self: None)
         report = reshape(
             folder / "in",
             folder / "out",
             dedup=True,
             shuffle_seed=1 if shuffled else None,
-            memory_bytes=200,
+            shuffle_memory_bytes=200,
         )
     got = [document[0][0][0] for document in documents_of(folder / "out")]
     expected = list(dict.fromkeys(numbers))
@@ -207,7 +207,7 @@ def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_id
     (tmp_path / "a.jsonl").write_text('{"q": "one", "a": "two"}\n{"q": "x", "a": "y"}\n')
     for kind, suffix in (("bin", ".bin"), ("zst", ".bin.zst"), ("tar", ".tar")):
         name = str(tmp_path / f"in-{kind}")
-        convert_bytes(name, tmp_path / "a.jsonl", keys=("q", "a:1"), kind=kind)
+        convert_bytes(name, tmp_path / "a.jsonl", text_keys=("q", "a:1"), format=kind)
         convert_files(tmp_path / f"out-{kind}", name + suffix)
         assert documents_of(tmp_path / f"out-{kind}") == documents_of(name) != []
         report = verify(str(tmp_path / f"out-{kind}"))
@@ -238,7 +238,7 @@ def test_sequences_that_do_not_lie_end_to_end_are_read_where_they_are(tmp_path: 
     expected = documents_of(tmp_path / "odd")
     for options in (
         {},
-        {"kind": "tar"},
+        {"format": "tar"},
         {"dtype": "int32"},
         {"min_tokens": 1},
         {"shuffle_seed": 1},
@@ -266,8 +266,8 @@ import streammega.convert.job as job
 from streammega.convert import convert
 if __name__ == "__main__":
     job.UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
-    convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", kind="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
-            workers=int(sys.argv[3]), pack=int(sys.argv[4]) or None)
+    convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", format="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
+            workers=int(sys.argv[3]), pack_length=int(sys.argv[4]) or None)
 """
 
 
@@ -428,8 +428,8 @@ def test_replacing_a_dataset_leaves_nothing_of_the_former(tmp_path: Path) -> Non
     write_random_pair(str(tmp_path / "in"))
     reshape(tmp_path / "in", tmp_path / "o" / "p", shard_bytes=2000)
     with pytest.raises(ConvertError, match="--overwrite"):
-        reshape(tmp_path / "in", tmp_path / "o" / "p", kind="zst")
-    reshape(tmp_path / "in", tmp_path / "o" / "p", kind="zst", overwrite=True)
+        reshape(tmp_path / "in", tmp_path / "o" / "p", format="zst")
+    reshape(tmp_path / "in", tmp_path / "o" / "p", format="zst", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
         "p.bin.zst",
         "p.idx",
@@ -440,7 +440,7 @@ def test_replacing_a_dataset_leaves_nothing_of_the_former(tmp_path: Path) -> Non
 def test_inputs_are_never_removed(tmp_path: Path) -> None:
     """An input may have the output's name with another suffix."""
     full = sum(len(sequence) > 0 for sequence in write_random_pair(str(tmp_path / "in")))
-    reshape(tmp_path / "in", tmp_path / "web", kind="tar")
+    reshape(tmp_path / "in", tmp_path / "web", format="tar")
     (tmp_path / "web.idx").unlink()
     (tmp_path / "web.manifest.json").unlink()
     data = (tmp_path / "web.tar").read_bytes()
@@ -449,7 +449,7 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
     # the last is read with web.idx, now that it is there
     for name in ("web", "web.idx", "web.manifest.json", "web.tar"):
         with pytest.raises(ConvertError, match="replace its own input"):
-            convert_files(tmp_path / "web", tmp_path / name, kind="zst", overwrite=True)
+            convert_files(tmp_path / "web", tmp_path / name, format="zst", overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "web"))) == full
 
 
@@ -458,7 +458,11 @@ def test_a_work_folder_keeps_what_else_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "precious").write_text("not ours")
     reshape(
-        tmp_path / "in", tmp_path / "out", min_tokens=1, work=str(tmp_path / "work"), restart=True
+        tmp_path / "in",
+        tmp_path / "out",
+        min_tokens=1,
+        work_dir=str(tmp_path / "work"),
+        resume=False,
     )
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["precious"]
     assert len(IndexedDataset(str(tmp_path / "out"))) > 100
@@ -509,8 +513,8 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
     monkeypatch: pytest.MonkeyPatch, workers: int, threads: int, told: tuple[str, str]
 ) -> None:
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
-    runner = Runner(workers=workers)
-    results = dict(run_tasks(library_threads, range(6), runner, ignore, max_threads=threads))
+    execution = ExecutionConfig(workers=workers)
+    results = dict(run_tasks(library_threads, range(6), execution, ignore, max_threads=threads))
     assert results == dict.fromkeys(range(6), told)
     assert "RAYON_NUM_THREADS" not in os.environ
 
@@ -535,18 +539,18 @@ def test_threads_end_if_tasks_are_interrupted_while_they_are_handed_out(
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(run_tasks(slow, range(10), Runner(workers=2), ignore, max_threads=2))
+        list(run_tasks(slow, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
     assert not done
 
 
 def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
     """Of a first list of tasks, whose results are whole; then one that fails is told of."""
-    runner = Runner(workers=2, engine=engine)
-    results = dict(run_tasks(partial(slow_task, folder), range(8), runner, ignore))
+    execution = ExecutionConfig(workers=2, backend=engine)
+    results = dict(run_tasks(partial(slow_task, folder), range(8), execution, ignore))
     assert results == {number: number * number for number in range(8)}
     assert (folder / "killed").exists()
     with pytest.raises(ConvertError, match="this one cannot be done"):
-        list(run_tasks(failing_task, range(3), runner, ignore))
+        list(run_tasks(failing_task, range(3), execution, ignore))
 
 
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
@@ -558,8 +562,8 @@ def test_a_cluster_needs_a_work_folder_of_all_its_machines(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match="--work"):
-        convert([str(tmp_path / "a.txt")], "memory://x/web", tokenizer="bytes", engine="ray")
+    with pytest.raises(ConfigError, match="--work-dir"):
+        convert([str(tmp_path / "a.txt")], "memory://x/web", tokenizer="bytes", backend="ray")
 
 
 @pytest.fixture(scope="class")
@@ -601,12 +605,12 @@ class TestRay:
             "tokenizer": "bytes",
             "shard_bytes": 40_000,
             "shuffle_seed": 1,
-            "kind": "zst",
+            "format": "zst",
         }
         monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 20_000)
         inputs = [str(tmp_path / "in.jsonl")]
         convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
-        report = convert(inputs, str(tmp_path / "ray" / "web"), engine="ray", **options)
+        report = convert(inputs, str(tmp_path / "ray" / "web"), backend="ray", **options)
         assert report.documents == 800
         assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
@@ -629,9 +633,9 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     monkeypatch.setattr(publish, "create_object", fails)
     url = f"s3://{bucket}/web"
     with pytest.raises(EndpointError):
-        convert_files(url, tmp_path / "in", shard_bytes=5000, kind="zst", storage=s3_storage)
+        convert_files(url, tmp_path / "in", shard_bytes=5000, format="zst", storage=s3_storage)
     with pytest.raises(ObjectNotFoundError):
         IndexedDataset(url, s3_storage, tmp_path / "c")
     monkeypatch.setattr(publish, "create_object", real)
-    convert_files(url, tmp_path / "in", shard_bytes=5000, kind="zst", storage=s3_storage)
+    convert_files(url, tmp_path / "in", shard_bytes=5000, format="zst", storage=s3_storage)
     assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200

@@ -22,14 +22,14 @@ words = st.text(st.sampled_from("ab \n"), max_size=30)
 turn = st.tuples(st.sampled_from(["user", "assistant", "system"]), words)
 asked = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(["bin", "zst", "tar"]),
+        "format": st.sampled_from(["bin", "zst", "tar"]),
         "shard_bytes": st.sampled_from([None, 1, 60, 400]),
         "shuffle_seed": st.sampled_from([None, 3]),
         "dedup": st.booleans(),
         "min_tokens": st.sampled_from([0, 5]),
         "max_tokens": st.sampled_from([None, 5, 20]),
-        "long": st.sampled_from(["cut", "drop"]),
-        "modes": st.sampled_from([None, None, (0,), (1,), (0, 1)]),
+        "max_tokens_policy": st.sampled_from(["cut", "drop"]),
+        "keep_modes": st.sampled_from([None, None, (0,), (1,), (0, 1)]),
     }
 )
 token_corpus = st.lists(
@@ -113,7 +113,7 @@ def test_every_conversion_of_text_is_sound(
     )
     keys = ("text", "answer:1") if options["modes"] else ("text",)
     check([str(folder / "in.jsonl")], folder, options | {
-        "tokenizer": "bytes", "keys": keys, "append_eod": append, "keep_empty": keep,
+        "tokenizer": "bytes", "text_keys": keys, "append_eod": append, "keep_empty": keep,
     }, cut)  # fmt: skip
 
 

@@ -195,12 +195,12 @@ def test_tables_give_the_cells_that_were_written(
 
 def test_columns_are_chosen_as_keys_are(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", [["q", "meta.a", "id"], ["Q1", "A1", "7"], ["Q2", "A2", "8"]])
-    convert_to(tmp_path, path, keys=("q", "meta.a:1"), origins=True)
+    convert_to(tmp_path, path, text_keys=("q", "meta.a:1"), provenance=True)
     assert made(tmp_path) == ["Q1", "A1", "Q2", "A2"]
     with pytest.raises(ConvertError, match=r"no column 'text' \(it has: 'q', 'meta.a', 'id'\)"):
         convert_to(tmp_path, path)
     with pytest.raises(ConvertError, match=r"no column 'no', which --id-field"):
-        convert_to(tmp_path, path, key="q", origins=True, id_field="no")
+        convert_to(tmp_path, path, text_key="q", provenance=True, id_field="no")
 
 
 @pytest.mark.parametrize(

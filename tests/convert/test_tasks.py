@@ -15,7 +15,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.cli.main import main
-from streammega.convert import Runner, Task, convert, convert_task, merge_tasks
+from streammega.convert import ExecutionConfig, Task, convert, convert_task, merge_tasks
 from streammega.convert.run import parse_task
 from streammega.convert.work_dir import work_dir_lock, work_folder
 from streammega.convert.write import destination
@@ -61,7 +61,7 @@ def by_one_process(inputs: list[str], folder: Path, **options: Any) -> dict[str,
 
 @pytest.mark.guarantee("task-i-n")
 @pytest.mark.parametrize(
-    "options", [{}, {"shuffle_seed": 5}, {"dedup": True, "shuffle_seed": 5}, {"kind": "zst"}]
+    "options", [{}, {"shuffle_seed": 5}, {"dedup": True, "shuffle_seed": 5}, {"format": "zst"}]
 )
 def test_tasks_in_any_order_make_the_bytes_of_one_process(
     inputs: list[str], tmp_path: Path, options: dict[str, Any]
@@ -124,15 +124,15 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     output = str(tmp_path / "shared" / "web")
     work = Path(work_folder(output, None))
     alone = Task(number=0, of=1)
-    runner = Runner(workers=1)
+    execution = ExecutionConfig(workers=1)
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 1000)  # of a small machine
-    convert_task(inputs, output, alone, runner=runner, **OPTIONS)
+    convert_task(inputs, output, alone, execution=execution, **OPTIONS)
     records = {path: path.read_bytes() for path in work.glob("unit-*.json")}
     assert len(records) == UNITS
     for path in records:
         path.unlink()
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 4000)
-    convert_task(inputs, output, alone, runner=runner, **OPTIONS)
+    convert_task(inputs, output, alone, execution=execution, **OPTIONS)
     for path, record in records.items():
         path.write_bytes(record)  # the small one was the last to end
     merge_tasks(inputs, output, **OPTIONS)
@@ -157,11 +157,14 @@ def test_tasks_of_other_options_do_not_meet_in_a_bucket(
 ) -> None:
     storage = StorageConfig(storage_options=s3.options)
     output = f"s3://{s3.new_bucket()}/web"
-    named: dict[str, Any] = {"storage": storage, "runner": Runner(work=str(tmp_path / "work"))}
+    named: dict[str, Any] = {
+        "storage": storage,
+        "execution": ExecutionConfig(work_dir=str(tmp_path / "work")),
+    }
     convert_task(inputs, output, Task(number=0, of=2), **OPTIONS, **named)
     elsewhere: dict[str, Any] = {
         "storage": storage,
-        "runner": Runner(work=str(tmp_path / "elsewhere")),
+        "execution": ExecutionConfig(work_dir=str(tmp_path / "elsewhere")),
     }
     with pytest.raises(ConvertError, match="another conversion, of other inputs or options"):
         convert_task(inputs, output, Task(number=1, of=2), **OPTIONS, **elsewhere, min_tokens=3)
@@ -175,7 +178,7 @@ def test_a_reservation_that_another_task_is_writing_is_looked_at_again(
     output = f"s3://{s3.new_bucket()}/web"
     named: dict[str, Any] = {
         "storage": StorageConfig(storage_options=s3.options),
-        "runner": Runner(work=str(tmp_path / "work")),
+        "execution": ExecutionConfig(work_dir=str(tmp_path / "work")),
     }
     convert_task(inputs, output, Task(number=0, of=2), **OPTIONS, **named)
     read = read_if_exists
@@ -222,13 +225,13 @@ def test_killed_tasks_that_are_started_again_make_the_same_in_a_bucket(
     for process in processes:
         process.join(100)
     assert [process.exitcode for process in processes] == [0, -9, 0]
-    runner = Runner(work=work)
+    execution = ExecutionConfig(work_dir=work)
     with pytest.raises(ConvertError, match="units are not done"):
-        merge_tasks(inputs, output, runner=runner, storage=storage, **OPTIONS)
+        merge_tasks(inputs, output, execution=execution, storage=storage, **OPTIONS)
     again = start(1, None)
     again.join(100)
     assert again.exitcode == 0
-    merge_tasks(inputs, output, runner=runner, storage=storage, **OPTIONS)
+    merge_tasks(inputs, output, execution=execution, storage=storage, **OPTIONS)
     client = s3.client()
     keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]]
     found = {
@@ -255,12 +258,12 @@ def test_a_task_that_is_none_is_refused(text: str, words: str) -> None:
 
 @pytest.mark.guarantee("task-i-n")
 @pytest.mark.parametrize(
-    ("inputs", "output", "runner", "words"),
+    ("inputs", "output", "execution", "words"),
     [
         (["-"], "web", {}, "a pipe can be read once"),
-        (["in.jsonl"], "web", {"restart": True}, "would forget what other tasks have done"),
-        (["in.jsonl"], "web", {"engine": "ray"}, "choose one of them"),
-        (["in.jsonl"], "s3://bucket/web", {}, "name one by --work"),
+        (["in.jsonl"], "web", {"resume": False}, "would forget what other tasks have done"),
+        (["in.jsonl"], "web", {"backend": "ray"}, "choose one of them"),
+        (["in.jsonl"], "s3://bucket/web", {}, "name one by --work-dir"),
     ],
 )
 def test_what_tasks_cannot_share_is_refused(
@@ -268,15 +271,17 @@ def test_what_tasks_cannot_share_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     inputs: list[str],
     output: str,
-    runner: dict[str, Any],
+    execution: dict[str, Any],
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        convert_task(inputs, output, Task(number=0, of=2), runner=Runner(**runner), **OPTIONS)
+        convert_task(
+            inputs, output, Task(number=0, of=2), execution=ExecutionConfig(**execution), **OPTIONS
+        )
     with pytest.raises(ConfigError, match=words):
-        merge_tasks(inputs, output, runner=Runner(**runner), **OPTIONS)
+        merge_tasks(inputs, output, execution=ExecutionConfig(**execution), **OPTIONS)
 
 
 def test_datasets_that_pass_as_they_are_are_no_work_for_tasks(

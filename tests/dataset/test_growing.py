@@ -271,7 +271,7 @@ def test_origins_of_what_is_appended_are_those_of_all_shards(
     names = [f"{tmp_path}/web", f"{tmp_path}/web-a"]
     for name, keeps_origins in zip(names, keeps, strict=True):
         Path(f"{name}.jsonl").write_text(json.dumps({"text": name}))
-        convert([f"{name}.jsonl"], name, tokenizer="bytes", workers=1, origins=keeps_origins)
+        convert([f"{name}.jsonl"], name, tokenizer="bytes", workers=1, provenance=keeps_origins)
     manifest = append(names[0], names[1:]).manifest
     assert (manifest.origins is not None) == all(keeps)
     newest = versions(names[0])[-1]
@@ -734,14 +734,16 @@ def test_versions_in_a_bucket(made: Path, moto: S3, tmp_path: Path, transport: A
     """By a driver without conditional writes too, which begins listed names with a slash."""
     storage = StorageConfig()
     root = f"memory://{tmp_path.name}"
-    alone = transport == "memory"
-    if not alone:
+    has_conditional_writes = transport != "memory"
+    if has_conditional_writes:
         storage = StorageConfig(transport=transport, storage_options=moto.options, timeout=60)
         root = f"s3://{moto.new_bucket()}"
     web, first, second = (put(made, f"{root}/{n}", storage) for n in ("web", "web-a", "web-b"))
     assert unreferenced_shards(web, storage) == [first, second]
     for names, number in (([first], 1), ([first], 1), ([first, second], 2)):
-        assert append(web, names, storage, alone=alone).number == number
+        assert (
+            append(web, names, storage, conditional_writes=has_conditional_writes).number == number
+        )
     check_versions(web, storage, [web, first, second])
     assert unreferenced_shards(web, storage) == []
     assert IndexedDataset(f"{web}@1", storage).shards == [web, first]
@@ -755,10 +757,10 @@ def test_a_server_that_does_not_keep_conditions_is_told(
 ) -> None:
     web, first = (put(made, f"hooked://{tmp_path}/{name}") for name in ("web", "web-a"))
     hooks.append(lambda store, key, data, new: store.put(key, data))
-    with pytest.raises(StorageError, match=r"writes over what is there.*--alone"):
+    with pytest.raises(StorageError, match=r"writes over what is there.*--no-conditional-writes"):
         append(web, [first])
     assert newest_version(web, StorageConfig()) == 0
-    assert append(web, [first], alone=True).number == 1
+    assert append(web, [first], conditional_writes=False).number == 1
 
 
 @pytest.mark.guarantee("producers-same-moment")
@@ -825,7 +827,7 @@ def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> Non
     ("grows", "options", "why"),
     [
         ("web", ["--format", "zst"], "has kind 'zst'"),
-        ("web", ["--pack", "64"], "has bin_tokens 64"),
+        ("web", ["--pack-length", "64"], "has bin_tokens 64"),
         ("web", ["--dtype", "int32"], "has dtype 'int32'"),
         ("web@1", [], "is the name of a version"),
         ("pair", [], "is a pair without a manifest"),

@@ -49,11 +49,11 @@ def test_a_merge_of_two_tokenizers_is_refused_and_names_both(
 ) -> None:
     inputs = [f"{sets[name]}.manifest.json" for name in ("first", "second")]
     with pytest.raises(
-        ConvertError, match=r"first.*first\.json.*second.*second\.json.*--mix-tokenizers"
+        ConvertError, match=r"first.*first\.json.*second.*second\.json.*--allow-mixed-tokenizers"
     ):
         convert(inputs, str(tmp_path / "out" / "mixed"), workers=1)
     assert not list(tmp_path.glob("out/*"))
-    convert(inputs, str(tmp_path / "mixed"), workers=1, mix_tokenizers=True)
+    convert(inputs, str(tmp_path / "mixed"), workers=1, allow_mixed_tokenizers=True)
     assert read_manifest(str(tmp_path / "mixed.manifest.json"), StorageConfig()).tokenizer == {}
 
 

@@ -353,11 +353,11 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="named twice"):
         made([pipe, pipe], tmp_path / "out")
     with pytest.raises(ConfigError, match="has to name a local one"):
-        made([pipe], tmp_path / "out", work="s3://bucket/work")
+        made([pipe], tmp_path / "out", work_dir="s3://bucket/work")
     made([pipe], tmp_path / "out")
     with pytest.raises(ConvertError, match="exists already"):
         convert([piped(LINES)], str(tmp_path / "out"), tokenizer="bytes")
-    assert made([piped(LINES)], tmp_path / "out", restart=True) == ["one", "two"]
+    assert made([piped(LINES)], tmp_path / "out", resume=False) == ["one", "two"]
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ConvertError, match="is no file"):
         find_inputs([str(tmp_path / "fifo")])

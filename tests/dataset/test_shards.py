@@ -117,7 +117,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sets")
     write_random_pair(str(root / "pair"), count=300, longest=200)
     for kind in KINDS:
-        convert([str(root / "pair")], str(root / kind), kind=kind, shard_bytes=6000, workers=1)
+        convert([str(root / "pair")], str(root / kind), format=kind, shard_bytes=6000, workers=1)
     return root
 
 
@@ -156,7 +156,7 @@ def test_training_from_object_storage_sees_them_too(
 ) -> None:
     url = f"s3://{bucket}/{kind}"
     report = convert(
-        [str(sets / "pair")], url, kind=kind, shard_bytes=6000, storage=s3_storage, workers=1
+        [str(sets / "pair")], url, format=kind, shard_bytes=6000, storage=s3_storage, workers=1
     )
     assert report.shards > 3
     storage = replace(s3_storage, cache_dir=tmp_path / "pages")
@@ -198,7 +198,11 @@ def test_webdataset_itself_reads_the_tars(sets: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "settings",
-    [{"workers": 1}, {"dedup": True, "workers": 2}, {"shuffle_seed": 3, "memory_bytes": 1 << 20}],
+    [
+        {"workers": 1},
+        {"dedup": True, "workers": 2},
+        {"shuffle_seed": 3, "shuffle_memory_bytes": 1 << 20},
+    ],
 )
 def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(
     tmp_path: Path, settings: dict[str, Any]
@@ -212,7 +216,7 @@ def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(
             for part in range(document % 4):
                 writer.add_item(rng.integers(0, 1000, rng.integers(1, 2000)), part)
             writer.end_document()
-    options: dict[str, Any] = {"kind": "tar", "shard_bytes": 20_000, "min_tokens": 1} | settings
+    options: dict[str, Any] = {"format": "tar", "shard_bytes": 20_000, "min_tokens": 1} | settings
     convert([str(tmp_path / "pair")], str(tmp_path / "set"), **options)
     tars = sorted(tmp_path.glob("set-*.tar"))
     assert len(tars) > 3
@@ -353,7 +357,7 @@ def test_an_object_of_several_that_changes_is_noticed(
 ) -> None:
     url = f"s3://{bucket}/set"
     convert(
-        [str(sets / "pair")], url, kind="zst", shard_bytes=20_000, storage=s3_storage, workers=1
+        [str(sets / "pair")], url, format="zst", shard_bytes=20_000, storage=s3_storage, workers=1
     )
     indexed = IndexedDataset(url, s3_storage, tmp_path)
     with IndexedDatasetWriter(indexed.shards[0], np.uint16, storage=s3_storage) as writer:

@@ -42,7 +42,7 @@ def dataset(tmp_path: Path) -> Path:
             [str(tmp_path / "texts")],
             str(tmp_path / kind),
             tokenizer="bytes",
-            kind=kind,
+            format=kind,
             shard_bytes=2000,
             workers=1,
         )
@@ -183,7 +183,7 @@ def test_verify_reads_object_storage(
     convert(
         [str(dataset / "zst.manifest.json")],
         url,
-        kind="zst",
+        format="zst",
         shard_bytes=2000,
         eod_id=EOD,
         storage=s3_storage,

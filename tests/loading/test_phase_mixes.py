@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ],
         )
         packed = str(folder / f"packed-{name}")
-        convert([str(folder / name)], packed, pack=LENGTH, eod_id=EOD, workers=1)
+        convert([str(folder / name)], packed, pack_length=LENGTH, eod_id=EOD, workers=1)
     return folder
 
 

@@ -171,7 +171,7 @@ def test_in_a_blend_plain_datasets_are_learned_whole(
 
 @pytest.mark.parametrize("kind", ["bin", "zst", "tar"])
 def test_reshaped_and_merged_datasets_keep_the_mark(chat: str, tmp_path: Path, kind: Any) -> None:
-    convert([chat, chat], str(tmp_path / "both"), kind=kind, shard_bytes=1 << 14, workers=1)
+    convert([chat, chat], str(tmp_path / "both"), format=kind, shard_bytes=1 << 14, workers=1)
     for name in ("both", "", "both-*"):  # a prefix, a folder and a glob
         config = DataConfig(
             blend=[str(tmp_path / name) + ("/" if not name else "")],

@@ -541,7 +541,7 @@ def test_bins_and_conversations_keep_their_form(tmp_path: Path, kind: str) -> No
         chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
         lines.append(json.dumps({"text": text, "messages": chat}))
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    options: dict[str, Any] = {"pack": LENGTH} if kind == "pack" else {"chat": True}
+    options: dict[str, Any] = {"pack_length": LENGTH} if kind == "pack" else {"chat": True}
     convert(
         [str(tmp_path / "in.jsonl")], str(tmp_path / "out"),
         tokenizer="bytes", workers=1, **options,
@@ -789,7 +789,7 @@ def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     (tmp_path / "a.origins").unlink()
     config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=["id-1"])
-    with pytest.raises(ConfigError, match=re.escape("keep no origins (convert --origins), so")):
+    with pytest.raises(ConfigError, match=re.escape("keep no origins (convert --provenance), so")):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
     with pytest.raises(ConfigError, match="skip_documents needs eod_id"):
         replace(config, eod_id=None)

@@ -245,7 +245,7 @@ def test_a_conversion_that_stopped_keeps_no_passwords(site: Site, tmp_path: Path
             f"{site.memory}/o",
             tokenizer="bytes",
             storage=FAST,
-            work=str(tmp_path / "work"),
+            work_dir=str(tmp_path / "work"),
             workers=1,
         )
     assert not files_with(site.password, tmp_path)

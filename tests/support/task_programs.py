@@ -8,7 +8,7 @@ from typing import Any
 
 import streammega.convert.job as plan
 from streammega import StorageConfig
-from streammega.convert import Runner, Task, convert_task
+from streammega.convert import ExecutionConfig, Task, convert_task
 from streammega.convert.write.segments import run_unit
 
 AT_MOST = 100.0
@@ -43,7 +43,7 @@ def do_task(
         inputs,
         output,
         Task(number=number, of=of),
-        runner=Runner(work=work, workers=1),
+        execution=ExecutionConfig(work_dir=work, workers=1),
         storage=StorageConfig(storage_options=storage_options),
         **options,
     )

@@ -262,7 +262,7 @@ def side_shuffle(corpus: str) -> dict[str, Any]:
     from streammega.convert import convert
 
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        settings: dict[str, Any] = {"shuffle_seed": 1, "memory_bytes": 256 << 20}
+        settings: dict[str, Any] = {"shuffle_seed": 1, "shuffle_memory_bytes": 256 << 20}
         return timed(lambda: convert([corpus], f"{folder}/out", **settings).stored_bytes)
 
 
@@ -495,7 +495,11 @@ def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) ->
     from streammega.convert import convert
     from streammega.dataset.indexed import IndexedDataset
 
-    settings: dict[str, Any] = {"kind": "zst", "level": level, "frame_bytes": frame << 10}
+    settings: dict[str, Any] = {
+        "format": "zst",
+        "zstd_level": level,
+        "zstd_frame_bytes": frame << 10,
+    }
     began = time.perf_counter()
     report = convert([once], f"{folder}/z", workers=1, **settings)
     written = report.tokens * 2 / (time.perf_counter() - began)

@@ -135,7 +135,7 @@ def shards(mib: int, corpus_mib: int, kind: str = "bin") -> str:
     most = (mib << 20) // SHARDS_OF_A_PAIR
 
     def reshape(note: Path) -> None:
-        convert_into(prefix, [pair(mib, corpus_mib)], kind=kind, shard_bytes=most, eod_id=0)
+        convert_into(prefix, [pair(mib, corpus_mib)], format=kind, shard_bytes=most, eod_id=0)
 
     return _made_dataset(prefix, reshape)
 

@@ -39,11 +39,11 @@ def main() -> None:
     for name in ("sources", "lognormal"):
         sizes = corpus.sample_lengths(name, chosen.documents)
         for capacity in CAPACITIES:
-            pack_all(sizes[:1000], ConvertOptions(pack=capacity))  # compiles
+            pack_all(sizes[:1000], ConvertOptions(pack_length=capacity))  # compiles
             began = time.perf_counter()
-            counts = pack_all(sizes, ConvertOptions(pack=capacity))
+            counts = pack_all(sizes, ConvertOptions(pack_length=capacity))
             seconds = time.perf_counter() - began
-            few = pack_all(sizes, ConvertOptions(pack=capacity, max_documents=8))
+            few = pack_all(sizes, ConvertOptions(pack_length=capacity, pack_max_documents=8))
             cut, behind = cuts(sizes, capacity)
             harness.row(
                 name,
@@ -64,8 +64,8 @@ def padding_of(counts: PackingStats, capacity: int) -> float:
 
 def pack_all(sizes: NDArray[np.int64], options: ConvertOptions) -> PackingStats:
     """As a conversion does: window by window."""
-    assert options.pack is not None
-    most = max(WINDOW_TOKENS, WINDOW_BINS * options.pack)
+    assert options.pack_length is not None
+    most = max(WINDOW_TOKENS, WINDOW_BINS * options.pack_length)
     ends = np.cumsum(sizes)
     counts = PackingStats()
     first = 0

@@ -40,12 +40,13 @@ def value_at(record: Any, key: str) -> Any:
 
 
 def names_of(key: str) -> list[str]:
-    """The keys that a `--key` names, the first of which that is there holds the text."""
+    """The keys that a `--text-key` names, the first of which that is there holds the text."""
     return key.split(",")
 
 
 def first_value(record: Any, key: str) -> Any:
-    """The value under the first name of a `--key` that is there and not null; else null or MISSING.
+    """The value under the first name of a `--text-key` that is there and not null; else null or
+    MISSING.
 
     A name may have a comma itself: all of the key comes first.
     """
@@ -79,7 +80,7 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
             has = listed(sorted(_names(record)))
         wanted = " or ".join(map(repr, names_of(key)))
         raise ConvertError(
-            f"{where}: has no key {wanted} (it has: {has}); name the text's key with --key"
+            f"{where}: has no key {wanted} (it has: {has}); name the text's key with --text-key"
         )
     if not isinstance(value, list):
         return [_text(value, key, where)]
@@ -107,7 +108,7 @@ def _text(value: Any, key: str, where: str, within: str = "") -> str:
     if not isinstance(value, str):
         raise ConvertError(
             f"{where}: key {key!r} holds {within}{type(value).__name__}, not text; name the text's "
-            f"key with --key"
+            f"key with --text-key"
         )
     return encodable(value, where)
 

@@ -143,7 +143,9 @@ def read_slice(
         for item in FORMATS[piece.input.format].read(source):
             if isinstance(item, Tokens):
                 documents += len(item.documents)
-                last = item.with_origins(path) if options.origins and item.origins is None else item
+                last = (
+                    item.with_origins(path) if options.provenance and item.origins is None else item
+                )
                 yield last
                 continue
             if max(len(item.data), item.size) > options.max_record_bytes and _is_too_large(

@@ -32,7 +32,7 @@ def read_pair(source: Source) -> Iterator[Tokens]:
     piece = source.piece
     name = dataset_name(piece.input.path)
     indexed = IndexedDataset(name, source.storage)
-    shards = open_documents(name, source.storage) if source.options.origins else None
+    shards = open_documents(name, source.storage) if source.options.provenance else None
     documents = indexed.document_indices
     stop = len(documents) - 1 if piece.stop < 0 else piece.stop
     for first_document, end_document in document_runs(indexed, piece.start, stop, RUN_BYTES):

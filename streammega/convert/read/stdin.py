@@ -55,8 +55,8 @@ def pipes_as_files(
     pipes = [item for item in inputs if is_pipe(item)]
     if is_remote(work):
         raise ConfigError(
-            f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a "
-            f"local one"
+            f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work-dir has to name "
+            f"a local one"
         )
     if len(set(pipes)) < len(pipes):
         raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
@@ -118,7 +118,7 @@ def _keep(item: str, number: int, work: str, read_as: str | None) -> str:
     except OSError as error:
         raise ConvertError(
             f"{_name(item)}: cannot be kept in {work} ({error.strerror or error}); name another "
-            f"folder by --work"
+            f"folder by --work-dir"
         ) from None
     return kept
 

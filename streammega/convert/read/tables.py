@@ -185,7 +185,7 @@ def _check_header(header: list[str], options: ConvertOptions, path: str) -> None
     for names in _wanted_columns(options):
         if not set(names) & set(header):
             raise _no_column(path, names, header)
-    if options.origins and options.id_field is not None and options.id_field not in header:
+    if options.provenance and options.id_field is not None and options.id_field not in header:
         raise _no_id_column(path, options)
 
 
@@ -215,7 +215,7 @@ def _wanted_columns(options: ConvertOptions) -> list[list[str]]:
 def _no_column(path: str, wanted: Sequence[str], names: Iterable[str]) -> ConvertError:
     shown = " or ".join(repr(name) for name in wanted if len(wanted) == 1 or "," not in name)
     return ConvertError(
-        f"{path}: has no column {shown} (it has: {listed(names)}); name it with --key"
+        f"{path}: has no column {shown} (it has: {listed(names)}); name it with --text-key"
     )
 
 
@@ -234,7 +234,7 @@ def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
     if options.chat_template is not None and (tools := _find(schema, "tools")):
         paths.append(tools)
     ids = []
-    if options.origins:
+    if options.provenance:
         ids = [path for name in id_fields(options) if (path := _find(schema, name))][:1]
         if options.id_field is not None and not ids:
             raise _no_id_column(source.path, options)
@@ -291,7 +291,9 @@ def _rows(
             column = pc.struct_field(column, inner)
         if _is_token_list(column.type):
             tokens = token_lists(column, batch.nbytes, source.path, first)
-            yield tokens.with_origins(source.path, LINE, first + 1) if options.origins else tokens
+            yield (
+                tokens.with_origins(source.path, LINE, first + 1) if options.provenance else tokens
+            )
             return
     mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
     has_large_rows = batch.nbytes > options.max_record_bytes

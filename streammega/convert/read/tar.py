@@ -54,7 +54,7 @@ def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
     Raises ConvertError for an archive without an end.
     """
     path = source.path
-    wanted = source.options.member
+    wanted = source.options.tar_member
     if wanted is not None:
         wanted = wanted.lower().removeprefix(".")
     # a pattern says that every member is a document by itself
@@ -191,7 +191,7 @@ def _documents_of(
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
         yield one_per_document(array, np.array([array.size]), len(data), where)
-    else:  # .txt, or a member that --member names
+    else:  # .txt, or a member that --tar-member names
         yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
 
 
@@ -209,13 +209,13 @@ def _ambiguous(path: str, sample: str, names: list[str], taken: list[str]) -> Co
     if len(members) == 1:
         return ConfigError(
             f"{path}: sample {sample!r} has the member {members[0]!r} more than once "
-            f"({listed(names)}); take each as a document by --member '*{members[0]}', or "
+            f"({listed(names)}); take each as a document by --tar-member '*{members[0]}', or "
             f"make the archive again with one of each name"
         )
     return ConfigError(
         f"{path}: of sample {sample!r} more than one member may be the document "
-        f"({listed(names)}); name one by --member, {' or '.join(map(repr, members))} for "
-        f"instance, or take each as a document by --member '*'"
+        f"({listed(names)}); name one by --tar-member, {' or '.join(map(repr, members))} for "
+        f"instance, or take each as a document by --tar-member '*'"
     )
 
 

@@ -83,8 +83,8 @@ class ChatEncoder:
         variables: what the template may look at besides the conversation, as the keyword arguments
             of transformers' apply_chat_template: `{"enable_thinking": False}`. `strftime_now` is a
             day, "2026-01-31".
-        special_tokens: what a special token that a message spells becomes: `text`, or `parse`, its
-            id.
+        special_tokens_in_text: what a special token that a message spells becomes: `text`, or
+            `parse`, its id.
         pattern: how a .tiktoken file cuts text.
 
     Raises ConvertError, ObjectNotFoundError, ConfigError.
@@ -96,11 +96,14 @@ class ChatEncoder:
         template: str | ChatTemplate = "tokenizer",
         *,
         variables: Mapping[str, Any] | None = None,
-        special_tokens: str = "text",
+        special_tokens_in_text: str = "text",
         pattern: str | None = None,
     ) -> None:
-        if special_tokens not in ("parse", "text"):
-            raise ConfigError(f"special_tokens is {special_tokens!r}; it must be 'parse' or 'text'")
+        if special_tokens_in_text not in ("parse", "text"):
+            raise ConfigError(
+                f"special_tokens_in_text is {special_tokens_in_text!r}; it must be 'parse' or "
+                f"'text'"
+            )
         name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
         if isinstance(template, str):
             template = find_template(template, name, variables)
@@ -110,9 +113,9 @@ class ChatEncoder:
         self._tokenizer = tokenizer.parsing_special_tokens()
         names = tuple(self._tokenizer.special_tokens)
         _check_needed(self.template, names, name)
-        self._special = SpecialTokens.of(names, parse=special_tokens == "parse")
+        self._special = SpecialTokens.of(names, parse=special_tokens_in_text == "parse")
         # Where letters are folded, no search in a text tells which spellings would become tokens.
-        self._always_stands_in = self._tokenizer.folds_letters and special_tokens == "text"
+        self._always_stands_in = self._tokenizer.folds_letters and special_tokens_in_text == "text"
 
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A record's token ids int32 [tokens], and bool [tokens]: what the assistant says.

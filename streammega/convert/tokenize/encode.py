@@ -55,7 +55,7 @@ class BatchEncoder:
         if options.chat_template is not None:
             template = find_template(options.chat_template, options.tokenizer)
             self._chat = ChatEncoder(
-                tokenizer, template, special_tokens=options.special_tokens or "text"
+                tokenizer, template, special_tokens_in_text=options.special_tokens_in_text or "text"
             )
         elif options.chat and self.eod is None:
             raise ConfigError(
@@ -79,7 +79,7 @@ class BatchEncoder:
         Empty documents are counted and left out. Raises ConvertError that names file and line.
         """
         source_bytes = sum(len(document.data) or document.size for document in documents)
-        if self.options.origins:
+        if self.options.provenance:
             documents = [_with_fields(document) for document in documents]
         if self._chat is None:
             parts, numbers = self._read(documents, self.parts, skipped)
@@ -94,7 +94,7 @@ class BatchEncoder:
             parts, ids, kept = self._without_empty(parts, ids, skipped)
             numbers = [numbers[row] for row in kept]
         tokens = self._pack(parts, ids, source_bytes)
-        if not self.options.origins:
+        if not self.options.provenance:
             return tokens
         origins = collect_origins(origin_of(documents[number], self.options) for number in numbers)
         return replace(tokens, origins=origins)
@@ -314,7 +314,7 @@ def _not_text(path: str, error: UnicodeDecodeError) -> FormatError:
     """
     archive, _, member = path.partition("!")
     if member and format_of(archive) == "tar":
-        return not_utf8(path, error, "name another member by --member")
+        return not_utf8(path, error, "name another member by --tar-member")
     name = path.rpartition("/")[2]
     ending = suffix_of(name) or name
     return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{ending}')")

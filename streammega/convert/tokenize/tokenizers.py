@@ -67,7 +67,7 @@ class TokenSpans(NamedTuple):
 class TokenizerSettings(NamedTuple):
     """How a tokenizer treats text: settings of ConvertOptions, by their names there."""
 
-    special_tokens: str | None = None
+    special_tokens_in_text: str | None = None
     add_special_tokens: bool = False
     pattern: str | None = None
 
@@ -136,7 +136,7 @@ class Tokenizer(ABC):
 def load_tokenizer(
     name: str,
     *,
-    special_tokens: str | None = None,
+    special_tokens_in_text: str | None = None,
     add_special_tokens: bool = False,
     pattern: str | None = None,
 ) -> Tokenizer:
@@ -150,7 +150,7 @@ def load_tokenizer(
         raise ConvertError(
             f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
         )
-    return kind.load(name, TokenizerSettings(special_tokens, add_special_tokens, pattern))
+    return kind.load(name, TokenizerSettings(special_tokens_in_text, add_special_tokens, pattern))
 
 
 def resolve_eod_id(tokenizer: Tokenizer, name: str | None) -> int:
@@ -206,7 +206,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @classmethod
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
         """As the library does by itself, it parses special tokens where nothing is said."""
-        parse = settings.special_tokens != "text"
+        parse = settings.special_tokens_in_text != "text"
         return cls(name, _load_huggingface(name), add=settings.add_special_tokens, parse=parse)
 
     @cached_property
@@ -399,7 +399,7 @@ class TiktokenTokenizer(Tokenizer):
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
         """As the library does by itself, it takes special tokens for text where nothing is said."""
         tiktoken = _import_library("tiktoken", name)
-        parse = settings.special_tokens == "parse"
+        parse = settings.special_tokens_in_text == "parse"
         encoding = name.removeprefix("tiktoken:")
         try:
             if encoding != name:

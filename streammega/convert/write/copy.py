@@ -195,7 +195,7 @@ def load_documents(
         if len(stored) != int(byte_bounds[-1]):
             raise ConvertError(
                 f"{indexed.prefix}: {len(stored)} bytes were read of {int(byte_bounds[-1])}; "
-                f"convert again with --restart"
+                f"convert again with --no-resume"
             )
         first = indexed.document_indices[numbers] - start
         last = indexed.document_indices[numbers + 1] - start

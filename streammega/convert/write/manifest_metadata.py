@@ -73,13 +73,13 @@ def _is_mix(
         other = manifest.tokenizer
         if not tokenizer or not other or tokenizer.get("digest") == other.get("digest"):
             continue
-        if options.mix_tokenizers:
+        if options.allow_mixed_tokenizers:
             return True
         raise ConvertError(
             f"{first} is of tokenizer {tokenizer.get('name')} ({tokenizer.get('digest', '')[:12]}), "
             f"{name} of {other.get('name')} ({other.get('digest', '')[:12]}): their ids mean "
-            f"different things; tokenize the text again with one of them, or pass --mix-tokenizers "
-            f"if you know that they agree"
+            f"different things; tokenize the text again with one of them, or pass "
+            f"--allow-mixed-tokenizers if you know that they agree"
         )
     return False
 

@@ -119,16 +119,16 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, Packin
     sizes: their tokens, int64 [documents], none empty. A bin has its documents in their order, and
     bins are in the order of the first of them.
     """
-    capacity = options.pack
+    capacity = options.pack_length
     assert capacity is not None
     numbers = np.arange(len(sizes))
     is_long = sizes > capacity
-    if options.pack_long == "drop":
+    if options.pack_overflow == "drop":
         numbers = numbers[~is_long]
     document, start, size = _pieces(numbers, sizes[numbers], capacity)
     bins = np.empty(len(size), np.int64)
     largest_first = np.argsort(-size, kind="stable")
-    num_bins = best_fit(size, largest_first, capacity, options.max_documents or NO_LIMIT, bins)
+    num_bins = best_fit(size, largest_first, capacity, options.pack_max_documents or NO_LIMIT, bins)
     # Bins are in the order of their first pieces: then neighbours are as near as they were before.
     first_piece = np.full(num_bins, len(bins), np.int64)
     np.minimum.at(first_piece, bins, np.arange(len(bins)))
@@ -150,7 +150,7 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, Packin
         target=place * capacity + within_bin,
     )
     num_long = int(np.count_nonzero(is_long))
-    drops = options.pack_long == "drop"
+    drops = options.pack_overflow == "drop"
     counts = PackingStats(
         bins=num_bins,
         padding=num_bins * capacity - int(size.sum()),
@@ -190,7 +190,7 @@ def write_packed(
     pad_id: what stands where there is no document. Adds to `counts`, and with provenance to
     `stored_order` the document of every piece.
     """
-    capacity = options.pack
+    capacity = options.pack_length
     assert capacity is not None
     for parts, chosen in windows_of(documents, portions, capacity):
         held = load_documents(documents, (parts, chosen), writer.dtype)
@@ -206,7 +206,7 @@ def write_packed(
         _write(bins, held, packed, writer)
         bytes_written = bins.nbytes
         del bins, held
-        if options.origins:
+        if options.provenance:
             stored_order.append((parts[packed.document], chosen[packed.document]))
         yield bytes_written
     tail = np.full(1, pad_id, writer.dtype)

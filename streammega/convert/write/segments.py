@@ -160,7 +160,7 @@ class SegmentWriter:
         name = f"{unit_name(self._unit)}-{job.segment_bytes:x}-{number:04d}"
         prefix = join_url(job.work, name)
         save_side(job, prefix, rows)
-        if options.origins:
+        if options.provenance:
             _save_origins(job, prefix, batch)
         multimodal = batch.modes is not None
         with IndexedDatasetWriter(prefix, dtype, multimodal, job.storage, kind="bin") as writer:
@@ -218,9 +218,9 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
         is_learned = np.isin(batch.modes, learned) & (batch.lengths > 0)
         is_answered = np.diff(offsets_of(is_learned)[offsets_of(batch.documents)]) > 0
         drop("without an answer", ~is_answered & (batch.document_tokens > 0))
-    if options.modes is not None:
+    if options.keep_modes is not None:
         modes = np.zeros(len(batch.lengths), np.int8) if batch.modes is None else batch.modes
-        is_wanted = np.isin(modes, options.modes)
+        is_wanted = np.isin(modes, options.keep_modes)
         skipped.leave_out("sequences of other modes", int(np.count_nonzero(~is_wanted)))
         if not is_wanted.all():
             batch = batch.take_sequences(is_wanted)
@@ -228,7 +228,7 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
     drop("empty", sizes == 0)
     drop("too short", kept & (sizes < options.min_tokens))
     max_tokens = options.max_tokens
-    if max_tokens is not None and options.long == "drop":
+    if max_tokens is not None and options.max_tokens_policy == "drop":
         drop("too long", kept & (sizes > max_tokens))
     batch = batch.select(kept)
     if max_tokens is not None and (num_long := int((batch.document_tokens > max_tokens).sum())):
@@ -249,7 +249,7 @@ def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
         known = 0 if batch.origins is None else len(batch.origins)
         raise ConvertError(
             f"{prefix}: where {documents} documents came from is known of {known}; convert without "
-            "--origins, and report this"
+            "--provenance, and report this"
         )
     writer = ProvenanceWriter()
     writer.add(batch.origins)

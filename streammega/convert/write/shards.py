@@ -171,7 +171,7 @@ def plan_shards(
     # Where files can be renamed, they are written to the work folder first.
     folder = parent_url(destination.prefix) if destination.is_remote else join_url(job.work, "out")
     first_sequences = [0] * num_shards
-    if options.kind == "tar":
+    if options.format == "tar":
         first_sequences = number_sequences(documents, bounds)
     layout = ShardLayout(
         parts=parts,
@@ -228,7 +228,7 @@ def write_shard(
     itemsize = np.dtype(layout.dtype).itemsize
     documents = DocumentOrder(job, layout.parts, layout.buckets)
     portions = _portions_of_shard(documents, layout, number)
-    packing = None if options.pack is None else PackingStats()
+    packing = None if options.pack_length is None else PackingStats()
     stored_order: list[Portion] = []
     with _writer(job, layout, number) as writer:
         if packing is not None:
@@ -247,7 +247,7 @@ def write_shard(
                 progress(written, written // itemsize)
     origins = ""
     ids = 0
-    if options.origins:
+    if options.provenance:
         as_planned = _portions_of_shard(documents, layout, number)
         in_order = as_planned if packing is None else stored_order
         origins, ids = _write_origins(job, documents, in_order, layout.names[number])
@@ -279,16 +279,16 @@ def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
         expected_bytes = options.shard_bytes * 3 // 2
     else:
         # Twice as much where bins may be half empty.
-        packed = 1 if options.pack is None else 2
+        packed = 1 if options.pack_length is None else 2
         expected_bytes = layout.tokens * dtype.itemsize * packed
     return IndexedDatasetWriter(
         layout.targets[number],
         dtype,
         layout.multimodal,
         with_part_bytes_for(job.storage, expected_bytes),
-        kind=options.kind,
-        level=options.level,
-        frame_bytes=options.frame_bytes,
+        kind=options.format,
+        level=options.zstd_level,
+        frame_bytes=options.zstd_frame_bytes,
         index_prefix=join_url(job.work, f"out/{layout.names[number]}"),
         first_sequence=layout.first_sequences[number],
     )
@@ -329,7 +329,7 @@ def _write_origins(
             stored = open_provenance(prefix, job.storage)
             if stored is None:
                 raise ConvertError(
-                    f"{prefix}{ENDING}: is gone; run the same command again with --restart"
+                    f"{prefix}{ENDING}: is gone; run the same command again with --no-resume"
                 )
             first = int(numbers.min())
             found.append(stored.between(first, int(numbers.max()) + 1).take(numbers - first))

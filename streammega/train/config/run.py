@@ -234,7 +234,7 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     hints = get_type_hints(kind)
     for name, value in table.items():
         if name not in hints:
-            raise ConfigError(unknown_setting(name, kind, path))
+            raise ConfigError(unknown_setting(name, kind, section=path))
         if is_dataclass(hints[name]):
             _check_section(value, hints[name], f"{path}{name}")
         if name == "storage_by_prefix" and isinstance(value, Mapping):
