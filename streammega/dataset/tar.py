@@ -11,6 +11,7 @@ padded to 512 bytes; so the places of all payloads follow from the lengths in th
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from streammega.errors import FormatError
 from streammega.storage.derived_stores import Members
-from streammega.storage.store import ObjectWriter
 
 RECORD = 512
 """What everything in a tar is padded to; a header is one of them."""
@@ -68,51 +68,42 @@ def _member_bytes(sizes: NDArray[np.int64], multimodal: bool) -> NDArray[np.int6
     return members
 
 
-class TarWriter:
-    """Writes sequences as members.
+def encode_members(
+    pieces: Iterator[memoryview],
+    lengths: NDArray[np.int32],
+    modes: NDArray[np.int8] | None,
+    dtype: np.dtype[Any],
+    first: int,
+) -> Iterator[bytes | memoryview]:
+    """The bytes of samples, in parts: the same sequences, from the same number `first` on, give the
+    same bytes.
 
-    The same sequences, from the same `first` number on, give the same bytes.
+    pieces: the tokens, end to end, in pieces of any size, each valid until the next one. modes: of
+    each sequence, which then have members too.
     """
-
-    def __init__(
-        self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool, first: int = 0
-    ) -> None:
-        self._inner = inner
-        self._dtype = dtype.newbyteorder("<")
-        self._multimodal = multimodal
-        self._number = first
-
-    def add(
-        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
-    ) -> None:
-        """Append sequences, whose tokens lie end to end in `data`."""
-        start = 0
-        for row, length in enumerate(lengths.tolist()):
-            stop = start + length * self._dtype.itemsize
-            name = f"{self._number:09d}"
-            self._member(f"{name}.npy", [_npy_header(self._dtype, length), data[start:stop]])
-            if self._multimodal:
-                assert modes is not None
-                mode = int(modes[row])
-                self._member(f"{name}.cls", [str(mode).encode()])
-            start = stop
-            self._number += 1
-
-    def commit(self) -> None:
-        """End the archive and publish it."""
-        self._inner.write(END)
-        self._inner.commit()
-
-    def abort(self) -> None:
-        """Throw everything away."""
-        self._inner.abort()
-
-    def _member(self, name: str, parts: list[bytes | memoryview]) -> None:
-        size = sum(len(part) for part in parts)
-        self._inner.write(_header(name, size))
-        for part in parts:
-            self._inner.write(part)
-        self._inner.write(bytes(-size % RECORD))
+    dtype = dtype.newbyteorder("<")
+    unread = memoryview(b"")
+    for row, length in enumerate(lengths.tolist()):
+        missing = length * dtype.itemsize
+        size = NPY_HEADER + missing
+        yield _header(f"{first + row:09d}.npy", size)
+        yield _npy_header(dtype, length)
+        while missing:
+            if not unread:
+                piece = next(pieces, None)
+                if piece is None:
+                    return  # the caller counts the bytes
+                unread = piece
+            part = unread[:missing]
+            yield part
+            unread = unread[len(part) :]
+            missing -= len(part)
+        yield bytes(-size % RECORD)
+        if modes is not None:
+            mode = str(modes[row]).encode()
+            yield _header(f"{first + row:09d}.cls", len(mode))
+            yield mode
+            yield bytes(-len(mode) % RECORD)
 
 
 def _header(name: str, size: int) -> bytes:

@@ -19,7 +19,7 @@ from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.idx import MAX_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.names import SUFFIXES, Kind, split_name, strip_suffix
-from streammega.dataset.tar import TarWriter
+from streammega.dataset.tar import END, encode_members
 from streammega.errors import FormatError
 from streammega.kernels import num_threads
 from streammega.storage import open_store
@@ -32,6 +32,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 COPY_BYTES = 32 << 20
 """What a merge reads at once, and holds in memory."""
+_NO_DOCUMENTS = np.empty(0, np.int64)
 
 
 class IndexedDatasetWriter:
@@ -82,17 +83,17 @@ class IndexedDatasetWriter:
         self._documents = array("q", [0])
         self._starts: array[int] | None = None
         """Of packed documents, the token at which each sequence begins."""
-        self._packed_tokens = 0
+        self._token_bytes = 0
+        """Of all tokens so far, as one array."""
+        self._first_number = first_sequence
         self._open = True
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self.stored = ChecksummedWriter(store.open_writer(key))
         """Counts and checksums of what was written so far, as stored."""
         self.index: ChecksummedWriter
         """The same of the `.idx`, which is there once it is published."""
-        self._tokens: TarWriter | FrameWriter | ChecksummedWriter = self.stored
-        if self.kind == "tar":
-            self._tokens = TarWriter(self.stored, self.dtype, multimodal, first_sequence)
-        elif self.kind == "zst":
+        self._tokens: FrameWriter | ChecksummedWriter = self.stored
+        if self.kind == "zst":
             self._tokens = FrameWriter(self.stored, level, frame_bytes)
 
     def __enter__(self) -> IndexedDatasetWriter:
@@ -121,7 +122,8 @@ class IndexedDatasetWriter:
         Raises FormatError if a value does not fit the dtype: it would wrap around silently.
         """
         data = self._cast(tokens)
-        self._append([_bytes(data)], self._to_lengths([data.size]), np.array([mode], np.int8))
+        lengths = self._to_lengths([data.size])
+        self._append([_bytes(data)], lengths, _NO_DOCUMENTS, np.array([mode], np.int8))
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
@@ -135,14 +137,9 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} "
                 "tokens"
             )
-        num_modes = len(modes or ())
-        if self.multimodal and num_modes != len(lengths):
-            raise FormatError(
-                f"{self.prefix}: {len(lengths)} sequences need as many modes, got {num_modes}"
-            )
-        modes = modes or [0] * len(lengths)
-        self._append([_bytes(data)], self._to_lengths(lengths), np.array(modes, np.int8))
-        self.end_document()
+        documents = np.array([len(lengths)])
+        modes_array = None if modes is None else np.array(modes, np.int8)
+        self._append([_bytes(data)], self._to_lengths(lengths), documents, modes_array)
 
     def add_documents(
         self,
@@ -165,15 +162,10 @@ class IndexedDatasetWriter:
                 which each sequence begins. A writer of packed tokens takes nothing else.
         """
         self._check_open()
-        if self.kind == "tar" and not isinstance(data, bytes | bytearray | memoryview):
-            # Every member of a tar begins with its length.
-            data = b"".join([bytes(piece) for piece in data])
         if isinstance(data, bytes | bytearray | memoryview):
             self._check_fits(len(data), lengths, documents, starts)
             data = [memoryview(data)]
-        first_sequence = len(self._lengths)
-        self._append(data, lengths, modes, starts)
-        self._end_documents(first_sequence, documents)
+        self._append(data, lengths, documents, modes, starts)
 
     @property
     def stores_plain_bytes(self) -> bool:
@@ -201,11 +193,11 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: {size} bytes of files do not belong to these lengths, or not to a "
                 f"{self.kind}"
             )
+        self._check_modes(lengths, modes)
         with self._abort_on_error():
             yield from self.stored.write_files(ranges, threads)
-        first_sequence = len(self._lengths)
-        self._note(lengths, modes)
-        self._end_documents(first_sequence, documents)
+        self._token_bytes += size
+        self._note(lengths, documents, modes)
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
@@ -238,16 +230,16 @@ class IndexedDatasetWriter:
                 copied = self.copy_from(ranges, lengths, documents, modes, num_threads())
                 deque(copied, maxlen=0)
                 return
-        max_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
-        first_sequence = len(self._lengths)
-        with self._abort_on_error():
+
+        def read() -> Iterator[memoryview]:
+            max_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
             for first, last in _runs(sizes, max_bytes):
                 start = int(other.sequence_offsets[first])
                 stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
                 (data,) = other.store.read(other.bin_key, [(start, stop)], etag)
-                modes_of_run = modes[first:last] if modes is not None else None
-                self._append([data], lengths[first:last], modes_of_run)
-        self._end_documents(first_sequence, documents)
+                yield memoryview(data)
+
+        self._append(read(), lengths, documents, modes)
 
     def finalize(self, idx_path: str | None = None) -> None:
         """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
@@ -269,6 +261,8 @@ class IndexedDatasetWriter:
         # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
         try:
             index_store.delete(index_key)
+            if self.kind == "tar":
+                self._tokens.write(END)
             self._tokens.commit()
         except BaseException:
             self._tokens.abort()  # the writer is closed, so its caller cannot
@@ -290,10 +284,8 @@ class IndexedDatasetWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, padding too; a pass over the lengths."""
-        if self._starts is not None:
-            return self._packed_tokens
-        return int(_viewed(self._lengths, np.int32).sum(dtype=np.int64))
+        """Tokens so far, padding too."""
+        return self._token_bytes // self.dtype.itemsize
 
     def abort(self) -> None:
         """Throw away what was written. Does nothing after `finalize`."""
@@ -323,21 +315,26 @@ class IndexedDatasetWriter:
         self,
         pieces: Iterable[memoryview],
         lengths: NDArray[np.int32],
-        modes: NDArray[np.int8] | None = None,
+        documents: NDArray[np.int64],
+        modes: NDArray[np.int8] | None,
         starts: NDArray[np.int64] | None = None,
     ) -> None:
-        """Append sequences whose bytes come in pieces."""
+        """Append sequences, whose bytes come in pieces. All others of these arguments are as of
+        `add_documents`.
+        """
         self._check_open()
-        if isinstance(self._tokens, TarWriter):
-            for piece in pieces:
-                self._tokens.add(piece, lengths, modes)
-            self._note(lengths, modes)
-            return
-        num_bytes = 0
+        self._check_modes(lengths, modes)
+        bytes_before = self._token_bytes
+        counted = self._counted(pieces)
+        stored: Iterator[bytes | memoryview] = counted
+        if self.kind == "tar":
+            first = self._first_number + len(self._lengths)
+            modes_or_none = modes if self.multimodal else None
+            stored = encode_members(counted, lengths, modes_or_none, self.dtype, first)
         with self._abort_on_error():
-            for piece in pieces:
-                self._tokens.write(piece)
-                num_bytes += len(piece)
+            for data in stored:
+                self._tokens.write(data)
+            num_bytes = self._token_bytes - bytes_before
             if starts is None and num_bytes != self._size_of(lengths):
                 raise FormatError(
                     f"{self.prefix}: {num_bytes} bytes do not belong to these lengths"
@@ -345,9 +342,14 @@ class IndexedDatasetWriter:
         if starts is not None:
             if self._starts is None:
                 self._starts = array("q")
-            self._starts.frombytes(_bytes(np.ascontiguousarray(starts + self._packed_tokens)))
-            self._packed_tokens += num_bytes // self.dtype.itemsize
-        self._note(lengths, modes)
+            tokens_before = bytes_before // self.dtype.itemsize
+            self._starts.frombytes(_bytes(np.ascontiguousarray(starts + tokens_before)))
+        self._note(lengths, documents, modes)
+
+    def _counted(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            self._token_bytes += len(piece)
+            yield piece
 
     def _check_fits(
         self,
@@ -374,17 +376,25 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: {num_bytes} bytes do not belong to these lengths and documents"
             )
 
-    def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
-        """Keep what the `.idx` will say of sequences."""
-        self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
-        if self.multimodal:
-            modes_or_none = np.empty(0, np.int8) if modes is None and not len(lengths) else modes
-            self._modes.frombytes(_bytes(np.ascontiguousarray(modes_or_none, np.int8)))
+    def _check_modes(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
+        num_modes = 0 if modes is None else len(modes)
+        if self.multimodal and num_modes != len(lengths):
+            raise FormatError(
+                f"{self.prefix}: {len(lengths)} sequences need as many modes, got {num_modes}"
+            )
 
-    def _end_documents(self, first_sequence: int, documents: NDArray[np.int64]) -> None:
-        """Close documents of so many sequences each, the first of which is `first_sequence`."""
-        bounds = first_sequence + np.cumsum(documents, dtype=np.int64)
-        self._documents.frombytes(bounds.tobytes())
+    def _note(
+        self,
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
+        modes: NDArray[np.int8] | None,
+    ) -> None:
+        """Keep what the `.idx` will say of sequences and documents."""
+        document_ends = len(self._lengths) + np.cumsum(documents, dtype=np.int64)
+        self._documents.frombytes(document_ends.tobytes())
+        self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
+        if self.multimodal and modes is not None:
+            self._modes.frombytes(_bytes(np.ascontiguousarray(modes, np.int8)))
 
     def _to_lengths(self, lengths: Sequence[int]) -> NDArray[np.int32]:
         """Lengths as the `.idx` holds them. Raises FormatError for one that it cannot."""
