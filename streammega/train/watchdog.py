@@ -5,8 +5,9 @@ handlers nor other code there, and with NCCL no collective raises when another r
 thread watches, prints why the job ends, and ends the process.
 
 Once a second, a beat, it publishes the status of its rank in the job's store, and reads one key: the
-first cause that any rank has left there. Rank 0 compares the statuses of all ranks now and then; the
-other ranks look at rank 0, and after a signal at all. Who finds something writes it as the cause.
+first cause that any rank has left there. Rank 0 compares the statuses of all ranks now and then. The
+other ranks look at rank 0 alone; at all ranks after a signal, and once rank 0 has finished. Who finds
+something writes it as the cause.
 
 | what is seen | the rank ends after |
 |---|---|
@@ -182,6 +183,8 @@ class Watchdog:
         self._next_look = 0
         self._is_ending = False
         """Whether a signal asks for the end of the run."""
+        self._has_first_ended = False
+        """Whether rank 0, which looks at all ranks, has finished."""
         self._answer_time = time.monotonic()
         """When the store answered last."""
         self._last_beats: dict[int, tuple[int, int]] = {}
@@ -313,8 +316,10 @@ class Watchdog:
         max_silence = self._max_silence
         self._next_look = self._beats + min(LOOK, max_silence)
         # A rank that a signal ends looks at all: rank 0 may be on another host, and not know of it.
-        sees_all = self.rank == 0 or self._is_ending
+        sees_all = self.rank == 0 or self._has_first_ended or self._is_ending
         statuses = store.statuses(range(self.world) if sees_all else [0])
+        if 0 in statuses and statuses[0].phase == ENDED:
+            self._has_first_ended = True
         silent: list[int] = []
         for rank, status in statuses.items():
             beats, since = self._last_beats.get(rank, (0, 0))

@@ -50,6 +50,9 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
     watch.phase("reducing", 5)
     time.sleep(1.2)  # until the next beat, which says so
     print("ready", flush=True)
+    if kind == "finished" and rank == 0:
+        watch.close()
+        return
     if rank == 1:
         fail(watch, kind)
     if kind == "in C":
@@ -97,6 +100,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         "in C": 600.0,
         "killed": 600.0,
         "stopped": 3.0,
+        "finished": 3.0,
         "stalled": 3.0,
         "waiting": 2.0,
         "interrupted": 600.0,
@@ -108,6 +112,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         for kind, timeout in timeouts.items()
     }
     made["stopped"].ready().signal(signal.SIGSTOP, 1)
+    made["finished"].ready().signal(signal.SIGSTOP, 1)
     killed = made["killed"].ready()
     made["killed"].since = time.time()
     killed.signal(signal.SIGKILL, 1)
@@ -162,6 +167,15 @@ def test_a_rank_that_is_stopped_is_named_without_torchrun(scenes: dict[str, Scen
     family = scenes["stopped"].family
     assert family.ended(0, 2, within=SOON) == [1, 1]
     assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(0)
+
+
+@pytest.mark.guarantee("rank-stopped-named")
+def test_a_rank_that_is_stopped_is_named_also_after_rank_0_has_finished(
+    scenes: dict[str, Scene],
+) -> None:
+    family = scenes["finished"].family
+    assert family.ended(0, 2, within=SOON) == [0, 1]
+    assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(2)
 
 
 @pytest.mark.guarantee("rank-fails-says")
