@@ -133,15 +133,11 @@ class BucketedDataParallel(nn.Module):
         ]
         # else ranks that were seeded apart would stay apart
         self._broadcast()
-        checks = None
-        if check_gradients:
-            # inspecting on the CPU waits for nothing; a device's launch queue would drain
-            checks = GradientChecks(largest_gradient, at_once=self.device.type == "cpu")
         self.reducer = GradReducer(
             buckets,
             group=self.group,
             tied_group=tied_group,
-            checks=checks,
+            checks=GradientChecks(largest_gradient) if check_gradients else None,
             scale=1.0 / self.size if average else 1.0,
             overlap=overlap,
             main_grad=main_grad,

@@ -6,6 +6,7 @@ A device is asked once a step, and not for every bucket: its launch queue would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,69 +22,58 @@ MEND = (
 
 
 class GradientChecks:
-    """Inspects the gradients of one step on this rank.
+    """Inspects the gradients of one step on this rank: a norm of each parameter's, kept on its
+    device.
 
     Args:
         max_element: an element that is larger is as bad as one that is not finite; None: only the
             latter.
-        at_once: bad elements are counted before the reduction changes them: for the CPU, where
-            nothing waits for that. Else norms stay on the device, one for each parameter.
     """
 
-    def __init__(self, max_element: float | None, *, at_once: bool) -> None:
+    def __init__(self, max_element: float | None) -> None:
         self._max = max_element
-        self._at_once = at_once
         self._norms: list[Tensor] = []
         self._names: list[str] = []
         """Of the parameter of each norm."""
-        self._first_fault = ""
 
-    def inspect(self, grads: Tensor, slots: Sequence[GradSlot], note: str = "") -> None:
-        """Inspect a bucket that is about to be reduced.
+    def inspect(self, slots: Sequence[GradSlot], note: str = "") -> None:
+        """Inspect the gradients of a bucket that is about to be reduced.
 
-        `grads`: all of it; `note`: what messages say after the name of a parameter.
+        note: what messages say after the name of a parameter.
         """
         # a largest element of none is an error in torch
         filled = [slot for slot in slots if slot.main_grad.numel()]
-        if not filled:
-            return
-        if not self._at_once:
-            # a norm of infinite order is the largest element
-            order = 2 if self._max is None else torch.inf
-            of_parameters = [slot.main_grad for slot in filled]
-            self._norms += torch._foreach_norm(of_parameters, order, dtype=_wide(grads))
-            self._names += [slot.name + note for slot in filled]
-        elif not self._first_fault and not self._is_sound(grads):
-            faults = (self._fault_of(slot, note) for slot in filled)
-            self._first_fault = next(filter(None, faults), "")
+        grads = [slot.main_grad for slot in filled]
+        self._norms += _norms(grads, largest=self._max is not None)
+        self._names += [slot.name + note for slot in filled]
 
     def count_bad(self) -> Tensor | float:
         """1 where this rank saw something bad, else 0; on the device, where the norms are."""
-        if self._norms:
-            return (~self._good()).any().float()
-        return 1.0 if self._first_fault else 0.0
+        return (~self._good()).any().float() if self._norms else 0.0
 
     def collect(self, *, some_bad: bool) -> str:
         """What was bad of this step on this rank, or nothing; the next step begins.
 
-        `some_bad`: whether any rank saw it.
+        some_bad: whether any rank saw it. Else the device is not asked.
         """
-        fault = self._first_fault
-        if self._norms and some_bad:  # else the device would be asked a second time
-            fault = self._fault_by_norms()
+        fault = self._first_fault() if self._norms and some_bad else ""
         self._norms = []
         self._names = []
-        self._first_fault = ""
         return fault
 
-    def _fault_by_norms(self) -> str:
+    def _first_fault(self) -> str:
         """What is wrong with the first parameter whose norm is bad; nothing where all are good."""
         if all(good := self._good().tolist()):
             return ""
-        what = "is not finite"
-        if self._max is not None:
-            what = f"is not finite, or has an element above {self._max:.4g}"
-        return f"the gradient of {self._names[good.index(False)]} {what}; {MEND}"
+        first = good.index(False)
+        norm = float(self._norms[first])
+        if self._max is None or not math.isfinite(norm):
+            return f"the gradient of {self._names[first]} is not finite; {MEND}"
+        return (
+            f"the gradient of {self._names[first]} has an element of {norm:.4g}, more than "
+            f"{self._max:.4g}; look at this step's batch and learning rate, or raise "
+            f"largest_gradient"
+        )
 
     def _good(self) -> Tensor:
         """Whether each norm is as it should be, bool [norms]."""
@@ -93,31 +83,19 @@ class GradientChecks:
         # of NaN that is False
         return norms <= self._max
 
-    def _is_sound(self, grads: Tensor) -> bool:
-        """Whether a whole bucket is, in one pass over it: it nearly always is."""
-        if self._max is None:
-            norm = torch.linalg.vector_norm(grads, dtype=_wide(grads))
-            return bool(norm.isfinite())
-        low, high = torch.aminmax(grads)  # a tenth of the time of the largest norm
-        # of NaN both are False
-        return bool((-low <= self._max) & (high <= self._max))
 
-    def _fault_of(self, slot: GradSlot, note: str) -> str:
-        """What is wrong with a parameter's gradient, or nothing."""
-        bad = ~torch.isfinite(slot.main_grad)
-        if bad.any():
-            return (
-                f"the gradient of {slot.name}{note} is not finite in {int(bad.sum())} of "
-                f"{bad.numel()} elements; {MEND}"
-            )
-        largest = float(slot.main_grad.abs().max())
-        if self._max is None or largest <= self._max:
-            return ""
-        return (
-            f"the gradient of {slot.name}{note} has an element of {largest:.4g}, more than "
-            f"{self._max:.4g}; look at this step's batch and learning rate, or raise "
-            f"largest_gradient"
-        )
+def _norms(grads: list[Tensor], *, largest: bool) -> Sequence[Tensor]:
+    """A norm of each gradient, which is finite where all of its elements are; with `largest` its
+    largest magnitude.
+    """
+    if not grads:
+        return ()
+    # squares of fp16 elements would overflow in their own dtype
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    if largest and not grads[0].is_cuda:
+        # a small part of the time of the norm of infinite order
+        return [torch.stack(torch.aminmax(grad)).abs().max().to(wide) for grad in grads]
+    return torch._foreach_norm(grads, torch.inf if largest else 2, dtype=wide)
 
 
 class Report:
@@ -176,11 +154,6 @@ class Report:
         if bad_ranks == 1:
             where = f"rank {self._ranks[round(sum_of_places)]}"
         return f"{where} got a bad gradient, which its own error names; no rank is to step with it"
-
-
-def _wide(grads: Tensor) -> torch.dtype:
-    """The dtype of norms: squares of fp16 elements would overflow in their own."""
-    return torch.promote_types(grads.dtype, torch.float32)
 
 
 def _this_rank() -> int:

@@ -258,7 +258,7 @@ class GradReducer:
 
     def _inspect(self, bucket: GradBucket, note: str = "") -> None:
         if self.checks is not None:
-            self.checks.inspect(bucket.grads, bucket.slots, note)
+            self.checks.inspect(bucket.slots, note)
 
     def wait(self) -> str:
         """Wait for the collectives, and be ready for the next step. Returns what is bad about a
