@@ -9,7 +9,7 @@ tensor-parallel ranks by `parallelize` and its sequences over context-parallel o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,24 @@ class GPT(nn.Module):
         """The first so many layers keep their input for backward, and compute the rest of their
         activations again.
         """
-        self.apply(_initialize)
+
+    def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """(name, first values) of each parameter, one at a time: matrices are drawn, norms begin
+        with 1. The parameters may be on any device.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            values = torch.ones(parameter.shape)
+            if parameter.dim() > 1:
+                values.normal_(0.0, INITIAL_STD, generator=generator)
+            yield name, values
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Give a whole model its first values."""
+        parameters = dict(self.named_parameters())
+        for name, values in self.initial_values(seed):
+            parameters[name].copy_(values)
 
     def forward(
         self,
@@ -262,11 +279,3 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return rotated.to(x.dtype)
-
-
-def _initialize(module: nn.Module) -> None:
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
-        return
-    # Where there are shapes only, torch takes milliseconds to draw nothing.
-    if not module.weight.is_meta:
-        nn.init.normal_(module.weight, std=INITIAL_STD)

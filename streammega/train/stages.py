@@ -5,7 +5,7 @@ first weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from streammega.parallel.layout import ParallelLayout
 from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
 from streammega.train.losses import VocabPart
-from streammega.train.model import GPT, INITIAL_STD, TIED, hidden_size
+from streammega.train.model import GPT, TIED, hidden_size
 from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
 
 
@@ -44,7 +44,7 @@ def make_stages(
             shard(chunk, mesh[DATA], dtype)
         chunk.to_empty(device=device)
         chunk.tie()
-    fill_with_first_weights(chunks, whole, config.train.seed, canonical)
+    _initialize(chunks, whole, config.train.seed)
     shapes = {canonical(name): parameter.shape for name, parameter in whole.named_parameters()}
     return chunks, shapes
 
@@ -129,9 +129,7 @@ def _split(
 
 
 @torch.no_grad()
-def fill_with_first_weights(
-    chunks: Sequence[nn.Module], whole: GPT, seed: int, name_of: Callable[[str], str]
-) -> None:
+def _initialize(chunks: Sequence[nn.Module], whole: GPT, seed: int) -> None:
     """Give the parameters of some stages their first values, those that one rank alone would draw.
 
     Every rank draws the same numbers in the same order, into memory for one parameter at a time,
@@ -141,41 +139,14 @@ def fill_with_first_weights(
         chunks: modules whose parameters have memory; they may be DTensors.
         whole: the complete model, on the meta device.
         seed: of the generator.
-        name_of: the name in the whole model of a parameter's name in a stage.
     """
     parameters_of: dict[str, list[nn.Parameter]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            parameters_of.setdefault(name_of(name), []).append(parameter)
-            # Those of norms stay so; all others are drawn below.
-            local_part(parameter).fill_(1.0)
-    generator = torch.Generator().manual_seed(seed)
-    _draw_as_constructors_do(whole, generator)
-    for name, shape in _drawn(whole):
-        values = torch.empty(shape).normal_(0.0, INITIAL_STD, generator=generator)
-        for parameter in parameters_of.get(name_of(name), ()):
+            parameters_of.setdefault(canonical(name), []).append(parameter)
+    for name, values in whole.initial_values(seed):
+        for parameter in parameters_of.get(canonical(name), ()):
             local_part(parameter).copy_(_part_of_this_rank(values, parameter))
-
-
-def _draw_as_constructors_do(whole: GPT, generator: torch.Generator) -> None:
-    """Draw what a model's constructors draw first, which nobody uses: the generator is then where
-    it is when one rank alone begins to draw the weights.
-    """
-    for module in whole.modules():
-        if isinstance(module, nn.Embedding):
-            torch.empty(module.weight.shape).normal_(generator=generator)
-        elif isinstance(module, nn.Linear):
-            torch.empty(module.weight.shape).uniform_(generator=generator)
-
-
-def _drawn(whole: GPT) -> Iterator[tuple[str, torch.Size]]:
-    """(name, shape) of what `Module.apply` reaches, in its order.
-
-    One that is shared is drawn twice, and the later counts.
-    """
-    for name, module in whole.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            yield f"{name}.weight", module.weight.shape
 
 
 def _part_of_this_rank(values: Tensor, parameter: Tensor) -> Tensor:

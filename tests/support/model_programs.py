@@ -206,17 +206,16 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
 
 
 def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
-    """Whether this rank's parameters are its part of those that one rank alone draws by the model's
-    own constructor.
-    """
+    """Whether this rank's parameters are its part of those that one rank alone draws."""
     from torch.distributed.tensor import DTensor
 
     from streammega.train.model import GPT
     from streammega.train.parallel_model import names_of
 
     model, config = model_of(run_file, overrides)
-    torch.manual_seed(config.train.seed)
-    whole = dict(GPT(config.model).named_parameters())
+    alone = GPT(config.model)
+    alone.init_weights(config.train.seed)
+    whole = dict(alone.named_parameters())
     same = True
     for name, parameter in names_of(model).items():
         value = parameter.detach()

@@ -220,6 +220,7 @@ def test_no_kernel_of_a_run_reads_outside_of_its_memory(run_file: Path, device: 
 def test_a_compiled_model_computes_what_the_plain_one_does(device: str) -> None:
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=128, dim=32, layers=2, heads=2)).to(device)
+    model.init_weights(0)
     tokens = torch.randint(0, 128, (2, 33), device=device)
     positions = torch.arange(32, device=device).expand(2, -1)
 

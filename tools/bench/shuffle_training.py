@@ -113,8 +113,8 @@ def batches(data: NDArray[np.uint8], starts: Starts, steps: int) -> Iterator[tor
 def train_once(
     data: NDArray[np.uint8], held_out: NDArray[np.uint8], order: str, seed: int, steps: int
 ) -> float:
-    torch.manual_seed(seed)
     model = GPT(ModelConfig(vocab_size=256, dim=64, layers=2, heads=2))
+    model.init_weights(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 3e-3, total_steps=steps, pct_start=0.1

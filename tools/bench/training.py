@@ -244,8 +244,8 @@ def time_sides(device: torch.device, runs: int, names: tuple[str, ...]) -> Times
 
 def model_of(side: str, device: torch.device) -> Model:
     """The model in what reduces its gradients."""
-    torch.manual_seed(1)
     bare = GPT(MODEL).to(device)
+    bare.init_weights(1)
     if side == "ddp":
         ddp = DistributedDataParallel(bare, bucket_cap_mb=25, gradient_as_bucket_view=True)
         return Model(ddp, RESIDENT)
@@ -297,7 +297,9 @@ def five_broadcasts(
 
 def time_waiting(device: torch.device, runs: int, options: dict[str, Any], cache: str) -> Times:
     ranks = Ranks(ParallelLayout(dp=2))
-    wrapped = BucketedDataParallel(GPT(MODEL).to(device), ranks=ranks, bucket_size=BUCKET)
+    bare = GPT(MODEL).to(device)
+    bare.init_weights(1)
+    wrapped = BucketedDataParallel(bare, ranks=ranks, bucket_size=BUCKET)
     model = Model(wrapped, FETCHED)
     times: Times = {"wait": [], "step": []}
     with open_loader(
@@ -322,8 +324,8 @@ def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -
     seconds for 10^9 tokens.
     """
     ranks = Ranks(ParallelLayout())
-    torch.manual_seed(1)
     bare = GPT(size.model).to(device)
+    bare.init_weights(1)
     shard(bare, make_mesh(ranks, device.type), size.dtype)
     model = Model(bare, size)
     times: Times = {"loader": [], "resident": [], "wait": []}
