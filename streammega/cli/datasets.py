@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ def verify(
         str | None,
         typer.Option(help="The dtype of the tokens, for --repair where nothing else says it."),
     ] = None,
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -70,13 +72,15 @@ def verify(
     from streammega.dataset.verify import verify as run
 
     settings = storage_config(storage, storage_file)
+    repaired: list[str] = []
     if repair:
         with ProgressDisplay("repairing"):
-            lines = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
-        typer.echo("\n".join(lines))
+            repaired = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
     with ProgressDisplay("looking for shards") as progress:
         checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
-    typer.echo(checked.as_text())
+    state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
+    report = {"repaired": repaired, **asdict(checked)}
+    show_report(report, summary=f"{checked.name}: {state}", as_json=as_json)
     if checked.problems:
         raise typer.Exit(1)
 
@@ -148,10 +152,11 @@ def append(
 
 def versions(
     prefix: Annotated[str, typer.Argument(help="A dataset: its prefix, path or URL.")],
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """List the versions of a dataset that grows, and what lies beside it and is in none of them.
+    """List the versions of a dataset that grows, and datasets in its folder that none of them has.
 
     Exits with 1 where the manifest of one cannot be read.
     """
@@ -159,16 +164,28 @@ def versions(
     from streammega.dataset.versions import versions as run
 
     settings = storage_config(storage, storage_file, looks_only=True)
-    found = run(prefix, settings, max_count=MAX_VERSIONS)
     name = redact_urls(prefix)
-    for version in found:
-        typer.echo(f"{name}@{version.number}  {version}")
-    if any(isinstance(version, DamagedVersion) for version in found):
+    rows = []
+    problems = []
+    for version in run(prefix, settings, max_count=MAX_VERSIONS):
+        if isinstance(version, DamagedVersion):
+            problems.append(f"{name}@{version.number} cannot be read: {version.why}")
+        else:
+            manifest = version.manifest
+            row = {
+                "version": f"{name}@{version.number}",
+                "shards": len(manifest.shards),
+                "documents": manifest.documents,
+                "tokens": manifest.tokens,
+            }
+            rows.append(row)
+    # Shards of a damaged version would look as if no version had them.
+    others = [] if problems else [redact_urls(at) for at in unreferenced_shards(prefix, settings)]
+    summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
+    report = {"problems": problems, "in_no_version": others, "versions": rows}
+    show_report(report, summary=summary, as_json=as_json)
+    if problems:
         raise typer.Exit(1)
-    for orphan in unreferenced_shards(prefix, settings):
-        typer.echo(
-            f"in no version: {in_one_line(redact_urls(orphan))}; streammega append {name} takes it in"
-        )
 
 
 cache_app = typer.Typer(

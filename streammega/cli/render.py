@@ -35,6 +35,10 @@ td.number { white-space: nowrap; text-align: right; }
 """
 
 
+class Sentence(str):
+    """A text that is shown whole, however long it is."""
+
+
 class Table(NamedTuple):
     """Rows of cells below their names; without names, each row is a name and its value."""
 
@@ -110,7 +114,7 @@ def _aligned(table: Table) -> list[str]:
 
 def _short(text: str) -> str:
     """A text on one line, without its middle where it is long."""
-    if len(text) > SHOWN:
+    if len(text) > SHOWN and not isinstance(text, Sentence):
         text = f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
     return in_one_line(text)
 
@@ -157,9 +161,10 @@ def _blocks(values: Mapping[str, Any], level: int) -> Iterator[Heading | Table]:
     if plain:
         rows = []
         for name, value in plain.items():
-            sentences = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            for item in value if sentences else [value]:
-                rows.append((name, _with_bounds(name, item)))
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                rows += [(name, Sentence(item)) for item in value]
+            else:
+                rows.append((name, _with_bounds(name, value)))
         yield Table(level, (), rows)
     for name, group in present.items():
         if name not in plain:
@@ -212,6 +217,8 @@ def _is_group(value: Any) -> bool:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, str):
+        return value
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

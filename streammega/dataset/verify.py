@@ -38,7 +38,7 @@ from streammega.errors import (
     ShortReadError,
 )
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize, without_controls
+from streammega.errors.words import pluralize
 from streammega.kernels import num_threads
 from streammega.kernels.documents import id_range, wrong_ends
 from streammega.storage import ObjectInfo, Store
@@ -46,8 +46,6 @@ from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
-
-MB = 1e6
 
 
 @dataclass(kw_only=True)
@@ -73,28 +71,6 @@ class VerifyReport:
             self.lowest_id = lowest
         if self.highest_id is None or highest > self.highest_id:
             self.highest_id = highest
-
-    def as_text(self) -> str:
-        """For a terminal: a line for each problem and note, then one for the whole."""
-        lines = [f"  {problem}" for problem in self.problems]
-        lines += [f"  note: {note}" for note in self.notes]
-        lines.append(self._summary())
-        return without_controls("\n".join(lines))
-
-    def _summary(self) -> str:
-        state = pluralize(len(self.problems), "problem") if self.problems else "sound"
-        ids = ""
-        if self.highest_id is not None:
-            ids = f", ids {self.lowest_id} to {self.highest_id}"
-        checksums = "with checksums" if self.checksums else "no checksums known"
-        megabytes = self.checked_bytes / MB
-        # A dataset of nothing may take no measurable time.
-        speed = megabytes / max(self.seconds, 1e-9)
-        return (
-            f"{self.name}: {state}; {pluralize(self.shards, 'shard')}, "
-            f"{pluralize(self.documents, 'document')}, {pluralize(self.tokens, 'token')}{ids}, "
-            f"{checksums}; {megabytes:,.1f} MB at {speed:,.0f} MB/s"
-        )
 
 
 REMOTE_BYTES = 8 << 20

@@ -171,9 +171,6 @@ class DamagedVersion:
     url: str
     why: str
 
-    def __str__(self) -> str:
-        return f"cannot be read: {self.why}"
-
 
 def newest_version(prefix: str, storage: StorageConfig) -> int:
     """The highest number of a version; 0 where nothing was appended yet. One listing."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,9 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(dataset / "bin")]) == 0
-    assert "sound; " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith(f"{dataset / 'bin'}: sound\n")
+    assert re.search(r"^documents: 40$", out, re.MULTILINE)
     path = sorted(dataset.glob("bin-*.bin"))[0]
     data = bytearray(path.read_bytes())
     data[4:6] = b"\xff\xff"
@@ -360,6 +363,8 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(
     out = capsys.readouterr().out
     assert f"{path}: bytes [0, {len(data)}) are damaged" in out
     assert "token 2 is 65535, outside of the 257 ids" in out
+    assert main(["verify", str(dataset / "bin"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"] == verify(str(dataset / "bin")).problems
     assert main(["verify", str(dataset / "nothing")]) == 1
     assert "error: " in capsys.readouterr().err
 

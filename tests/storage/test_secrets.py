@@ -159,7 +159,7 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
     "convert over its input": lambda site: convert([f"{site.url}/one"], f"{site.url}/one", storage=FAST),
     "convert to where nothing can be written": lambda site: convert([f"{site.url}/one"], f"{site.url}/other", storage=FAST),
     "convert with a tokenizer of that name": lambda site: convert([f"{site.url}/x"], "o", tokenizer=f"{site.url}/tok.json"),
-    "verify": lambda site: verify(f"{site.url}/set", FAST).as_text(),
+    "verify": lambda site: verify(f"{site.url}/set", FAST),
     "verify what is cut short": lambda site: verify(f"{site.url}/short", FAST),
     "verify a bad index": lambda site: verify(f"{site.url}/bad", FAST),
     "verify a damaged manifest": lambda site: verify(f"{site.url}/damaged.manifest.json", FAST),
