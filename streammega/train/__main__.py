@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors import StorageError, StreammegaError
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
@@ -40,8 +40,6 @@ def run(path: str, overrides: Sequence[str]) -> None:
         watchdog.before_exit.append(trainer.flush)
         trainer.resume()
         trainer.run()
-        if trainer.ended:
-            raise ConfigError(trainer.ended)
     except Terminated:
         watchdog.close()  # all ranks end alike: that this one falls silent is no failure
         raise

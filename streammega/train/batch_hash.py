@@ -104,7 +104,7 @@ def loader_hashes(config: RunConfig) -> list[str]:
     hashes: list[str] = []
     digests: dict[int, int] = {}
     before = 0
-    with open_plain(config, "train", 0, 1) as loader:
+    with open_plain(config) as loader:
         for batch in loader:
             sample_ids = loader.dataset.sample_ids(before).tolist()
             digests.update(zip(sample_ids, sample_digests(batch).tolist(), strict=True))

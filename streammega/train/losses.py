@@ -80,13 +80,12 @@ class StepLosses:
 class StepTotals:
     """Of one step, the same on all ranks.
 
-    stop: some rank was asked to end the run. interrupted: some rank by Ctrl-C. failed_save: a save
-    has failed on some rank. loss: the mean over unmasked tokens of the global batch.
-    loss_of_source: the same of each dataset of a blend that had any; empty without a blend.
+    stop_signal: asks some rank to end the run; Ctrl-C of some rank comes before SIGTERM of others.
+    failed_save: a save has failed on some rank. loss: the mean over unmasked tokens of the global
+    batch. loss_of_source: the same of each dataset of a blend that had any; empty without a blend.
     """
 
-    stop: bool
-    interrupted: bool
+    stop_signal: signal.Signals | None
     failed_save: bool
     loss: float
     loss_of_source: dict[str, float]
@@ -132,6 +131,9 @@ def add_over_ranks(
     ranks.all_reduce(sums, WORLD)
     flags, loss_and_tokens, loss_by_source, tokens_by_source = torch.split(sums.cpu(), sizes)
     num_stops, num_interrupts, num_failed_saves = flags.tolist()
+    stop_signal = None
+    if num_stops:
+        stop_signal = signal.SIGINT if num_interrupts else signal.SIGTERM
     loss_sum, token_sum = loss_and_tokens.tolist()
     means = {
         name: source_loss / source_tokens
@@ -141,8 +143,7 @@ def add_over_ranks(
         if source_tokens
     }
     return StepTotals(
-        stop=num_stops > 0,
-        interrupted=num_interrupts > 0,
+        stop_signal=stop_signal,
         failed_save=num_failed_saves > 0,
         loss=loss_sum / max(token_sum, 1.0),
         loss_of_source=means if num_sources > 1 else {},

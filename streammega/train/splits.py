@@ -20,19 +20,17 @@ def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
     return open_loader(data_of(config, split), ranks, split=split, **batch_sizes(config, split))
 
 
-def open_plain(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
-    """The loader of a split by itself, whole batches and all: what the batches of a run are
+def open_plain(config: RunConfig) -> StreamLoader:
+    """A loader of all training batches, whole and without ranks: what the batches of a run are
     compared with.
     """
-    data = data_of(config, split)
+    data = data_of(config, "train")
     # a whole run with these settings, from its first sample to its last
     if data.num_samples is None:
         train, valid, test = config.num_samples()
         train += sum(stop - start for start, stop in data.skip_samples)
         data = replace(data, num_samples=(train, valid, test))
-    return StreamLoader(
-        data, split=split, dp_rank=dp_rank, dp_size=dp_size, **batch_sizes(config, split)
-    )
+    return StreamLoader(data, split="train", dp_rank=0, dp_size=1, **batch_sizes(config, "train"))
 
 
 def validation_sets(config: RunConfig) -> dict[str, RunConfig]:

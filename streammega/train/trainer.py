@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streammega.errors import GradientError, StorageError
+from streammega.errors import ConfigError, GradientError, StorageError
 from streammega.gradients.loss_scale import LossScale
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.layout import DIMENSIONS, ParallelLayout
@@ -72,8 +72,8 @@ before it kills it.
 """
 
 
-class DataEnded(Exception):
-    """There is no further global batch."""
+class DataEnded(ConfigError):
+    """There is no further global batch, though the run has steps left."""
 
 
 class Trainer:
@@ -121,12 +121,8 @@ class Trainer:
         """Of the last checkpoint that this run saved or resumed from."""
         self.rewinds: list[int] = []
         """The values of train.rewind by which this run, and those it goes on from, have rewound."""
-        self.ended: str | None = None
-        """Why the run stopped before its last step, where the data ended."""
         self.run_log: RunLog | None = None
         """On the first rank."""
-        self._stop_signal = signal.SIGTERM
-        """The signal that ends the run: the same for all ranks, whichever received it."""
         if self.ranks.rank != 0:
             return
         # After the checkpoints: they hold the place, and no other job writes its metrics there.
@@ -182,8 +178,8 @@ class Trainer:
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end.
 
-        Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants
-        the end at once.
+        Raises Terminated after SIGTERM or Ctrl-C, KeyboardInterrupt where a second Ctrl-C wants the
+        end at once, and DataEnded. All but KeyboardInterrupt come after a last save.
         """
         train = self.config.train
         is_first_rank = self.ranks.rank == 0
@@ -202,16 +198,15 @@ class Trainer:
         with self.watchdog.stop_requests.graceful(announce=is_first_rank):
             while self.step < train.iters:
                 try:
-                    record, stop = self.train_step()
-                except DataEnded as ended:
-                    self.ended = str(ended)
-                    log.warning("%s", ended)
+                    record, stop_signal = self.train_step()
+                except DataEnded:
                     if train.save_interval:
                         self.save()
-                    break
+                    self.close()
+                    raise
                 self.step += 1
-                if stop and self.step < train.iters:
-                    self._stop_here(record)
+                if stop_signal is not None and self.step < train.iters:
+                    self._stop_here(record, stop_signal)
                 evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
                 if self._is_save_due(record):
                     self.save(
@@ -226,8 +221,9 @@ class Trainer:
                         self.run_log.write(record)
         self.close()
 
-    def train_step(self) -> tuple[dict[str, Any], bool]:
-        """One optimizer step: its record, and whether a signal asks some rank to stop.
+    def train_step(self) -> tuple[dict[str, Any], signal.Signals | None]:
+        """One optimizer step: its record, and the signal that asks the run to stop, if there is one:
+        the same for all ranks, whichever received it.
 
         Raises DataEnded where there is no data for it, GradientError for a loss or gradients that
         are not finite, StorageError where a save has failed on some rank.
@@ -266,8 +262,6 @@ class Trainer:
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
         totals = self._totals(losses, sample_ids)
-        self._stop_signal = signal.SIGINT if totals.interrupted else signal.SIGTERM
-
         stop_sample = self.batches.consumed_samples
         samples = range(stop_sample - num_samples, stop_sample)
         record: dict[str, Any] = {
@@ -294,7 +288,7 @@ class Trainer:
                 self.ranks,
                 self.device,
             )
-        return record, totals.stop
+        return record, totals.stop_signal
 
     def _reduce_and_step(self, losses: Losses, divided_by: int) -> float:
         """Normalise gradients by the unmasked tokens of the global batch, clip and step.
@@ -396,7 +390,7 @@ class Trainer:
             self.step, self.model, self.optimizer, position, background=background
         )
 
-    def _stop_here(self, record: dict[str, Any]) -> None:
+    def _stop_here(self, record: dict[str, Any], stop_signal: signal.Signals) -> None:
         """End the run after a signal: when the save under way is whole, and with another save unless
         that one is recent enough.
         """
@@ -408,8 +402,8 @@ class Trainer:
         if saved_step is None:
             self.save()
         self.close()
-        how = f"stopped by {self._stop_signal.name}"
-        if self._stop_signal == signal.SIGINT:
+        how = f"stopped by {stop_signal.name}"
+        if stop_signal == signal.SIGINT:
             how = "interrupted"
         if saved_step is None or saved_step == self.step:
             what = ", which is saved"
@@ -418,7 +412,7 @@ class Trainer:
         raise Terminated(
             f"{how} after step {self.step}{what} in {self.config.train.out_dir}; "
             f"the same command goes on from there",
-            self._stop_signal,
+            stop_signal,
         )
 
     def evaluate_all(self) -> dict[str, Any]:

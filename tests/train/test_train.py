@@ -240,7 +240,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
     def start() -> Any:
-        return open_plain(load_run(run_file, [override]), "train", 0, 1)
+        return open_plain(load_run(run_file, [override]))
 
     with pytest.raises(ConfigError, match=message):
         start()
@@ -269,7 +269,7 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
         7,
     )
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
-    assert len(open_plain(weighted, "train", 0, 1)) == 64
+    assert len(open_plain(weighted)) == 64
     text = (
         Path(run_file)
         .read_text()
@@ -277,7 +277,7 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     )
     Path(run_file).write_text(text)
     assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
-    assert len(open_plain(load_run(run_file), "train", 0, 1)) == 64
+    assert len(open_plain(load_run(run_file))) == 64
 
 
 RUN_WITH = "[train]\niters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence_length=1\n"
