@@ -29,15 +29,15 @@ from streammega.storage.store import create_object, create_on_condition
 from streammega.storage.thread_pool import parallel_map
 
 LOOKS_AT_ONCE = 16
-"""Requests for the sizes of shards: each takes a round trip, and there may be thousands."""
+"""Requests at once for the sizes of shards: each takes a round trip, and there may be thousands."""
 
 ALIKE = ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens")
-"""What all shards of a dataset have in common, by the manifest's names, beside their tokenizer."""
+"""Fields of a manifest that all shards of a dataset have in common, besides the tokenizer."""
 
 
 NOT_TO_A_VERSION = (
-    "stays as it is; append to the dataset, {prefix}, whose next version has what the newest has, and "
-    "more"
+    "versions never change; append to the dataset, {prefix}: its next version has what the newest has, "
+    "and more"
 )
 
 
@@ -49,10 +49,10 @@ def append(
     conditional_writes: bool = True,
 ) -> DatasetVersion:
     """Make the next version of a dataset: its shards, then those of other datasets in the same
-    folder, each with a manifest of `streammega convert`. Theirs that it has already stay once.
+    folder, each with a manifest of `streammega convert`. What it has already is not added again.
 
-    May be called by any number of producers at once, killed, and called again: all is in that was
-    appended, once, and every version is whole. What no dataset is called yet begins with version 1.
+    Any number of producers may append at once, be killed, and append again: the dataset then has
+    everything once, and every version is whole. A new dataset begins with version 1.
 
     Args:
         prefix: the dataset that grows, path or URL.
@@ -60,7 +60,7 @@ def append(
         conditional_writes: False for storage without them, where no other producer may append at
             the same time.
 
-    Raises ConfigError for what cannot be one dataset, ObjectNotFoundError, FormatError for shards
+    Raises ConfigError for datasets that cannot be one, ObjectNotFoundError, FormatError for shards
     that are not what their manifest says, StorageError.
     """
     storage = storage or StorageConfig()
@@ -68,11 +68,11 @@ def append(
     check_no_version(prefix, NOT_TO_A_VERSION)
     added = [AppendRequest.read(prefix, name, storage) for name in names]
     if not added:
-        raise ConfigError(f"{redact_urls(prefix)}: nothing is named that is to be appended")
+        raise ConfigError(f"{redact_urls(prefix)}: name the datasets to append")
     create = _create if conditional_writes else create_object
     if conditional_writes:
         _check_conditions(manifest_url(names[0]), storage)
-    while True:  # each turn that fails is one in which another producer succeeded
+    while True:  # where a turn fails, another producer has made the version
         current = read_newest(prefix, storage)
         missing = [request for request in added if not request.is_in(current)]
         if current is not None and not missing:
@@ -80,12 +80,12 @@ def append(
         manifest = join_manifests(prefix, current, missing)
         number = 1 if current is None else current.number + 1
         parents = [] if current is None else current.parents
-        # Without a parent a version lists everything, and so does what came before it perhaps.
+        # The wanted parent may be missing, if that version lists everything. So does this one then.
         wanted = parent_of(number)
         parent = next((each for each in parents if wanted and each.number == wanted), None)
         url = version_url(prefix, number)
         store, key = open_store(url, storage)
-        # False: one of its number is there, perhaps this one, after a lost answer.
+        # False: there is a version of this number. It may be this one, whose answer was lost.
         if create(store, key, manifest.to_json(parent)):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
 
@@ -93,12 +93,12 @@ def append(
 def check_can_append(
     prefix: str, name: str, metadata: Mapping[str, Any], storage: StorageConfig
 ) -> None:
-    """Raise ConfigError for what could not be appended once it is made, as far as that is known.
+    """Raise ConfigError for a dataset that could not be appended, before it is made.
 
     Args:
         prefix: the dataset that grows.
-        name: the prefix that will be appended, of which nothing need be there.
-        metadata: what is known of it: see `check_alike`.
+        name: the prefix that will be appended. Nothing need be there yet.
+        metadata: what is known of it; see `check_alike`.
     """
     prefix = strip_suffix(prefix)
     check_same_folder(prefix, name)
@@ -109,8 +109,8 @@ def check_can_append(
 
 
 def _create(store: Store, key: str, data: bytes) -> bool:
-    """`create` of stores that have it. Raises StorageError where one producer could write over
-    another.
+    """Create an object on the condition that there is none. Raises StorageError for a store without
+    conditions, where one producer could replace another's version.
     """
     try:
         return create_on_condition(store, key, data)
@@ -119,8 +119,8 @@ def _create(store: Store, key: str, data: bytes) -> bool:
 
 
 def _check_conditions(url: str, storage: StorageConfig) -> None:
-    """Raise StorageError for a server that takes conditions and does not keep to them: one that
-    writes the bytes that an object has once more, though it is there.
+    """Raise StorageError for a server that ignores conditions: one that creates an object which is
+    there already. The same bytes are written.
     """
     if not is_remote(url):
         return
@@ -132,28 +132,28 @@ def _check_conditions(url: str, storage: StorageConfig) -> None:
 
 def _no_conditions(url: str, reason: str) -> StorageError:
     return StorageError(
-        f"{url}: cannot be written on the condition that nothing is there ({reason}), so of two "
-        f"producers one could be lost; where no other appends at the same time, use "
+        f"{url}: the storage has no conditional writes ({reason}), so the version of one of two "
+        f"producers could be lost; if no other producer appends at the same time, pass "
         f"--no-conditional-writes"
     )
 
 
 class AppendRequest(NamedTuple):
-    """What is to be appended: its name, for messages, and its manifest."""
+    """A dataset to be appended: its name, for messages, and its manifest."""
 
     name: str
     manifest: Manifest
 
     @classmethod
     def read(cls, prefix: str, name: str, storage: StorageConfig) -> AppendRequest:
-        """A dataset whose shards have the sizes that its manifest says."""
+        """Read the manifest, and compare the sizes of the shards with it."""
         url = manifest_url(name)
         check_same_folder(prefix, url.removesuffix(MANIFEST))
         try:
             manifest = read_manifest(url, storage)
         except ObjectNotFoundError as error:
             raise ObjectNotFoundError(
-                f"{redact_urls(name)}: has no manifest, so what its shards must be is not known; "
+                f"{redact_urls(name)}: has no manifest, so its shards cannot be checked; "
                 f"convert it to a name beside {redact_urls(prefix)} ({error})"
             ) from None
 
@@ -166,8 +166,8 @@ class AppendRequest(NamedTuple):
         return cls(name, manifest)
 
     def is_in(self, version: DatasetVersion | None) -> bool:
-        """Whether a version has all its shards. Raises ConfigError where it has others of their
-        names.
+        """Whether a version has all of the shards. Raises ConfigError where it has other shards of
+        these names.
         """
         if version is None:
             return False
@@ -178,33 +178,33 @@ class AppendRequest(NamedTuple):
         if any(shard is not None for shard in known):
             raise ConfigError(
                 f"{redact_urls(self.name)}: version {version.number} lists shards of these names "
-                f"with other contents; what a version lists must stay as it is: convert to another name"
+                f"with other contents, which must stay as they are: convert to another name"
             )
         return False
 
 
 def check_same_folder(prefix: str, name: str) -> None:
-    """Raise ConfigError unless what is appended lies where the dataset does, by another name."""
+    """Raise ConfigError unless both datasets are in one folder, under different names."""
     added = resolved(strip_suffix(name))
     grows = resolved(strip_suffix(prefix))
     added_folder, _, _ = added.rpartition("/")
     folder, _, _ = grows.rpartition("/")
     if added_folder != folder:
         raise ConfigError(
-            f"{redact_urls(name)}: lies in the folder {redact_urls(added_folder)}, and "
-            f"{redact_urls(prefix)} in {redact_urls(folder)}: a manifest names shards beside it, so "
-            f"both must be in one; convert it to {redact_urls(folder)}"
+            f"{redact_urls(name)}: is in the folder {redact_urls(added_folder)}, and "
+            f"{redact_urls(prefix)} in {redact_urls(folder)}; a manifest names shards of its own "
+            f"folder: convert it to {redact_urls(folder)}"
         )
     if added == grows:
         raise ConfigError(
-            f"{redact_urls(name)}: is the dataset itself; what is appended to it has another name"
+            f"{redact_urls(name)}: is the dataset itself; name another dataset to append"
         )
 
 
 def join_manifests(
     prefix: str, current: DatasetVersion | None, added: Sequence[AppendRequest]
 ) -> Manifest:
-    """The manifest of all shards. Raises ConfigError for what cannot be one dataset."""
+    """The manifest of all shards. Raises ConfigError for datasets that cannot be one."""
     first_name = added[0].name if current is None else prefix
     first = added[0].manifest if current is None else current.manifest
     manifests = [request.manifest for request in added]
@@ -214,8 +214,10 @@ def join_manifests(
         check_alike(first_name, first, request.name, _metadata(request.manifest))
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if len({shard.name for shard in shards}) < len(shards):
-        raise ConfigError(f"{redact_urls(prefix)}: a shard is named twice among what is appended")
-    # All have bins, and of one length, or none has.
+        raise ConfigError(
+            f"{redact_urls(prefix)}: two of the datasets have a shard of the same name"
+        )
+    # Either all have bins of one length, or none has bins.
     packs = [manifest.pack for manifest in manifests if manifest.pack is not None]
     pack = None
     if packs:
@@ -238,23 +240,23 @@ def join_manifests(
 
 
 def check_alike(first_name: str, first: Manifest, name: str, metadata: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what cannot be one dataset with another, as far as its metadata says.
+    """Raise ConfigError for two datasets that cannot be one, as far as the metadata of the second says.
 
-    metadata: of what is called `name`, by the manifest's names: some of ALIKE, and `tokenizer`.
+    metadata: of the dataset `name`, by the manifest's names: some of ALIKE, and `tokenizer`.
     """
     for what in ALIKE:
         if what in metadata and getattr(first, what) != metadata[what]:
             raise ConfigError(
                 f"{redact_urls(name)}: has {what} {metadata[what]!r}, "
-                f"{redact_urls(first_name)} {getattr(first, what)!r}; a dataset has one: convert it "
-                f"again"
+                f"{redact_urls(first_name)} {getattr(first, what)!r}; both must be the same: convert "
+                f"it again"
             )
     tokenizer = metadata.get("tokenizer", {})
     digests = (first.tokenizer.get("digest"), tokenizer.get("digest"))
     if all(digests) and len(set(digests)) > 1:
         raise ConfigError(
-            f"{redact_urls(name)}: is of tokenizer {tokenizer.get('name')}, "
-            f"{redact_urls(first_name)} of {first.tokenizer.get('name')}: their ids mean different "
+            f"{redact_urls(name)}: was made with the tokenizer {tokenizer.get('name')}, "
+            f"{redact_urls(first_name)} with {first.tokenizer.get('name')}: their ids mean different "
             f"things; tokenize the text again with the latter"
         )
 
@@ -265,5 +267,5 @@ def _metadata(manifest: Manifest) -> dict[str, Any]:
 
 
 def _agreed(values: Sequence[Any]) -> Any:
-    """What all say; None where some say nothing or another thing."""
+    """The value that all have; None where they differ."""
     return values[0] if all(value == values[0] for value in values) else None

@@ -1,5 +1,6 @@
-"""What the stream order needs of shards, without reading their indices: dtypes, counts, and a digest
-of what a dataset holds. Headers of many small `.idx` are read together, and kept on local disk.
+"""What the stream order needs to know of shards: dtypes, counts, and a digest of their content. The
+arrays of their `.idx` are not read. Headers of many small `.idx` are read together, and kept on local
+disk.
 """
 
 from __future__ import annotations
@@ -56,34 +57,34 @@ log = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
 MANY = 64
-"""So many headers are read together, and kept on local disk: of fewer, a file costs more than it
+"""So many headers are read together and kept on local disk. For fewer, a file costs more than it
 saves.
 """
 READERS = 128
-"""Requests at once: each waits for an answer or two from far away, of a few bytes."""
+"""Requests at once. Each has a small answer, and waits for a round trip or two."""
 SMALL_READERS = 256
-"""Requests at once for small `.idx`: of 10,000 with 20 ms each, all are answered within a second."""
+"""Requests at once for small `.idx`: 10,000 of 20 ms each are answered within a second."""
 NEAR = 0.004
-"""Seconds. Where an answer takes less, more than a few threads only take turns."""
+"""Seconds. Where an answer takes less than this, many threads only take turns."""
 NEAR_READERS = 32
 READ_TOGETHER = 1 << 12
-"""Shards of which what is read is in memory at once: 96 MiB at most, and a third of that twice while
-it is checked.
+"""Shards whose `.idx` are in memory at once: at most 96 MiB, and 32 MiB of copies while they are
+checked.
 """
 MAX_KEPT_BYTES = 64 << 20
-"""Of all small `.idx` together, if they stay in memory until pointers were read of them."""
+"""Small `.idx` stay in memory until their offsets are read, if all of them take no more than this."""
 END_BYTES = 1 << 10
 """Bytes of tokens that are read at each end of a shard."""
 TOKENS_READ_WHOLE = 16 << 10
-"""Bytes of tokens that are read whole: one request takes less than two."""
+"""Tokens of so many bytes are read whole: one request takes less time than two."""
 UNUSED_DAYS = 60
-"""After so many without use, kept headers are removed: of a blend that changed, for instance."""
+"""Kept headers that were not used for so long are removed, such as those of a blend that changed."""
 FIELDS = 4
-"""Of a kept header: the code of its dtype, its sequences, its document bounds, and whether there are
+"""The columns of a kept header: code of the dtype, sequences, document bounds, and whether there are
 modes.
 """
 _KINDS: dict[str, ArrayKind] = {"headers": ((np.dtype("<i8"),), (None, FIELDS + 1))}
-"""The last column is the digest of a shard's first and last tokens: 0 where it is not needed."""
+"""One column more: the digest of a shard's first and last tokens, 0 where it is not needed."""
 _PREFIX = "headers-"
 """What names of kept files begin with."""
 _DIGITS = 16
@@ -92,8 +93,8 @@ _DIGITS = 16
 def read_datasets(
     names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None = None
 ) -> list[list[Shard]]:
-    """Open the shards of datasets by their sizes and headers. What `content_of` needs of their
-    tokens is read too. Raises as `Shard.open` does.
+    """Open the shards of datasets by their sizes and headers, and read the tokens that `content_of`
+    needs. Raises as `Shard.open` does.
     """
 
     def open_all(datasets: list[list[Shard]]) -> list[list[Shard]]:
@@ -106,8 +107,8 @@ def read_datasets(
 def _open_datasets(
     datasets: Sequence[Sequence[Shard]], names: Sequence[str], storage: StorageConfig
 ) -> None:
-    """Open all shards. Of unknown ones it takes a round of requests for sizes, then one for headers
-    and tokens.
+    """Open all shards. Unknown ones take a round of requests for sizes, then one for headers and
+    tokens.
     """
     shards = [shard for dataset in datasets for shard in dataset]
     unknown = [shard for shard in shards if shard.version is None or shard.index_version is None]
@@ -136,7 +137,7 @@ def _open_datasets(
 
 
 def _run(jobs: Sequence[Callable[[], Any]], shards: Sequence[Shard], max_threads: int) -> None:
-    """Make calls that open shards, many at once. Of local ones, threads would only take turns."""
+    """Make calls that open shards, many at once. For local shards threads would only take turns."""
     if all(shard.store.is_local for shard in shards):
         for job in jobs:
             job()
@@ -145,7 +146,7 @@ def _run(jobs: Sequence[Callable[[], Any]], shards: Sequence[Shard], max_threads
 
 
 def content_of(shards: Sequence[Shard]) -> str:
-    """A digest of what a dataset holds, of its shards as `read_datasets` opened them."""
+    """A digest of the content of a dataset, whose shards `read_datasets` opened."""
     return content_digest(
         dtypes=[shard.dtype for shard in shards],
         tokens=[shard.num_tokens for shard in shards],
@@ -161,12 +162,13 @@ def content_of(shards: Sequence[Shard]) -> str:
 def _open_many(
     shards: Sequence[Shard], at_ends: Sequence[Shard], names: Sequence[str], storage: StorageConfig
 ) -> None:
-    """Give each shard the header of its `.idx`, and those at ends the digest of their tokens: as
-    they were found when the shards were the same, by their ETags and sizes, or as they are now.
+    """Give each shard the header of its `.idx`, and those at ends the digest of their tokens.
 
-    names: of the datasets. Headers kept of them before are removed, and those of others that
-    were not used for long. Where headers cannot be kept, they are read every time. Raises
-    CacheError for a damaged file.
+    They are kept as long as ETags and sizes of all shards stay the same. Then they are read again,
+    and what was kept of the same datasets is removed, as is what was not used for long. Where
+    headers cannot be kept, they are read every time.
+
+    names: of the datasets. Raises CacheError for a damaged file.
     """
     folder = cache_folder(shards[0].cache_dir) / "idx"
     built: list[Integers] = []
@@ -183,7 +185,7 @@ def _open_many(
         arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
     except CacheError as error:
         if path.exists():
-            raise  # what is there is damaged: to be named, not passed over
+            raise  # the file is there, and damaged
         log.info("%s; until then the headers of %d shards are read each time", error, len(shards))
         arrays = {"headers": built[0]} if built else build()
     if built:
@@ -202,7 +204,7 @@ def _open_many(
 
 
 def _header_of(row: Sequence[int], shard: Shard, path: Path) -> IndexHeader:
-    """Raises CacheError for a row that cannot be that of the shard."""
+    """The header of a kept row. Raises CacheError for a row of another shard."""
     code, sequences, documents, modes, _ = row
     expected_bytes = index_bytes(sequences, documents, multimodal=bool(modes))
     assert shard.index_version is not None
@@ -219,8 +221,8 @@ def _header_of(row: Sequence[int], shard: Shard, path: Path) -> IndexHeader:
 def _read_rows(
     shards: Sequence[Shard], at_ends: Sequence[Shard], storage: StorageConfig
 ) -> Integers:
-    """What is kept of shards, int64 [shards, FIELDS + 1]. Small `.idx` stay in memory for pointers,
-    unless that is too much.
+    """The rows of shards, int64 [shards, FIELDS + 1]. Small `.idx` stay in memory for their offsets,
+    unless they are too many.
     """
     sizes = [shard.index_info.size for shard in shards]
     keep = sum(min(size, READ_WHOLE) for size in sizes) <= MAX_KEPT_BYTES
@@ -271,7 +273,7 @@ def read_bodies(shards: Sequence[Shard], max_readers: int) -> list[Buffer]:
 
 
 def rows_of_headers(headers: Sequence[IndexHeader]) -> Integers:
-    """What is kept of headers, int64 [headers, FIELDS]."""
+    """The rows of headers, int64 [headers, FIELDS]."""
     rows = []
     for header in headers:
         code = dtype_code(header.dtype)
@@ -287,13 +289,13 @@ assert _STORED.itemsize == HEADER_BYTES == HEADER.size
 def rows_of(
     bodies: Sequence[Buffer], token_bytes: Sequence[int]
 ) -> tuple[Integers, NDArray[np.bool_]]:
-    """The row of each `.idx`, [files, FIELDS], and which of them are sound: of the format, of the
-    size that their counts tell, and ending where their tokens do.
+    """The row of each `.idx`, [files, FIELDS], and which of them are sound: the format, the size by
+    their counts, and the end where their tokens end.
 
-    One that is not sound is for `parse_header` and `check_end`, which say what is wrong.
+    For one that is not sound, `parse_header` and `check_end` say what is wrong.
     """
     sizes = np.array([len(body) for body in bodies], np.int64)
-    # Room behind the last one, so that no place that is read lies outside, wrong as it may be.
+    # With room after the last one: also a wrong place that is read below lies within.
     stored = np.frombuffer(b"".join([*bodies, bytes(READ_WHOLE)]), np.uint8)
     first_byte = np.cumsum(sizes) - sizes
     heads = _read_at(stored, first_byte, HEADER_BYTES).view(_STORED)[:, 0]
@@ -301,7 +303,7 @@ def rows_of(
     known &= heads["version"] == VERSION
     itemsize = _ITEMSIZE_OF_CODE[heads["code"]]
     known &= itemsize > 0
-    # More than there are bytes would not fit into what is computed of them.
+    # Larger counts than there are bytes would overflow below.
     known &= (heads["counts"] <= sizes[:, None].astype(np.uint64)).all(axis=1)
     counts = np.where(known[:, None], heads["counts"], 0).astype(np.int64)
     sequences, documents = counts.T
@@ -319,7 +321,7 @@ def rows_of(
 def _ends(
     stored: NDArray[np.uint8], first_byte: Integers, sequences: Integers, itemsize: Integers
 ) -> Integers:
-    """Where the last sequence of each ends, in bytes; -1 where that is nowhere."""
+    """Where the last sequence of each ends, in bytes; -1 for a negative length or offset."""
     last = np.maximum(sequences - 1, 0)
     lengths_at = first_byte + HEADER_BYTES
     offsets_at = lengths_at + LENGTH.itemsize * sequences
@@ -332,13 +334,13 @@ def _ends(
 
 
 def _read_at(stored: NDArray[np.uint8], places: Integers, size: int) -> NDArray[np.uint8]:
-    """So many bytes at each place, [places, size], in memory of their own."""
+    """A copy of `size` bytes at each place, [places, size]."""
     read: NDArray[np.uint8] = stored[places[:, None] + np.arange(size)]
     return read
 
 
 def _itemsizes() -> Integers:
-    """Bytes of a token of each dtype code; 0: no such code."""
+    """Bytes of a token by dtype code; 0: there is no such code."""
     itemsizes = np.zeros(256, np.int64)
     for dtype, code in CODE_OF_DTYPE.items():
         itemsizes[code] = dtype.itemsize
@@ -366,7 +368,7 @@ def end_shards(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def read_ends(shards: Sequence[Shard]) -> None:
-    """Set `ends` of each shard for which it is not known, by requests that go out together.
+    """Set `ends` of each shard where it is not known, by requests that go out together.
 
     Raises ObjectNotFoundError, ObjectChangedError, FormatError, StorageError.
     """
@@ -393,7 +395,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
     for shard, info in zip(shards, infos, strict=True):
         read = b"".join(next(unused) for _ in _end_spans(info))
         ends = read[:END_BYTES] + read[-END_BYTES:]
-        # As it is kept on disk: an int64.
+        # An int64, as it is kept on disk.
         shard.ends = int.from_bytes(xxhash.xxh3_64_digest(ends), "little", signed=True)
 
 
@@ -406,8 +408,8 @@ def _end_spans(info: ObjectInfo) -> list[Span]:
 
 
 def _without_maps(store: Store) -> Store:
-    """A local store that maps no file. What is opened may never be read: until it is, it may
-    change, which is then an error and not other bytes.
+    """The same local store without maps. A map of a file that is opened and not read yet would show
+    a later change as other bytes. Without a map it is an error.
     """
     if isinstance(store, DerivedStore):
         return store.over(PreadStore(StorageConfig()))
@@ -421,8 +423,10 @@ def content_digest(
     sequences: int,
     documents: int,
 ) -> str:
-    """A digest of a dataset, 16 hex digits. dtypes, tokens: of each shard. ends: of those at its ends.
-    sequences, documents: of all shards.
+    """A digest of a dataset, 16 hex digits.
+
+    dtypes, tokens: of each shard. ends: of the shards at its ends. sequences, documents: of all
+    shards together.
     """
     kinds = [dtype.newbyteorder("<").str for dtype in dict.fromkeys(dtypes)]
     numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}

@@ -41,12 +41,10 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 MAX_TOKENS = 2**31 - 1
 """Tokens of a sequence: the `.idx` holds their number as int32."""
 _CHECK_ROWS = 1 << 17
-"""Sequences looked at together: a few arrays of them are made at once, by each of the threads that
-open shards.
-"""
+"""Sequences that are checked together: it bounds the memory of each thread that opens shards."""
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
+# Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
 @dataclass(kw_only=True, slots=True)
 class IndexHeader:
     """What the header and the size of an `.idx` say. `document_count` is documents + 1."""
@@ -78,7 +76,7 @@ class IndexHeader:
 
 
 class UncheckedHeader(NamedTuple):
-    """The fields of a header as they are stored, of a file that may be damaged or another's."""
+    """The fields of a header as they are stored. The file may be damaged, or of another format."""
 
     magic: bytes
     version: int
@@ -157,9 +155,9 @@ def index_bytes(sequence_count: int, document_count: int, *, multimodal: bool) -
 
 
 def likely_ends(file_bytes: int) -> list[tuple[int, int]]:
-    """Where the header, the last length and the last offset lie in an `.idx` of a size, if every
-    sequence is a document and there are no modes: what most writers write. Of other sizes, the
-    header alone.
+    """Spans of the header, the last length and the last offset, as most writers write an `.idx` of
+    this size: every sequence is a document, and there are no modes. For other sizes the header
+    alone.
     """
     spans = [(0, min(HEADER_BYTES, file_bytes))]
     bytes_of_sequence = LENGTH.itemsize + OFFSET.itemsize + DOCUMENT_BOUND.itemsize
@@ -176,7 +174,7 @@ def likely_ends(file_bytes: int) -> list[tuple[int, int]]:
 
 
 def unchecked_header(head: bytes | memoryview) -> UncheckedHeader | None:
-    """The fields of a header, none of which is checked; None where fewer bytes are left of it."""
+    """The fields of a header, unchecked; None where the file is too short to have one."""
     if len(head) < HEADER_BYTES:
         return None
     return UncheckedHeader(*HEADER.unpack(bytes(head[:HEADER_BYTES])))
@@ -218,12 +216,12 @@ def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexH
         )
     sequence_count = stored.sequence_count
     document_count = stored.document_count
-    # Only the size tells whether there are modes, and it is looked at before anything is allocated.
+    # Only the size tells whether there are modes. It is checked before anything is allocated.
     plain = index_bytes(sequence_count, document_count, multimodal=False)
     with_modes = index_bytes(sequence_count, document_count, multimodal=True)
     if file_bytes not in (plain, with_modes):
         raise FormatError(
-            f"{path}: the header tells of {sequence_count} sequences and {document_count} document "
+            f"{path}: the header has {sequence_count} sequences and {document_count} document "
             f"bounds, that is {plain} bytes ({with_modes} with modes), but the file has "
             f"{file_bytes}; {mend}"
         )
@@ -269,8 +267,8 @@ def check_index(arrays: IndexArrays, bin_bytes: int, path: str, tokens: str = "t
 
 
 def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
-    """Raise FormatError unless an `.idx` ends where its tokens do: else one of the two is cut
-    short, or another dataset's.
+    """Raise FormatError unless an `.idx` ends where its tokens do. Otherwise one of the two is cut
+    short, or belongs to another dataset.
 
     end: one past the last byte of its last sequence; bin_bytes: of the tokens, decompressed; path,
     tokens: the names of both.
@@ -292,11 +290,9 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
 
 
 def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, tokens: str) -> None:
-    """`check_end` where sequences lie end to end, as writers put them: `end` is where the furthest
-    one ends.
+    """`check_end` if sequences lie end to end, as writers put them. end: where the furthest one ends.
 
-    An `.idx` made by hand may name parts of a `.bin`, in any order; it is then right wherever the
-    last of them ends.
+    An `.idx` made by hand may name parts of a `.bin`, in any order. It may then end anywhere.
     """
     covered = arrays.num_tokens * arrays.dtype.itemsize
     if covered == end:
@@ -316,7 +312,7 @@ def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
     if lies_wrong.any():
         bad = int(np.argmax(lies_wrong))
         raise FormatError(
-            f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which is no place in a "
+            f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which do not lie in one "
             f"bin of {bin_tokens}; copy both files again, or convert again"
         )
 

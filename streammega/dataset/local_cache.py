@@ -1,9 +1,9 @@
 """Local copies of small remote files (`.idx`) and of built arrays: atomic, locked, one per node.
 
 A copy is keyed by URL, ETag and size, so a changed object is fetched again and its old copy removed.
-Copies and arrays end with a checksum, which is compared when they are opened: a damaged one is fetched or
-built again.
-Whatever number of processes ask, one downloads or builds and the others wait for it.
+Copies and arrays end with a checksum, which is compared when they are opened: a damaged one is
+fetched or built again. If several processes need one, one of them downloads or builds it, and the
+others wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DOWNLOAD_BYTES = 64 << 20
 LINE_EVERY = 30.0
 """Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
-"""Of the xxh3 of all before it, with which every kept copy and array ends. np.load passes over it."""
+"""Bytes of the checksum (xxh3) at the end of every kept copy and array. np.load ignores it."""
 MAX_HEADER_BYTES = 10 + 65_535
 """Of a `.npy` of version 1.0."""
 
@@ -54,16 +54,17 @@ def default_cache_dir() -> Path:
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """Where copies go that were asked for by a setting; None: `default_cache_dir()`."""
+    """The folder that a setting names; None: `default_cache_dir()`."""
     return local_folder(cache_dir) if cache_dir else default_cache_dir()
 
 
 def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
-    """The bytes of a remote object: its local copy, mapped, downloaded by at most one process of
-    this node. A copy that is damaged is downloaded again.
+    """The bytes of a remote object: its local copy, mapped, which at most one process of this node
+    downloads. A damaged copy is downloaded again.
 
-    An object without a version is read into memory: no copy of it could be trusted. Raises
-    CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    An object without an ETag is read into memory, because a copy could be of another version.
+    Raises CacheError where the cache cannot hold the copy, StorageError where the object cannot be
+    read.
     """
     if not info.etag:
         warn_unversioned(store.url(info.key))
@@ -85,10 +86,10 @@ def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: 
 def _remove_previous_copy(path: Path, latest: Path) -> None:
     """Remove the copy of an object's previous version. latest: a file that names the newest copy.
 
-    A look through the folder for each of its files would be quadratic.
+    To list the folder for each of its files would take quadratic time.
     """
     previous = _read_name(latest)
-    # In a sticky folder the note may be another user's: this copy is whole all the same.
+    # In a sticky folder `latest` may be another user's file. The new copy is good nevertheless.
     with suppress(CacheError):
         write_atomically(latest, [path.name.encode()], len(path.name))
         if previous and previous != path.name:
@@ -101,10 +102,10 @@ def map_kept_file(
     make: Callable[[], Iterable[bytes | memoryview]],
     expected_bytes: int = 0,
 ) -> memoryview:
-    """The bytes of a file of this node's cache, mapped. Where it is missing or damaged, it is made
-    of the chunks that `make` gives, by one process of those that share the lock.
+    """The bytes of a file of this node's cache, mapped. Where it is missing or damaged, one of the
+    processes that share the lock makes it of the chunks of `make`.
 
-    Raises CacheError when the cache cannot hold it, and what `make` raises.
+    Raises CacheError where the cache cannot hold it, and what `make` raises.
     """
     data = _sound_bytes(path)
     if data is None:
@@ -120,7 +121,7 @@ def map_kept_file(
 
 
 def _with_checksum(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The chunks of a kept file, and behind them their checksum."""
+    """The chunks of a kept file, and then their checksum."""
     checksum = xxhash.xxh3_64()
     for chunk in chunks:
         checksum.update(chunk)
@@ -161,8 +162,8 @@ def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
 
 
 def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
-    """Remove what `cached_arrays` keeps under keys that begin alike, but for what is of `key`;
-    a process that has it mapped keeps it.
+    """Remove the files of keys that begin with `key_of_dataset`, but for those of `key`. A process
+    that has mapped one keeps its bytes.
     """
     for path in folder.glob(f"{key_of_dataset}*"):
         if not path.name.startswith(key):
@@ -170,13 +171,13 @@ def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
 
 
 def touch(path: Path) -> None:
-    """Have `remove_unused` know that a file is in use; another user's file may not be marked."""
+    """Note for `remove_unused` that a file is in use. Another user's file cannot be marked."""
     with suppress(OSError):
         os.utime(path)
 
 
 def remove_unused(folder: Path, beginning: str, days: float) -> None:
-    """Remove files whose names begin so, and that were not used for so many days."""
+    """Remove files whose names begin with `beginning` and that were not used for so many days."""
     used_since = time.time() - days * 86_400
     for path in folder.glob(f"{beginning}*"):
         with suppress(OSError):
@@ -185,7 +186,7 @@ def remove_unused(folder: Path, beginning: str, days: float) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file that is not needed: in a sticky folder that of another user stays."""
+    """Remove a file. In a sticky folder another user's file stays."""
     with suppress(OSError):
         path.unlink()
 
@@ -199,8 +200,8 @@ def _read_name(path: Path) -> str:
 
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
-    """The object's bytes in order, fetched a window of concurrent parts at a time. One that takes
-    long says how far it is.
+    """The object's bytes in order, a window of concurrent parts at a time. A long download logs how
+    far it is.
     """
     began = last_line = time.monotonic()
     for window_start in range(0, info.size, DOWNLOAD_BYTES):
@@ -222,9 +223,7 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
 
 
 ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
-"""What a cached array must be: the dtypes it may have, and its shape, None where any number will
-do.
-"""
+"""What a cached array must be: the dtypes it may have, and its shape. None in it is any number."""
 
 
 def cached_arrays(
@@ -234,19 +233,18 @@ def cached_arrays(
     build: Callable[[], Mapping[str, NDArray[Any]]],
     published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
-    """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is
-    missing.
+    """Arrays `<key>-<name>.npy`, mapped read-only. Where one is missing or damaged, one process of
+    the node builds them all, or downloads them if `published` has them all.
 
-    Where `published` has them all, they are downloaded instead. Each file is written under a
-    temporary name and renamed, so a killed build leaves nothing that is later believed. What is
-    damaged is built or downloaded again. Raises CacheError for a file that holds no array of its
-    kind, and for what was published damaged.
+    Each file is written under a temporary name and renamed, so a killed build leaves no file that
+    is used later. Raises CacheError for a file that holds another kind of array, and for published
+    files that are damaged.
     """
     paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
     kept = _all_sound(paths)
     if kept is None:
         with node_lock(folder / f"{key}.lock"):
-            # Whoever had the lock before may have built them.
+            # The process that had the lock before may have built them.
             kept = _all_sound(paths)
             if kept is None:
                 _warn_of_damage(paths.values())
@@ -275,9 +273,7 @@ def _all_sound(paths: Mapping[str, Path]) -> dict[str, NDArray[np.uint8]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFolder:
-    """A folder of built arrays that all nodes can read: a URL, opened with the run's storage
-    settings.
-    """
+    """A folder of built arrays that all nodes can read. storage: the run's settings."""
 
     url: str
     storage: StorageConfig
@@ -291,7 +287,7 @@ class SharedFolder:
 
 
 def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> bool:
-    """Fetch all arrays from the shared folder, or none: False when one is not there."""
+    """Download all arrays from the shared folder; False, and no download, where one is missing."""
     if published is None:
         return False
     found = []
@@ -309,7 +305,7 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
 
 
 def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[np.generic]:
-    """The array of a `.npy`. Raises CacheError if it is not an array of this kind."""
+    """The array of a `.npy`. Raises CacheError for another kind of array."""
     try:
         head = io.BytesIO(data[:MAX_HEADER_BYTES].tobytes())
         version = np.lib.format.read_magic(head)
@@ -328,7 +324,7 @@ def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[n
         raise corrupt_cache_error(
             f"{path}: is {dtype} {list(shape)}, not {known_dtypes[-1]} {list(expected)}"
         )
-    # Users know mapped arrays by this type; np.load would keep a descriptor for each.
+    # Users recognise mapped arrays by this type. np.load would keep a descriptor open for each.
     return body.view(dtype).reshape(shape).view(np.memmap)
 
 
@@ -342,8 +338,8 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 def corrupt_cache_error(what: str) -> CacheError:
     """For a cached array that is not what was built."""
     return CacheError(
-        f"{what}; remove the file and start again (publish it anew, if it came from "
-        "shared_index_url)"
+        f"{what}; remove the file and start again (if it came from shared_index_url, publish it "
+        "again)"
     )
 
 
@@ -372,8 +368,8 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
-    """Hold an advisory file lock that all processes of this node share; freed by the kernel if its
-    holder dies.
+    """Hold an advisory file lock that all processes of this node share. The kernel frees it when the
+    process dies.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +384,9 @@ def node_lock(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """The file of a lock, as the umask says. That of another user can be locked if it can be read."""
+    """Open the file of a lock, or make it as the umask says. Another user's file need only be
+    readable.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:
@@ -396,12 +394,12 @@ def _open_lock(path: Path) -> int:
 
 
 def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
-    """A CacheError that says how many bytes were wanted and where to point the cache instead."""
+    """A CacheError that says what to do. wanted: bytes that should be written, if known."""
     reason = error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM):
         return CacheError(
             f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder "
-            "writable for all of its users, or set index_cache_dir to a folder of one's own"
+            "writable for all of its users, or set index_cache_dir to another folder"
         )
     room = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted:
@@ -412,5 +410,5 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
 
 
 def digest_of(text: str) -> str:
-    """The form of a URL or a version in names of files."""
+    """A digest of a URL or a version, for names of files."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,6 +1,4 @@
-"""Lost and broken `.idx` files, rebuilt from the ends of documents in the tokens; what these do not
-tell is refused.
-"""
+"""Rebuild missing and broken `.idx` files from the ends of documents in the tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move
 
 MANIFEST_STAYS = (
-    "its manifest stays as it is; what the tokens tell is not what it says. Copy the .idx again from "
+    "its manifest never changes, though the tokens do not agree with it. Copy the .idx again from "
     "where it is whole, or convert again to another name and append that to {prefix}"
 )
 
@@ -46,21 +44,21 @@ def repair_index(
     dtype: str | None = None,
     force: bool = False,
 ) -> list[str]:
-    """Rebuild each `.idx` that is lost or broken, from where its tokens hold the end-of-document
-    id. Returns what was done.
+    """Rebuild each `.idx` that is missing or broken, from the places of the end-of-document id in
+    its tokens. Returns a line for each file that was written.
 
-    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`, a later one as
-    `.idx.former-2`. Every document becomes one sequence, tokens after the last end one more
-    document. So a dataset whose documents have several sequences, or modes, is refused, and an
-    `.idx` that would not be what the manifest says; `force` takes what can be had.
+    A sound `.idx` is not touched. A broken one is kept as `.idx.former`, a later one as
+    `.idx.former-2`. Every document becomes one sequence; tokens after the last end are one more
+    document. So a dataset whose documents have several sequences, or modes, is refused, and so is
+    an `.idx` that contradicts the manifest. force: write it nevertheless.
 
-    Raises ConfigError for what is refused, and when the id or the dtype is not known.
+    Raises ConfigError for what is refused, and where the id or the dtype is not known.
     """
     storage = storage or StorageConfig()
     try:
         names, manifest = shards_of(name, storage, VerifyReport(name=redact_urls(name)))
     except ObjectNotFoundError:
-        # No `.idx` and no manifest by that name: the tokens alone may be there.
+        # There is no `.idx` and no manifest of that name, but there may be tokens.
         names = [strip_suffix(name)]
         manifest = None
     expected: list[ShardEntry | None] = [None] * len(names)
@@ -70,7 +68,7 @@ def repair_index(
         expected = list(manifest.shards)
         eod_id = manifest.eod_id if eod_id is None else eod_id
         dtype = dtype or manifest.dtype
-    # All are made before the first is written: what is refused leaves everything as it was.
+    # All are made before the first is written: where one is refused, nothing has changed.
     rebuilt: dict[int, _Rebuilt] = {}
     for number, shard_name in enumerate(names):
         is_packed = manifest is not None and manifest.pack is not None
@@ -94,8 +92,8 @@ def repair_index(
 
 
 def _check_not_packed(names: Sequence[str], storage: StorageConfig) -> None:
-    """Raise ConfigError for shards, named without their manifest, of a dataset that is packed: a
-    sound `.idx` would look broken, since padding and the token behind the last bin are none of it.
+    """Raise ConfigError for shards of a packed dataset that were named without their manifest. Their
+    sound `.idx` would look broken: it does not have the padding and the token after the last bin.
     """
     of_set = {set_name(strip_suffix(name)): name for name in names}
     for prefix, name in of_set.items():
@@ -114,9 +112,7 @@ def _packed(name: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rebuilt:
-    """An `.idx` made of tokens: its bytes, the documents it has, and what a manifest is to say
-    of it.
-    """
+    """A rebuilt `.idx`: its bytes, how many documents it has, and its shard's entry in a manifest."""
 
     data: bytes
     documents: int
@@ -133,7 +129,7 @@ def _rebuild(
     *,
     force: bool,
 ) -> _Rebuilt:
-    """The `.idx` of a shard, made of its tokens. Raises ConfigError where that is refused."""
+    """Make the `.idx` of a shard from its tokens. Raises ConfigError where that is refused."""
     stored = Shard(name, storage)
     if stored.kind == "tar":
         raise ConfigError(
@@ -149,9 +145,9 @@ def _rebuild(
         head = memoryview(b"")
     if not force and _has_sequences(head, expected, manifest):
         raise ConfigError(
-            f"{redact_urls(stored.prefix)}.idx: its documents have several sequences, or modes, which the "
-            "tokens do not tell: convert again, or copy the .idx from where it is whole (--force "
-            "makes one sequence of each document, without modes)"
+            f"{redact_urls(stored.prefix)}.idx: its documents have several sequences, or modes, which "
+            "cannot be seen in the tokens: convert again, or copy the .idx from where it is whole "
+            "(--force makes one sequence of each document, without modes)"
         )
     dtype = token_dtype_named(dtype_name) if dtype_name else dtype_of_broken(head)
     if dtype is None:
@@ -167,9 +163,9 @@ def _rebuild(
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
     if not force:
         raise ConfigError(
-            f"{redact_urls(stored.prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not "
+            f"{redact_urls(stored.prefix)}.idx: by its tokens ({len(lengths):,} documents) it is not "
             f"what the manifest says ({expected.documents:,}); are the tokens whole? copy the "
-            "shard, or convert again (--force writes it all the same)"
+            "shard, or convert again (--force writes it nevertheless)"
         )
     shard = replace(
         expected,
@@ -186,7 +182,7 @@ def _has_sequences(head: Buffer, expected: ShardEntry | None, manifest: Manifest
     """Whether documents have several sequences, or modes, by the manifest or by the first bytes of
     the broken `.idx`.
     """
-    # The manifest first: the counts of a broken `.idx` may be what is wrong with it.
+    # The manifest first: the counts of a broken `.idx` may be wrong.
     if manifest is not None and expected is not None:
         return manifest.multimodal or expected.sequences != expected.documents
     header = unchecked_header(head)
@@ -196,8 +192,8 @@ def _has_sequences(head: Buffer, expected: ShardEntry | None, manifest: Manifest
 
 
 def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArray[np.int32]:
-    """Tokens of each document of a shard, by their ends. Raises FormatError for one that no `.idx`
-    could describe.
+    """Tokens of each document of a shard, by their ends. Raises FormatError for a document that is
+    too long for an `.idx`.
     """
     store, info = shard.tokens()
     whole = info.size - info.size % dtype.itemsize
@@ -208,7 +204,7 @@ def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArra
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         bounds.append(start // dtype.itemsize + np.flatnonzero(ids == eod_id) + 1)
     num_tokens = whole // dtype.itemsize
-    if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document was left open
+    if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document has no end
         bounds.append(np.array([num_tokens]))
     lengths = np.diff(np.concatenate(bounds))
     longest = int(lengths.max(initial=0))
@@ -222,10 +218,10 @@ def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArra
 def _put_index(
     name: str, expected: ShardEntry | None, index: _Rebuilt, storage: StorageConfig
 ) -> str:
-    """Write a rebuilt `.idx`, and keep the broken one by another name; returns what is said of it."""
+    """Write a rebuilt `.idx`, and keep the broken one under another name; returns a line about it."""
     url = f"{strip_suffix(name)}.idx"
     if exists(url, storage):
-        # What an earlier repair kept is perhaps the only copy of what was there first.
+        # What an earlier repair kept may be the only copy of the first `.idx`.
         former = f"{url}.former"
         number = 1
         while exists(former, storage):
@@ -237,21 +233,21 @@ def _put_index(
     if expected is None:
         return text
     if index.shard == expected:
-        return f"{text}; it is what it was"
-    return f"{text}; it differs from the first one"
+        return f"{text}; it agrees with the manifest"
+    return f"{text}; it differs from the manifest"
 
 
 def _put_manifest(
     name: str, manifest: Manifest, rebuilt: Mapping[int, _Rebuilt], storage: StorageConfig
 ) -> str:
-    """Write the manifest with what it is to say of rebuilt shards; returns what is said of it."""
+    """Write the manifest with the entries of rebuilt shards; returns a line about it."""
     shards = list(manifest.shards)
     for number, index in rebuilt.items():
         if index.shard is not None:
             shards[number] = index.shard
-    # What is rebuilt has no modes; a shard that was left as it is still has them.
+    # A rebuilt shard has no modes; the others still have them.
     multimodal = manifest.multimodal and len(rebuilt) < len(shards)
     changed = replace(manifest.with_shards(shards), multimodal=multimodal)
     url = manifest_url(name)
     save_bytes(url, changed.to_json(), storage)
-    return f"{redact_urls(url)}: speaks of the new .idx files now"
+    return f"{redact_urls(url)}: describes the new .idx files now"

@@ -1,5 +1,5 @@
 """From the name of a dataset to its shards: a prefix, a manifest, a version, a folder or a glob, on a
-local disk or in a bucket. What listings and manifests say of them is known then.
+local disk or in a bucket. The shards know what listings and manifests say of them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from streammega.storage.thread_pool import parallel_map
 log = logging.getLogger(__name__)
 
 FEW = 8
-"""Up to so many shards are looked up one by one; a listing tells of 1,000 objects, but of others
-too.
+"""Up to so many shards are looked up one by one. A listing has 1,000 objects, some of other
+datasets.
 """
 GROUP = 480
-"""Shards of one listing: their tokens and indices, and some others, are one answer of 1,000."""
+"""Shards of one listing: one answer of 1,000 has their tokens and indices, and some other objects."""
 MAX_OBJECTS = 3000
-"""Of one listing: where there are so many others between the shards, these are looked up instead."""
+"""Objects of one listing. With so many others between them, shards are looked up one by one."""
 LISTERS = 32
-"""Listings at once: those of 15,360 shards."""
+"""Listings at once: enough for 15,360 shards."""
 DATASETS_AT_ONCE = 16
-"""Datasets that are resolved at once where no listing has them."""
+"""Datasets that are resolved at once, of those that no listing has."""
 TRIES = 5
-"""Times that datasets are resolved again when one was replaced while they were opened."""
+"""How often datasets are resolved, if one is replaced while they are opened."""
 GLOB_CHARS = "*?["
-"""What makes a pattern of a name, if nothing is called just that."""
+"""A name with one of these is a pattern, unless a dataset has that very name."""
 _AFTER_A_DOT = "/"
-"""The character after a dot: what begins with a name and a dot sorts before the name and this."""
+"""The character after a dot: `web.bin` sorts before `web/`."""
 
 Objects = dict[str, Version]
 """Objects by their URLs."""
@@ -76,10 +76,10 @@ def open_resolved(
 ) -> Opened:
     """What `open_all` makes of the shards of datasets.
 
-    Where a dataset is replaced meanwhile, all are resolved and opened again: each is then the
-    earlier one, or the new one.
+    If a dataset is replaced meanwhile, all are resolved and opened again: each is then the earlier
+    one or the new one, and never a mixture.
     """
-    # A store ends with its last user, and its client and connections with it.
+    # A store ends with its last user, and its client and connections with it: keep one for all tries.
     _stores = [open_store(name, storage) for name in names]
     for number in range(TRIES):
         is_last = number == TRIES - 1
@@ -95,8 +95,8 @@ def open_resolved(
             now = None
             with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
                 now = _state_of(resolve(names, storage, cache_dir))
-            # Local shards get their plain names back at the end of a replacement. Once, equal
-            # names prove nothing there.
+            # At the end of a local replacement the new shards take the plain names. So equal names
+            # prove nothing there; a second try must find the same.
             may_have_changed = number == 0 and not all(is_remote(name) for name in names)
             if is_last or (now == before and not may_have_changed):
                 raise
@@ -123,10 +123,10 @@ def resolve(
 ) -> list[list[Shard]]:
     """The shards of datasets, in order, with what listings and manifests say of them.
 
-    A manifest (`.json`) or a version (`web@2`, `web@2..5`) means what it lists, a folder (a name
-    ending in /) or glob for all shards in it, in name order. What is there by the very name is taken
-    before that is read as a glob. A prefix means its pair, and without one the manifest of that
-    name. Many pairs of a bucket are found by listings.
+    A manifest (`.json`) or a version (`web@2`, `web@2..5`) means the shards that it lists. A folder
+    (a name ending in /) or a glob means all shards in it, in name order; a dataset of the very name
+    comes before a glob. A prefix means its pair, or else the manifest of that name. Many pairs of a
+    bucket are found by listings.
 
     Raises ObjectNotFoundError for a folder or glob without shards, MissingShardsError with some of a
     set missing, FormatError, StorageError.
@@ -165,7 +165,7 @@ def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | Non
 def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | None) -> list[Shard]:
     """The pair that a prefix names, or the shards of the manifest of that name.
 
-    The two objects and the manifest are looked up side by side: each is an answer from far away.
+    The two objects and the manifest are looked up at once: each takes a round trip.
     """
     pair = Shard(with_suffix(*split_name(name)), storage, cache_dir)
     prefix = strip_suffix(name)
@@ -196,9 +196,7 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
 
 
 def _info_or_none(store: Store, key: str) -> ObjectInfo | None:
-    """An object, or None where it cannot be looked up. What opens it looks again, and says what is
-    wrong.
-    """
+    """An object, or None where it cannot be looked up. What opens it looks again, and raises."""
     try:
         return store.info(key)
     except StorageError as error:
@@ -210,8 +208,8 @@ def _info_or_none(store: Store, key: str) -> ObjectInfo | None:
 def _manifest_or_damage(
     url: str, storage: StorageConfig
 ) -> tuple[Manifest | None, FormatError | None]:
-    """The manifest of a prefix, if there is one; or why it cannot be read, which matters only
-    without a pair.
+    """The manifest of a prefix, or why it cannot be read, which matters only without a pair; (None,
+    None) where there is none.
     """
     try:
         return check_counts(read_manifest(url, storage), url), None
@@ -235,8 +233,8 @@ def _make_shards(
 ) -> list[Shard]:
     """Shards by their names. objects: those that were listed. manifest: it lists them.
 
-    The store of those that were listed is looked up once: it takes as long as all else of a shard,
-    of which there may be thousands.
+    Listed shards share the store of the first: for thousands, looking it up for each would take as
+    long as all the rest.
     """
     entries = [None] * len(names) if manifest is None else manifest.shards
     head = None if manifest is None else _without_shards(manifest)
@@ -252,7 +250,7 @@ def _make_shards(
         shard = Shard(name, storage, cache_dir, manifest=head, entry=entry, opened=opened)
         shard.version = version
         shard.index_version = objects.get(f"{prefix}.idx")
-        # A name may be written in other ways than its key, and then means what looking it up says.
+        # A name may be written in other ways than its key. Such shards are looked up one by one.
         if not shards and url.endswith(f"/{shard.key}"):
             root = url.removesuffix(shard.key)
         shards.append(shard)
@@ -260,7 +258,7 @@ def _make_shards(
 
 
 def _without_shards(manifest: Manifest) -> Manifest:
-    """What a manifest says of all of its shards: each of them holds it."""
+    """What a manifest says of all of its shards. Each shard keeps it."""
     return replace(manifest, shards=[], origins=None)
 
 
@@ -286,8 +284,8 @@ def _shards_of_manifest(
 def _list_pairs(
     names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None
 ) -> dict[str, list[Shard]]:
-    """Those names of a blend that are pairs of buckets, if listings have all of them; none of
-    few names, and where objects cannot be listed.
+    """The names of a blend that are pairs of buckets, as far as listings have them. Empty for a few
+    names, and where objects cannot be listed.
 
     Raises StorageError for what may pass when it is tried again.
     """
@@ -309,8 +307,8 @@ def _list_pairs(
 
 
 def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
-    """The objects of shards of buckets, and some of those between them; none of few, and where
-    a store cannot list between two keys.
+    """The objects of shards of buckets, and some of those between them. Empty for a few shards, and
+    where a store cannot list between two keys.
 
     Raises StorageError for what may pass when it is tried again.
     """
@@ -332,7 +330,7 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
         looks: list[Callable[[], Any]] = [
             partial(_list_group, store, root, group) for group in groups
         ]
-        # The look beside the listings: it would be another answer to wait for.
+        # At once with the listings, so that nothing waits for it. `_is_same` needs it.
         looks.append(partial(_info_or_none, store, f"{keys[0]}.idx"))
         *parts, looked_up = parallel_map(lambda look: look(), looks, LISTERS)
         if None in parts:
@@ -369,9 +367,7 @@ def _trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
 
 
 def _is_same(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
-    """Whether a listing has the ETag that other answers have: where it does not, a run would end
-    at its first read.
-    """
+    """Whether a listing has the ETag that other requests have. Otherwise the first read would fail."""
     if listed is None or looked_up is None or not listed[1]:
         return False
     return looked_up.size == listed[0] and same_version(looked_up.etag, listed[1])
@@ -381,10 +377,10 @@ def _is_same(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
 
 
 def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
-    """Without shards that are being written in place of others, or were replaced: the manifest says
-    which are the dataset's.
+    """The prefixes without shards that are not part of a dataset yet, or any more: a conversion that
+    replaces a dataset gives its shards a mark until it ends.
 
-    Only where a name has the mark of such shards is a manifest read.
+    The manifest says which shards are the dataset's. It is read only where a name has such a mark.
     """
     owners = set()
     for prefix in prefixes:
@@ -398,7 +394,7 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
             manifest = check_counts(read_manifest(url, storage), url)
             listed = {strip_suffix(name) for name in shard_names(manifest, url)}
         except ObjectNotFoundError:
-            # What has a mark was never finished.
+            # The conversion that made the marks was never finished.
             listed = {prefix for prefix in may_be_its if owner_of(prefix) is None}
         if listed:
             replaced = set(may_be_its) - listed
@@ -431,7 +427,7 @@ def _matching_indices(name: str) -> list[str]:
     """The `.idx` files that a pattern names, with their suffix or without."""
     folder, pattern = os.path.split(name)
     if os.path.isdir(folder):
-        # The signs in a folder that is there are letters.
+        # In the name of a folder that exists these signs are letters.
         name = os.path.join(glob.escape(folder), pattern)
     indices = [path for path in glob.glob(name) if path.endswith(".idx")]
     return indices or glob.glob(f"{name}.idx")
@@ -443,7 +439,9 @@ def is_glob(name: str) -> bool:
 
 
 def is_local_folder(name: str) -> bool:
-    """A local folder, unless there is a dataset of that very name: caches are often put there."""
+    """Whether a name is a local folder. A dataset of that very name comes first: caches are often put
+    in a folder of its name.
+    """
     return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
 
 
@@ -471,7 +469,7 @@ def _match_remote(name: str, storage: StorageConfig) -> tuple[list[str], Objects
     except StorageError as error:
         if not pattern or "*" in pattern or error.transient:
             raise
-        return None  # this store cannot be listed, and ? and [ are letters of many names
+        return None  # this store cannot be listed, and many names have ? and [ as letters
     before = join_url(folder, "")
     exact = before + strip_suffix(pattern)
     if pattern and (f"{exact}.idx" in objects or f"{exact}{MANIFEST}" in objects):

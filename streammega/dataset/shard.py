@@ -35,19 +35,19 @@ from streammega.storage.seekable_zstd import Frames, read_frames
 from streammega.storage.store import Span
 
 READ_WHOLE = 8 << 10
-"""Bytes of an `.idx` that is read whole, if it is one of many: it costs no more than its header, and
-the requests of thousands add up.
+"""An `.idx` of so many bytes is read whole, if there are many shards: it takes one request, as its
+header does.
 """
 Version = tuple[int, str]
-"""Bytes and ETag of an object. Of many thousands, plain tuples are not tracked by the collector."""
+"""Bytes and ETag of an object. A plain tuple: the garbage collector does not track thousands of them."""
 Shown = TypeVar("Shown", Frames, Members)
 
 
 class Shard:
     """One shard of a dataset.
 
-    Nothing is requested before it is needed, nor what is known already. What is looked up is
-    compared with the manifest at once: FormatError where they differ.
+    Nothing is requested before it is needed, or twice. What is looked up is compared with the
+    manifest at once, which raises FormatError where they differ.
 
     Args:
         name: its prefix, or with the suffix of its kind.
@@ -141,7 +141,7 @@ class Shard:
             info = self.store.info(self.key)
             self.version = info.size, info.etag
         size, etag = self.version
-        # Compared first: the URL of each of thousands of shards would be made for nothing.
+        # Compared here first: making the URLs of thousands of shards takes long.
         if self.entry is not None and size != self.entry.bytes:
             check_expected(self.url, "bytes", size, self.entry.bytes)
         return ObjectInfo(key=self.key, size=size, etag=etag)
@@ -164,16 +164,16 @@ class Shard:
         return ObjectInfo(key=self.index_key, size=size, etag=etag)
 
     def look_up(self) -> None:
-        """Look up both objects where they are not known. Raises as they do."""
+        """Look up both objects where they are not known. Raises as `stored` and `index_info` do."""
         _ = self.stored, self.index_info
 
     # --- tokens
 
     def tokens(self) -> tuple[Store, ObjectInfo]:
-        """The store that shows the tokens as one little-endian array, whatever the kind, and how
-        large that is.
+        """The store that shows the tokens as one little-endian array, whatever the kind, and that
+        array's name and size.
 
-        Where a manifest has the size of a remote shard, tables of frames and members are read
+        Where a manifest has the size of a remote shard, the table of its frames or members is read
         with the first tokens. Raises FormatError, StorageError.
         """
         if self.kind == "bin":
@@ -182,7 +182,7 @@ class Shard:
             make: Callable[[], Frames | Members]
             make = self._frames if self.kind == "zst" else self._members
             size = self._token_bytes
-            # Reading the table costs requests: put off where the size is known without it.
+            # Reading the table takes requests. It waits where the size is known without it.
             view = make() if size is None or self.store.is_local else LazyView(size, make)
             store = DerivedStore(self.store, self.stored, view)
             self._view = store, store.info(self.key)
@@ -206,7 +206,7 @@ class Shard:
     def _members(self) -> Members:
         arrays = self.arrays()
         lengths = arrays.sequence_lengths
-        # Where members lie is computed from the lengths, and a negative one would lead anywhere.
+        # The places of members follow from the lengths: a negative one would lead anywhere.
         if len(lengths) and int(lengths.min()) < 0:
             bad = int(np.argmax(lengths < 0))
             raise FormatError(
@@ -218,8 +218,8 @@ class Shard:
         expected = stored_bytes(lengths, itemsize, multimodal)
         if self.stored.size != expected:
             raise FormatError(
-                f"{self.url}: has {self.stored.size} bytes, its .idx speaks of {expected}; it is "
-                "cut short, or was not written by this library (convert reads tars of any kind)"
+                f"{self.url}: has {self.stored.size} bytes, and by its .idx {expected}; it is cut "
+                "short, or was not written by this library (convert reads tars of any kind)"
             )
         return self._sized(layout(lengths, itemsize, multimodal))
 
@@ -234,9 +234,9 @@ class Shard:
     def open(self) -> None:
         """Set dtype and counts.
 
-        What a manifest says of a remote shard, the sizes of both objects must bear out. Otherwise
-        the last sequence of the `.idx` must end where the tokens do. Raises ObjectNotFoundError,
-        FormatError, StorageError.
+        A remote shard has those of its manifest, if the sizes of both objects agree. Any other has
+        those of its `.idx`, whose last sequence must end where the tokens do. Raises
+        ObjectNotFoundError, FormatError, StorageError.
         """
         # A remote header costs a request for each shard; a local one costs none.
         is_free = self.store.is_local and self.bin_tokens is None
@@ -252,7 +252,7 @@ class Shard:
             self.dtype = self.manifest.token_dtype
             self.num_sequences = self.entry.sequences
             self.num_documents = self.entry.documents
-            # Of no sequences, both sizes are the same.
+            # Without sequences, both sizes are the same.
             bounds = self.num_documents + 1
             plain = index_bytes(self.num_sequences, bounds, multimodal=False)
             self.multimodal = self.num_sequences > 0 and size != plain
@@ -280,8 +280,8 @@ class Shard:
     def read_header(self, *, is_one_of_many: bool = False) -> IndexHeader:
         """The header of the `.idx`, read once. Its last sequence ends where the tokens do.
 
-        Of a remote `.idx`, the header and the likely places of that end are read together. Of many
-        shards, a small `.idx` is read whole, by one request. Raises ObjectNotFoundError,
+        The header of a remote `.idx` and the likely places of its last sequence are read together;
+        one of many that is small is read whole, by one request. Raises ObjectNotFoundError,
         FormatError, StorageError.
         """
         if self.header is not None:
@@ -331,7 +331,7 @@ class Shard:
         return self._read_index([(0, min(HEADER_BYTES, self.index_info.size))])[0]
 
     def index_data(self) -> memoryview:
-        """All of the `.idx`, mapped: of a remote one, this node's copy; not checked.
+        """All of the `.idx`, mapped and not checked. A remote one is copied to this node first.
 
         Raises ObjectNotFoundError, CacheError, FormatError, StorageError.
         """
@@ -343,7 +343,7 @@ class Shard:
 
     def arrays(self) -> IndexArrays:
         """The arrays of the `.idx`, as views of `index_data`. Raises as that does."""
-        # A large foreign file is not downloaded. A copy was checked when it was made.
+        # The header first, so that a large file of another kind is not downloaded. A copy was checked.
         if not (self.store.is_local or self.header is not None or self._has_copy()):
             self._parse_header(self.read_head())
         arrays = parse_index(self.index_data(), self.index_url)
@@ -355,11 +355,11 @@ class Shard:
         return cached_copy(self.store, self.index_info, folder).exists()
 
     def checked_arrays(self, token_bytes: int) -> IndexArrays:
-        """The arrays, every sequence of which lies within `token_bytes`, and the last one ends
-        there. Raises as `index_data` does.
+        """The arrays. Every sequence lies within `token_bytes`, and the last one ends there. Raises
+        as `index_data` does.
         """
         arrays = self.arrays()
-        # Not only the header: bounds that a forged or cut file holds would be read past the tokens.
+        # Not the header alone: bounds of a forged or cut file would lead past the tokens.
         end = check_index(arrays, token_bytes, self.index_url, self.url)
         if self.bin_tokens is None:
             check_whole_end(arrays, end, token_bytes, self.index_url, self.url)
@@ -386,7 +386,7 @@ class Shard:
 
 
 def check_expected(url: str, what: str, found: object, expected: object) -> None:
-    """Raise FormatError unless something of a shard is what its manifest says."""
+    """Raise FormatError unless a shard has what its manifest says."""
     if found != expected:
         raise FormatError(
             f"{url}: has {found} {what}, its manifest says {expected}; it is cut short, or another "

@@ -1,5 +1,5 @@
-"""Is a dataset what it should be? Structure, sizes, checksums, the range of ids, and an end at every
-document. Every byte is read once, by all cores.
+"""Check a dataset: structure, sizes, checksums, the range of ids, and the end of every document. All
+cores read every byte once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from streammega.storage.progress import ProgressObserver
 
 @dataclass(kw_only=True)
 class VerifyReport:
-    """What was looked at, and every problem found, each with its place."""
+    """What was checked, and every problem, each with its place."""
 
     name: str
     shards: int = 0
@@ -66,7 +66,7 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
 
     def add_ids(self, lowest: int, highest: int) -> None:
-        """Widen the range of ids that were seen. Not for several threads at once."""
+        """Widen the range of ids. Not for several threads at once."""
         if self.lowest_id is None or lowest < self.lowest_id:
             self.lowest_id = lowest
         if self.highest_id is None or highest > self.highest_id:
@@ -74,21 +74,21 @@ class VerifyReport:
 
 
 REMOTE_BYTES = 8 << 20
-"""Of one request, or of decompressed tokens at a time. Each core holds one of them."""
+"""Bytes of one request, or of tokens that are decompressed together, of which each core has one."""
 Progress = Callable[[int], None]
 
 
 class TokenChecks:
-    """Checks the tokens of a shard, a part at a time and by any thread, and notes problems in the
+    """Checks the tokens of a shard, a part at a time and in any thread, and adds problems to the
     report.
 
     Args:
         index: of the shard; every sequence lies within its tokens.
         url: of the tokens, for messages.
-        vocab_size: ids must be below it; None: any are taken.
-        eod_id: every document must end with it; None: ends are not looked at.
-        bin_tokens: documents that fill a bin may be pieces of longer ones, which need not; None:
-            there are no bins.
+        vocab_size: ids must be below it; None: all ids are valid.
+        eod_id: every document must end with it; None: ends are not checked.
+        bin_tokens: tokens of a bin. A document that fills one may be a piece of a longer document,
+            and need not end with eod_id. None: there are no bins.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TokenChecks:
         self._last_tokens, self._documents = _last_tokens(index, bin_tokens)
 
     def check(self, data: NDArray[np.uint8], start: int) -> None:
-        """Check whole tokens, the first of which is at byte `start`."""
+        """Check whole tokens. start: the byte of the first."""
         ids = data.view(self.dtype)
         if len(ids) == 0 or not np.issubdtype(self.dtype, np.integer):
             return
@@ -130,7 +130,7 @@ class TokenChecks:
             outside = ids < 0
             what = "below zero"
         else:
-            # int64: a vocabulary may be larger than the stored dtype can say.
+            # int64: the vocabulary size may not fit into the stored dtype.
             outside = (ids < 0) | (ids.astype(np.int64) >= self._vocab_size)
             what = f"outside of the {self._vocab_size} ids"
         rows = np.flatnonzero(outside)
@@ -172,7 +172,7 @@ def check_bytes(
     """
 
     def check_part(start: int) -> str | None:
-        """What is wrong with the bytes from `start` on, if their checksum is."""
+        """Check the part from byte `start` on; a message if its checksum is wrong."""
         hasher = xxhash.xxh3_128()
         stop = min(start + part_bytes, info.size)
         for place, data in _pieces(store, info, start, stop):
@@ -190,7 +190,7 @@ def check_bytes(
             "the manifest's; copy them again"
         )
 
-    # Smaller parts keep all cores busy, but each checksum is of one thread.
+    # Smaller parts keep all cores busy, but one thread computes each checksum.
     part_bytes = REMOTE_BYTES if checksums is None else CHECK_BYTES
     with ThreadPoolExecutor(num_threads()) as pool:
         for problem in pool.map(check_part, range(0, info.size, part_bytes)):
@@ -201,9 +201,7 @@ def check_bytes(
 def _last_tokens(
     index: IndexArrays, bin_tokens: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(the last token of each document that ends with one, in tokens of the `.bin` and rising; the
-    documents' numbers).
-    """
+    """(place of the last token of each document that has one, rising; the documents' numbers)."""
     bounds = index.document_indices
     documents = np.flatnonzero(bounds[1:] > bounds[:-1])
     last_sequences = bounds[1:][documents] - 1
@@ -215,8 +213,8 @@ def _last_tokens(
         ends_with_token &= starts + lengths - first_tokens < bin_tokens
     documents = documents[ends_with_token]
     last_tokens = (starts + lengths - 1)[ends_with_token]
-    # They are searched, so they must rise; an .idx made by hand may name sequences in any order.
-    # Sorting takes as much memory again, and what writers make needs none.
+    # A binary search needs rising places, and an .idx made by hand may have sequences in any order.
+    # Sorting takes the same memory again: what writers make is sorted already.
     if (np.diff(last_tokens) < 0).any():
         by_place = np.argsort(last_tokens, kind="stable")
         last_tokens = last_tokens[by_place]
@@ -227,7 +225,7 @@ def _last_tokens(
 def _pieces(
     store: Store, info: ObjectInfo, start: int, stop: int
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(byte, data) of a part, in order; data is good until the next one is asked for."""
+    """(byte, data) of a part, in order. Each piece is valid until the next one."""
     path = store.local_path(info.key)
     if path is None:
         for piece_start in range(start, stop, REMOTE_BYTES):
@@ -249,16 +247,15 @@ def verify(
     eod_id: int | None = None,
     progress: ProgressObserver | None = None,
 ) -> VerifyReport:
-    """Check a dataset: a prefix, a manifest, a folder or a glob. Every byte is read once, by all
-    cores.
+    """Check a dataset: a prefix, a manifest, a folder or a glob.
 
     Args:
-        vocab_size: ids must be below it; default: what the manifest says.
-        eod_id: every document must end with it; default: what the manifest says.
-        progress: gets the number of bytes, and of those just looked at.
+        vocab_size: ids must be below it; default: the manifest's.
+        eod_id: every document must end with it; default: the manifest's.
+        progress: receives the number of all bytes, and of those just checked.
 
-    Raises ObjectNotFoundError when nothing is there, StorageError when it cannot be read; what is
-    wrong with it is in the report.
+    Problems are in the report. Raises ObjectNotFoundError where there is no dataset, StorageError
+    where it cannot be read.
     """
     storage = storage or StorageConfig()
     progress = progress or ProgressObserver()
@@ -271,7 +268,7 @@ def verify(
         eod_id = manifest.eod_id if eod_id is None else eod_id
     if eod_id is None:
         report.notes.append(
-            "the ends of documents are not checked: name the id that ends them by --eod-id"
+            "the ends of documents were not checked: pass the id that ends them by --eod-id"
         )
     progress.begin("verifying", _stored_bytes(names, manifest, storage))
     for number, shard_name in enumerate(names):
@@ -283,12 +280,12 @@ def verify(
                 _check_origins(shard_name, manifest.origins[number], storage)
         except ObjectNotFoundError as error:
             if manifest is None and len(names) == 1 and not report.problems:
-                raise  # there is nothing to check, nor a manifest that is damaged
+                raise  # there is nothing to check
             report.problems.append(str(error))
         except (FormatError, ShortReadError) as error:
             report.problems.append(str(error))
         report.shards += 1
-    # Where a shard has a problem, the sums differ because of it.
+    # With a problem in a shard, the sums differ because of that.
     if manifest is not None and not report.problems:
         _compare_sums(manifest, report)
     report.seconds = time.monotonic() - began
@@ -298,7 +295,7 @@ def verify(
 def _stored_bytes(
     names: list[str], manifest: Manifest | None, storage: StorageConfig
 ) -> int | None:
-    """Of shards together; None where that takes a request for each of many."""
+    """The bytes of all shards; None where each of many would take a request."""
     if manifest is not None:
         return sum(shard.bytes for shard in manifest.shards)
     if len(names) > 1 and any(is_remote(name) for name in names):
@@ -313,10 +310,11 @@ def _stored_bytes(
 def shards_of(
     name: str, storage: StorageConfig, report: VerifyReport
 ) -> tuple[list[str], Manifest | None]:
-    """The shards of a dataset, and its manifest if there is one; a damaged one, or missing shards,
-    are noted.
+    """The shards of a dataset, and its manifest if there is one. A damaged manifest and missing
+    shards are problems in the report.
 
-    Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
+    Raises ObjectNotFoundError, StorageError, and FormatError for a damaged manifest that was named
+    itself.
     """
     named = read_named_manifest(name, storage)
     if named is not None:
@@ -333,22 +331,22 @@ def shards_of(
             return [], None
     except FormatError as error:
         report.problems.append(str(error))
-        # What can be had without it is still looked at: a pair of the very name.
+        # A pair of the very name can be checked without it.
         return [with_suffix(*split_name(name))], None
     return shard_names(manifest, url), manifest
 
 
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
-    """Raise FormatError unless the provenance of a shard's documents is as it was written."""
+    """Raise FormatError unless the file of provenance of a shard is as it was written."""
     url = strip_suffix(shard) + ENDING
     stored = read_if_exists(url, storage)
     if stored is None or xxhash.xxh3_128_hexdigest(stored) != expected:
-        how = "is gone" if stored is None else "is not the one that the manifest speaks of"
+        how = "is missing" if stored is None else "has another checksum than the manifest says"
         raise FormatError(f"{redact_urls(url)}: {how}; convert again with --provenance")
 
 
 class SoundIndex(NamedTuple):
-    """An `.idx` that fits its tokens, and the store and size of these as one array."""
+    """An `.idx` that fits its tokens, and the store and size of the tokens as one array."""
 
     arrays: IndexArrays
     store: Store
@@ -356,7 +354,7 @@ class SoundIndex(NamedTuple):
 
 
 class ShardCheck:
-    """Compares one shard with its `.idx` and its manifest, and notes all problems in a report.
+    """Compares one shard with its `.idx` and its manifest, and adds all problems to a report.
 
     expected: what the manifest says of the shard; None: there is no manifest.
     """
@@ -381,7 +379,7 @@ class ShardCheck:
         """Read and check every byte. Raises ObjectNotFoundError without tokens, FormatError."""
         shard = self._shard
         checksums = None if self._expected is None else self._expected.checksums
-        # Of bytes that are too few or too many, no checksum could be right: that is said once.
+        # With too few or too many bytes no checksum can be right. One problem is enough.
         if self._expected is not None and shard.stored.size != self._expected.bytes:
             checksums = None
             self._report.problems.append(
@@ -404,7 +402,7 @@ class ShardCheck:
             shard.stored,
             self._report,
             checksums=checksums,
-            # The stored bytes of all other kinds are no tokens.
+            # Shards of other kinds do not store tokens as they are.
             tokens=tokens if shard.kind == "bin" else None,
             progress=progress.advance,
         )
@@ -416,24 +414,23 @@ class ShardCheck:
         self._add_counts(index)
 
     def check_index(self) -> SoundIndex | None:
-        """The `.idx`; None where it is lost or leads outside of the tokens, which is noted.
-
-        Raises ObjectNotFoundError without tokens.
+        """The `.idx`; None where it is missing or leads outside of the tokens, which is a problem in
+        the report. Raises ObjectNotFoundError without tokens.
         """
         shard = self._shard
         index_url = shard.index_url
         problems = self._report.problems
         try:
-            # Before its header: of a damaged one, both faults are noted.
+            # Before its header is parsed: both may be problems.
             data = shard.index_data()
             if self._expected is not None and checksums_of(data) != list(
                 self._expected.index_checksums
             ):
                 problems.append(
-                    f"{index_url}: is not the .idx that the manifest speaks of; --repair rebuilds it"
+                    f"{index_url}: has another checksum than the manifest says; --repair rebuilds it"
                 )
             arrays = parse_index(data, index_url)
-            # Also of tokens of another size: the .idx alone may be the wrong one.
+            # Also where the size of the tokens is wrong: the .idx may be wrong too.
             if self._manifest is not None and self._expected is not None:
                 for difference in _differences(arrays, self._expected, self._manifest):
                     problems.append(f"{index_url}: {difference}")
@@ -442,7 +439,7 @@ class ShardCheck:
             if self._bin_tokens is not None:
                 check_bins(arrays, self._bin_tokens, index_url)
         except (FormatError, ObjectNotFoundError) as error:
-            _ = shard.stored  # without tokens, nothing else matters
+            _ = shard.stored  # without tokens, that is the error
             problems.append(str(error))
             return None
         try:
@@ -463,12 +460,12 @@ class ShardCheck:
             return
         self._report.tokens += arrays.num_tokens
         unused = index.tokens.size - arrays.num_tokens * itemsize
-        if unused > 0:  # no problem: an .idx may name parts of a .bin
+        if unused > 0:  # this is allowed: an .idx may name parts of a .bin
             self._report.notes.append(f"{self._shard.url}: {unused:,} bytes belong to no sequence")
 
 
 def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) -> Iterator[str]:
-    """What an `.idx` holds and the manifest says otherwise."""
+    """What an `.idx` has and the manifest says otherwise."""
     modes = {True: "modes", False: "no modes"}
     has_modes = arrays.sequence_modes is not None
     pairs = [
@@ -477,7 +474,7 @@ def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) 
         (pluralize(arrays.num_documents, "document"), pluralize(expected.documents, "document")),
         (pluralize(arrays.num_sequences, "sequence"), pluralize(expected.sequences, "sequence")),
     ]
-    if manifest.pack is None:  # else the tokens of bins count too, which are no sequence's
+    if manifest.pack is None:  # else the padding of bins counts too
         pairs.append((pluralize(arrays.num_tokens, "token"), pluralize(expected.tokens, "token")))
     for found, said in pairs:
         if found != said:
@@ -485,7 +482,7 @@ def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) 
 
 
 def _compare_sums(manifest: Manifest, report: VerifyReport) -> None:
-    """Note where the shards are together not what the manifest says of all of them."""
+    """Report a problem if the shards together have other counts than the manifest says."""
     found = (report.documents, report.sequences, report.tokens)
     if found == (manifest.documents, manifest.sequences, manifest.tokens):
         return

@@ -49,7 +49,7 @@ _VERSION = re.compile(rf"^(?P<prefix>.+)@((?P<after>{_NUMBER})\.\.)?(?P<number>{
 
 @dataclass(frozen=True, kw_only=True)
 class VersionName:
-    """What a name like `web@7` means; `after`: of `web@2..7`, what was appended since."""
+    """The parts of a name like `web@7`. after: 2 in `web@2..7`, which is what was appended since."""
 
     prefix: str
     number: int
@@ -57,7 +57,7 @@ class VersionName:
 
     @classmethod
     def parse(cls, name: str) -> VersionName | None:
-        """Of a name as users write it; None for others."""
+        """The parts of a name as users write it; None for names that are not of a version."""
         match = _VERSION.match(name)
         if match is None:
             return None
@@ -66,11 +66,11 @@ class VersionName:
 
     @property
     def url(self) -> str:
-        """Of its manifest."""
+        """The URL of its manifest."""
         return version_url(self.prefix, self.number)
 
     def tokens(self, storage: StorageConfig) -> int:
-        """How many it has, by the manifests. Raises as `read_manifest` does."""
+        """Its tokens, by the manifests. Raises as `read_manifest` does."""
         tokens = stored_tokens(self.url, storage)
         if self.after is not None:
             tokens -= stored_tokens(version_url(self.prefix, self.after), storage)
@@ -78,8 +78,8 @@ class VersionName:
 
 
 def check_no_version(name: str, advice: str) -> None:
-    """Raise ConfigError for the name of a version, as users or this library write it. advice: what
-    to do instead, where {prefix} is the dataset that grows.
+    """Raise ConfigError for the name of a version, or of its manifest. advice: what to do instead;
+    {prefix} in it is the dataset that grows.
     """
     version = VersionName.parse(name)
     stored = number_of(strip_suffix(name).removesuffix(MANIFEST) + MANIFEST)
@@ -94,10 +94,10 @@ def check_no_version(name: str, advice: str) -> None:
 
 
 def read_named_manifest(name: str, storage: StorageConfig) -> tuple[Manifest, str] | None:
-    """(manifest, its URL) of `x.json`, of the version `web@2`, or of `web@2..5`: that of version 5
-    without the shards of version 2. None for any other name.
+    """(manifest, its URL) of `x.json`, or of the version `web@2`; for `web@2..5` the manifest of
+    version 5 without the shards of version 2. None for any other name.
 
-    Raises ConfigError for what can have no shards, ObjectNotFoundError, FormatError.
+    Raises ConfigError for a range without versions, ObjectNotFoundError, FormatError.
     """
     version = VersionName.parse(name)
     if version is None:
@@ -143,10 +143,10 @@ def _read_version(version: VersionName, storage: StorageConfig) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetVersion:
-    """A version of a dataset that grows. added: whether `append` made it, and had to.
+    """A version of a dataset that grows.
 
     number: 0 is what convert wrote under the plain name. parents: what the next version may build
-    on.
+    on. added: whether this call of `append` made it.
     """
 
     number: int
@@ -245,8 +245,8 @@ def read_newest(prefix: str, storage: StorageConfig) -> DatasetVersion | None:
 
 
 def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> list[str]:
-    """Datasets in the folder that no version lists, though their names begin as that of the dataset
-    does, in name order: a killed producer left them, or one is about to append them.
+    """Datasets in the folder whose names begin as this one's and which no version lists, in name
+    order. A killed producer left them, or a producer is about to append them.
     """
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
@@ -257,7 +257,7 @@ def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> li
     found = []
     for info in store.list(key, recursive=False):
         rest = info.key[len(key) :]
-        # "website" is no part of "web", and what has its very name is version 0
+        # "website" is another dataset than "web", and the plain name is version 0
         if not rest.endswith(MANIFEST) or rest == MANIFEST or rest[0].isalnum():
             continue
         if number_of(prefix + rest) is not None:
@@ -283,9 +283,8 @@ def _names_at(url: str, storage: StorageConfig) -> set[str]:
 
 
 def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> None:
-    """Raise ConfigError for an output of convert that runs would miss or read in part: the name of
-    a version; a dataset with versions, or whose shards a version of another one lists; and a name
-    that has versions alone, which would not list what is made.
+    """Raise ConfigError for an output of convert that is the name of a version, that versions list
+    (they may be those of another dataset), or that has versions and no plain dataset.
     """
     prefix = strip_suffix(prefix)
     check_no_version(prefix, "versions are made by append; convert to a name with another end")
@@ -306,7 +305,7 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
     try:
         replaced = listed_names(read_manifest(prefix + MANIFEST, storage))
     except (ObjectNotFoundError, FormatError):
-        replaced = {base_name(prefix)}  # of a pair without a manifest that can be read
+        replaced = {base_name(prefix)}  # a pair without a manifest that can be read
     store, key = open_store(prefix, storage)
     for other, number in _newest_versions(store, key.removesuffix(base_name(key))).items():
         # Not joined: a name without a folder has none.
@@ -315,7 +314,7 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
             # The newest version lists all shards of the others.
             listed = listed_names(read_manifest(url, storage))
         except (ObjectNotFoundError, FormatError):
-            continue  # which no run can read
+            continue  # no run can read it
         if listed & replaced:
             raise ConfigError(
                 f"{redact_urls(prefix)}: is listed by versions of {redact_urls(other)}, up to "
@@ -324,7 +323,7 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
 
 
 def _newest_visible(prefix: str, storage: StorageConfig) -> int:
-    """The newest version, or 0 without the right to list, with which one may still write."""
+    """The newest version; 0 without the right to list, where the right to write may be there."""
     try:
         return newest_version(prefix, storage)
     except (AccessDeniedError, ObjectNotFoundError):

@@ -39,9 +39,10 @@ class IndexedDatasetWriter:
     """Streams sequences into `prefix.bin` (or `.bin.zst`, `.tar`), and writes `prefix.idx` at the
     end.
 
-    Nothing shows under the final names before `finalize`: a writer that is interrupted (an
-    exception in its `with`, a kill) leaves no half-written pair. The `.bin` is published first and
-    a former `.idx` removed before it, so that no `.idx` ever describes another `.bin`.
+    Nothing appears under the final names before `finalize`: a writer that is interrupted (an
+    exception in its `with`, a kill) leaves no half-written pair. An earlier `.idx` is removed
+    first, then the `.bin` is published, then the `.idx`: so no `.idx` ever describes another
+    `.bin`.
 
     Args:
         prefix: path or URL without `.bin` / `.idx`.
@@ -51,10 +52,10 @@ class IndexedDatasetWriter:
         kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence.
             Default: by the prefix's suffix.
         level, frame_bytes: of the zstd frames.
-        index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards
-            are done.
-        first_sequence: of a dataset of several shards, the number of this one's first sequence: a
-            tar's members are named by it.
+        index_prefix: where the `.idx` goes, for a caller that publishes it when several shards are
+            done. Default: beside the tokens.
+        first_sequence: the number in the dataset of the first sequence of this shard, by which the
+            members of a tar are named.
     """
 
     def __init__(
@@ -74,24 +75,24 @@ class IndexedDatasetWriter:
         self.kind: Kind = kind or kind_of_name
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.multimodal = multimodal
-        dtype_code(self.dtype)  # one that the format lacks is refused before anything is opened
+        dtype_code(self.dtype)  # raises for an unknown one before anything is opened
         self._storage = storage or StorageConfig()
         self._index_prefix = index_prefix or self.prefix
-        # Not lists: an int of a list takes 36 bytes, and there are as many as sequences.
+        # Arrays, not lists: an int in a list takes 36 bytes, and there may be millions of sequences.
         self._lengths = array("i")
         self._modes = array("b")
         self._documents = array("q", [0])
         self._starts: array[int] | None = None
-        """Of packed documents, the token at which each sequence begins."""
+        """The token at which each sequence begins, if documents are packed."""
         self._token_bytes = 0
-        """Of all tokens so far, as one array."""
+        """Bytes of all tokens so far, as one array."""
         self._first_number = first_sequence
         self._open = True
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self.stored = ChecksummedWriter(store.open_writer(key))
-        """Counts and checksums of what was written so far, as stored."""
+        """Size and checksums of the stored tokens so far."""
         self.index: ChecksummedWriter
-        """The same of the `.idx`, which is there once it is published."""
+        """Size and checksums of the `.idx`. Set when it is published."""
         self._tokens: FrameWriter | ChecksummedWriter = self.stored
         if self.kind == "zst":
             self._tokens = FrameWriter(self.stored, level, frame_bytes)
@@ -112,14 +113,14 @@ class IndexedDatasetWriter:
                 self.finalize()
 
     def __del__(self) -> None:
-        # A constructor that raised has nothing to throw away.
+        # A constructor that raised has nothing to discard.
         if getattr(self, "_tokens", None) is not None:
             self.abort()
 
     def add_item(self, tokens: Any, mode: int = 0) -> None:
         """Append one sequence (array, tensor or list of token ids, shape [length]).
 
-        Raises FormatError if a value does not fit the dtype: it would wrap around silently.
+        Raises FormatError if a value does not fit the dtype.
         """
         data = self._cast(tokens)
         lengths = self._to_lengths([data.size])
@@ -150,16 +151,16 @@ class IndexedDatasetWriter:
         *,
         starts: NDArray[np.int64] | None = None,
     ) -> None:
-        """Append many documents at once, without a look at each.
+        """Append many documents at once.
 
         Args:
-            data: the bytes of their tokens end to end, in the writer's dtype; all of them, or in
+            data: the bytes of their tokens end to end, in the writer's dtype; as a whole, or in
                 pieces of any size, each valid until the next one.
             lengths: tokens of each sequence.
             documents: sequences of each document.
             modes: of each sequence, in multimodal files.
-            starts: of packed tokens, not all of which belong to sequences, the token of `data` at
-                which each sequence begins. A writer of packed tokens takes nothing else.
+            starts: the token of `data` at which each sequence begins, if the tokens are packed:
+                padding belongs to no sequence then. A writer of packed tokens takes no others.
         """
         self._check_open()
         if isinstance(data, bytes | bytearray | memoryview):
@@ -180,10 +181,10 @@ class IndexedDatasetWriter:
         modes: NDArray[np.int8] | None = None,
         threads: int = 1,
     ) -> Iterator[int]:
-        """As `add_documents`, with their bytes in local files, which several threads copy. Yields
-        bytes as they are written.
+        """As `add_documents`, but several threads copy the bytes from local files. Yields the number
+        of bytes as they are written.
 
-        If it fails or is closed before its end, all that was written is thrown away. Raises
+        If it fails or is closed before its end, everything that was written is discarded. Raises
         FormatError where `stores_plain_bytes` is False; ObjectChangedError, StorageError.
         """
         self._check_open()
@@ -200,16 +201,16 @@ class IndexedDatasetWriter:
         self._note(lengths, documents, modes)
 
     def end_document(self) -> None:
-        """Close the document that the last sequences belong to."""
+        """End the document of the last sequences."""
         self._check_open()
         self._documents.append(len(self._lengths))
 
     def add_index(self, prefix: str) -> None:
         """Append all sequences and documents of another dataset of the same dtype (a merge).
 
-        Local files are read by as many threads as cores, and not mapped. Raises FormatError for
-        another dtype, or where only one of the two has modes; ObjectChangedError, StorageError. If it
-        fails after it has begun to copy, all that was written is thrown away.
+        As many threads as cores read local files, without maps. If it fails after it has begun to
+        copy, everything that was written is discarded. Raises FormatError for another dtype, or
+        where only one of the two has modes; ObjectChangedError, StorageError.
         """
         self._check_open()
         other = IndexedDataset(prefix, self._storage)
@@ -244,8 +245,8 @@ class IndexedDatasetWriter:
     def finalize(self, idx_path: str | None = None) -> None:
         """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
 
-        The writer cannot be used afterwards. Raises FormatError for sequences that belong to no
-        document yet, before anything is written: no reader would open such a pair.
+        The writer cannot be used afterwards. Raises FormatError, before anything is written, where
+        the last sequences belong to no document: no reader would open such a pair.
         """
         if idx_path is not None:
             self._index_prefix = strip_suffix(str(idx_path))
@@ -265,7 +266,7 @@ class IndexedDatasetWriter:
                 self._tokens.write(END)
             self._tokens.commit()
         except BaseException:
-            self._tokens.abort()  # the writer is closed, so its caller cannot
+            self._tokens.abort()  # the caller cannot: this writer is closed
             raise
         with atomic_writer(index_store, index_key) as writer:
             self.index = ChecksummedWriter(writer)
@@ -288,7 +289,7 @@ class IndexedDatasetWriter:
         return self._token_bytes // self.dtype.itemsize
 
     def abort(self) -> None:
-        """Throw away what was written. Does nothing after `finalize`."""
+        """Discard what was written. Does nothing after `finalize`."""
         if self._open:
             self._open = False
             self._tokens.abort()
@@ -296,14 +297,14 @@ class IndexedDatasetWriter:
     def _check_open(self) -> None:
         if not self._open:
             raise FormatError(
-                f"{self.prefix}: this writer is closed: it was finalized, or could not write what it was "
-                "given, and threw away all of it; begin anew with another writer"
+                f"{self.prefix}: this writer is closed: it was finalized, or it failed and discarded what "
+                "it had written; use a new writer"
             )
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:
-        """Throw all away where what is copied ends in the middle: tokens of no sequence are left, and
-        those of the next one would not be where the `.idx` says.
+        """Discard everything where a write ends in the middle: the tokens of the next sequence would
+        not be where the `.idx` says.
         """
         try:
             yield
@@ -319,7 +320,7 @@ class IndexedDatasetWriter:
         modes: NDArray[np.int8] | None,
         starts: NDArray[np.int64] | None = None,
     ) -> None:
-        """Append sequences, whose bytes come in pieces. All others of these arguments are as of
+        """Append sequences, whose bytes come in pieces. The other arguments are those of
         `add_documents`.
         """
         self._check_open()
@@ -389,7 +390,7 @@ class IndexedDatasetWriter:
         documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None,
     ) -> None:
-        """Keep what the `.idx` will say of sequences and documents."""
+        """Keep sequences and documents for the `.idx`."""
         document_ends = len(self._lengths) + np.cumsum(documents, dtype=np.int64)
         self._documents.frombytes(document_ends.tobytes())
         self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
@@ -401,8 +402,8 @@ class IndexedDatasetWriter:
         longest = max(lengths, default=0)
         if longest > MAX_TOKENS:
             raise FormatError(
-                f"{self.prefix}: sequence of {longest:,} tokens; an .idx can hold {MAX_TOKENS:,}: cut it "
-                "before"
+                f"{self.prefix}: a sequence has {longest:,} tokens; an .idx can hold {MAX_TOKENS:,}: cut it "
+                "first"
             )
         return np.array(lengths, np.int32)
 
@@ -440,17 +441,17 @@ class IndexedDatasetWriter:
 
 
 def _bytes(data: NDArray[Any]) -> memoryview:
-    # An array of nothing cannot be cast.
+    # An empty array cannot be cast.
     return data.data.cast("B") if data.size else memoryview(b"")
 
 
 def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:
-    """An array's values without a copy; while they are looked at, it cannot grow."""
+    """The values of an array without a copy. While there is such a view, the array cannot grow."""
     return np.frombuffer(values, dtype)
 
 
 def _runs(sizes: NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of sequences to be copied together: of `max_bytes` together, at least one."""
+    """[first, last) of sequences that are copied together: at most `max_bytes`, or one sequence."""
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):

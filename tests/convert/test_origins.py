@@ -437,7 +437,7 @@ def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
         convert_bytes(output, tmp_path / f"{name}.jsonl", provenance=True)
     (tmp_path / "a.origins").write_bytes((tmp_path / "b.origins").read_bytes())
     (problem,) = verify(str(tmp_path / "a")).problems
-    assert "a.origins: is not the one that the manifest speaks of" in problem
+    assert "a.origins: has another checksum than the manifest says" in problem
     assert not verify(str(tmp_path / "b")).problems
     config = DataConfig(blend=str(tmp_path / "a"), sequence_length=2, split="1,0,0", order="stream")
     with pytest.raises(FormatError, match=r"speaks of 6 documents, and the .idx beside it of 5"):

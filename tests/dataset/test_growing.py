@@ -296,7 +296,7 @@ def test_repair_leaves_the_manifest_of_a_version_as_it_is(
     whole = index.read_bytes()
     index.unlink()
     (done,) = repair_index(f"{tmp_path}/{name}")
-    assert done.endswith("it is what it was")
+    assert done.endswith("it agrees with the manifest")
     assert index.read_bytes() == whole
     # with one document less, the manifest would have to say another number
     tokens = np.fromfile(f"{web}-4.bin", np.uint16)
@@ -349,7 +349,7 @@ def change(url: str, **changes: Any) -> None:
         ("web", "web-a", {"shard": {"checksums": ["0"]}}, ConfigError, "with other contents"),
         ("web", "web-cut", {}, ObjectNotFoundError, r"web-cut\.bin"),
         ("web", "web-missing", {}, ObjectNotFoundError, "has no manifest"),
-        ("web", "other/web-b", {}, ConfigError, "lies in the folder"),
+        ("web", "other/web-b", {}, ConfigError, "is in the folder"),
         ("web", "web", {}, ConfigError, "the dataset itself"),
         ("web", "web-b web-b", {}, ConfigError, "is named twice"),
         ("web", "", {}, ConfigError, "nothing is named"),
@@ -406,7 +406,7 @@ def test_a_folder_may_be_spelled_in_many_ways(
         assert len(IndexedDataset(name)) == len(IndexedDataset(f"{tmp_path}/web-a"))
     (tmp_path / "other").mkdir()
     put(made, f"{tmp_path}/other/web-b")
-    message = rf"lies in the folder {re.escape(str(tmp_path))}/other, and .* in {re.escape(str(tmp_path))}:"
+    message = rf"is in the folder {re.escape(str(tmp_path))}/other, and .* in {re.escape(str(tmp_path))};"
     with pytest.raises(ConfigError, match=message):
         append(spelled, ["./other/web-b"])
     with pytest.raises(ConfigError, match="the dataset itself"):

@@ -173,7 +173,7 @@ def test_what_is_merged_is_not_mapped_and_may_be_removed_at_once(
     assert str(tmp_path / "a.bin") not in mapped
 
 
-CLOSED = "this writer is closed.*begin anew"
+CLOSED = "this writer is closed.*use a new writer"
 
 
 @pytest.mark.parametrize("kind", ["bin", "zst"])
