@@ -1,4 +1,4 @@
-"""Checksums of stored objects: xxh3-128 of every 64 MiB, so that many threads check one file, and
+"""Checksums of stored objects: xxh3-128 of every 64 MiB. So many threads can check one file, and
 damage has a place.
 """
 
@@ -16,15 +16,16 @@ from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.store import ObjectWriter
 
 CHECK_BYTES = 64 << 20
-"""Part of the manifest's format: stored checksums are of so many bytes each."""
+"""Bytes of one stored checksum. This is part of the manifest's format."""
 WRITE_BACK_BYTES = 8 << 20
-"""After so many bytes of a part the disk is asked to begin with them; see `LocalWriter`."""
+"""After so many bytes of a part, the disk begins to write them; see `LocalWriter`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Bytes [start, stop) of what is written, all of which one checksum is of: where they come
-    from, and the checksum so far.
+    """Bytes [start, stop) of what is written, which have one checksum.
+
+    ranges: where they come from. hash: the checksum so far.
     """
 
     start: int
@@ -34,7 +35,7 @@ class _Part:
 
 
 def checksums_of(data: memoryview | bytes) -> list[str]:
-    """One for each CHECK_BYTES of an object, the last for the rest; one of an empty object."""
+    """A checksum for each CHECK_BYTES of an object, the last for the rest. An empty object has one."""
     view = memoryview(data)
     starts = range(0, max(len(view), 1), CHECK_BYTES)
     return [xxhash.xxh3_128_hexdigest(view[start : start + CHECK_BYTES]) for start in starts]
@@ -51,7 +52,7 @@ class ChecksummedWriter(ObjectWriter):
 
     @property
     def checksums(self) -> list[str]:
-        """As `checksums_of` all that was written."""
+        """`checksums_of` everything that was written."""
         ends_whole = self.size > 0 and self.size % CHECK_BYTES == 0
         if ends_whole:
             return list(self._checksums)
@@ -75,7 +76,7 @@ class ChecksummedWriter(ObjectWriter):
         """Append ranges of local files, by several threads where the writer takes bytes in any
         order. Yields bytes as they are written.
 
-        Nothing may be written meanwhile, and nothing of it is published unless it was exhausted.
+        Nothing else may be written meanwhile. If it is not exhausted, everything is discarded.
         """
         parts = self._parts_of(ranges) if threads > 1 and self._inner.can_write_at else []
         try:
@@ -86,7 +87,7 @@ class ChecksummedWriter(ObjectWriter):
                 return
             yield from _copied_by_threads(parts, self._inner, threads)
         except BaseException:
-            self.abort()  # there are holes in what was written
+            self.abort()  # what was written may have holes
             raise
         for part in parts:
             self._hash = part.hash
@@ -95,7 +96,7 @@ class ChecksummedWriter(ObjectWriter):
                 self._end_check()
 
     def _parts_of(self, ranges: Sequence[FileRange]) -> list[_Part]:
-        """Ranges that follow what was written, cut where checksums end."""
+        """The parts of ranges that follow what was written, cut where checksums end."""
         parts: list[_Part] = []
         end = self.size
         hash_of_part = self._hash
@@ -122,27 +123,27 @@ class ChecksummedWriter(ObjectWriter):
         self._inner.commit()
 
     def abort(self) -> None:
-        """Throw everything away."""
+        """Discard everything."""
         self._inner.abort()
 
 
 def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: int) -> Iterator[int]:
-    """Copy parts into one writer, each by one thread: read, hashed and written a little at a time,
-    so that its bytes come from the processor's cache. Yields bytes as parts are done.
+    """Copy parts into one writer, each by one thread. A thread reads, hashes and writes a little at a
+    time, so that the bytes stay in the processor's cache. Yields bytes as parts are done.
 
-    Raises what one of them ended with, when all have ended.
+    Raises the error of one of them, when all have ended.
     """
     first = parts[0].start
     room = writer.reserve(parts[-1].stop - first)
     stopped = threading.Event()
 
     def copy(part: _Part) -> int:
-        """Copy one part to its place; returns its bytes, 0 where it was stopped."""
+        """Copy one part to its place; returns its bytes, or 0 where it was stopped."""
         buffer = copy_buffer()
         at = room + part.start - first
         written = at
         for piece in read_files(part.ranges, buffer):
-            # A thread cannot be ended from outside: it looks whether it should.
+            # A thread cannot be ended from outside, so it checks by itself.
             if stopped.is_set():
                 return 0
             part.hash.update(piece)

@@ -1,7 +1,7 @@
 """The `.idx` of several shards as one: made once per node, in a file that all of its processes map.
 
-A sequence takes 20 bytes of an index. Joined in memory, they would be taken by every rank and
-worker of a node; a dataset of one shard takes them once, as its `.idx` is mapped.
+An index takes 20 bytes for a sequence. In memory, every rank and worker of a node would need them; a
+mapped file needs them once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from streammega.errors import CacheError, FormatError
 log = logging.getLogger(__name__)
 
 KEEP_BYTES = 16 << 20
-"""What the `.idx` of all shards have together for a joined one to be kept on disk: below, files
-cost more than they save.
+"""Bytes of all `.idx` together from which on a joined one is kept on disk. Below, a file costs more
+than it saves.
 """
 ROWS = 1 << 17
-"""Sequences that are joined at once: what bounds the memory."""
+"""Sequences that are joined at once, which bounds the memory."""
 
 
 def join_indices(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> IndexArrays:
-    """The arrays of shards laid end to end, as a merge of them would have, in memory.
+    """The arrays that a merge of the shards would have, in memory.
 
     Raises FormatError for shards of different kinds.
     """
@@ -59,12 +59,12 @@ def map_joined_index(
     versions: Sequence[tuple[str, int, int]],
     open_parts: Callable[[], Sequence[IndexArrays]],
 ) -> IndexArrays:
-    """The same as a read-only map of a file in `folder`, which is made of what `open_parts` gives if
-    it is not there.
+    """The same arrays, as a read-only map of a file in `folder`. If it is missing, it is made of the
+    parts that `open_parts` returns. If it cannot be kept, every process joins the parts in its
+    memory, with a warning.
 
-    `urls` of the shards' `.idx` files; versions: the ETag and the bytes of each, and of its tokens.
-    Where the file cannot be kept, every process joins in its memory, with a warning. Raises
-    FormatError, StorageError, CacheError for a file that is damaged.
+    urls: of the `.idx` of the shards. versions: (ETag of the `.idx`, its bytes, bytes of the tokens)
+    of each. Raises FormatError, StorageError, CacheError for a damaged file.
     """
     token_bytes = [size for _, _, size in versions]
     key_of_dataset = f"joined-{digest_of(json.dumps(urls))}-"

@@ -1,9 +1,8 @@
 """Records of conversations: `{"messages": [{"role", "content"}, ...]}` or `{"conversations":
 [{"from", "value"}, ...]}`.
 
-Read in one way by fine-tuning and by conversion. Either list may hold turns of either spelling, and
-a list or a turn that is null in one of them (as columns of a table are) is looked for in the other.
-Anything else is refused.
+Fine-tuning and conversion read them in the same way. Either list may have turns of either spelling.
+Where one of them is null (as in columns of a table), the other is used. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ ROLES = {
     "tool": "tool",
     "function": "function",
 }
-"""Roles by their spellings."""
+"""The role of each spelling."""
 LISTS = ("messages", "conversations")
-"""Where turns are looked for, in this order: as OpenAI's records have them, and as ShareGPT's."""
+"""The keys of the list of turns, in this order: OpenAI's, and ShareGPT's."""
 SPELLINGS = (("role", "content"), ("from", "value"))
 """The keys of role and content of a turn: OpenAI's, and ShareGPT's."""
 MAX_SHOWN = 80
-"""Characters of a value that a message shows: it may be a whole document."""
+"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class Message:
 
     @property
     def header(self) -> str:
-        """What stands before the text: `<|role|>` and a newline."""
+        """`<|role|>` and a newline, which come before the text."""
         return f"<|{self.role}|>\n"
 
     @property
     def is_answer(self) -> bool:
-        """Whether there is something to learn in it."""
+        """Whether it is learned."""
         return self.role == "assistant"
 
 
@@ -65,7 +64,7 @@ def load_record(data: bytes, where: str) -> Any:
 
 
 def not_utf8(where: str, error: UnicodeDecodeError, mend: str = "leave it out") -> FormatError:
-    """For text in another encoding. mend: what else can be done than to convert it."""
+    """An error for text in another encoding. mend: what else the user can do."""
     return FormatError(
         f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or {mend}"
     )
@@ -100,7 +99,7 @@ def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
     for number, turn in enumerate(_turns(record, where), 1):
         role, content, spelling = _role_and_content(turn, number, where)
         if content is not None or not turn.get("tool_calls"):
-            # Only looked at: a template takes parts as they are.
+            # To check it only: a template takes parts as they are.
             _text_of(content, role, number, where)
         turn_of_template: dict[str, Any] = {"role": role}
         if content is not None:
@@ -148,7 +147,7 @@ def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tup
 
 
 def _text_of(content: Any, role: str, number: int, where: str) -> str:
-    """The text of a content. Raises FormatError for what is none."""
+    """The text of a content. Raises FormatError for anything else."""
     place = f"{where}: message {number}, of role {role!r},"
     if isinstance(content, str):
         return content
@@ -159,7 +158,7 @@ def _text_of(content: Any, role: str, number: int, where: str) -> str:
     for part in content:
         if not _is_text_part(part):
             raise FormatError(
-                f"{place} has a part that is no text: {_short(part)}; a part is "
+                f"{place} has a part that is not a text: {_short(part)}; a part is "
                 "{'type': 'text', 'text': ...}"
             )
     return str(joined_content(content))

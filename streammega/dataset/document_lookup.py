@@ -1,5 +1,5 @@
-"""Which documents have which tokens of a shard, and where a document's tokens are: found by the
-pointers of its `.idx` alone.
+"""Which documents the tokens of a shard belong to, and where the tokens of a document are. Both follow
+from the `.idx` alone.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class DocumentRun:
 class ShardDocuments:
     """The documents of one shard.
 
-    Finding one is a binary search over the mapped `.idx` (of a remote shard, this node's copy of
-    it): what is not asked for is not read. Raises FormatError for an `.idx` that contradicts
-    itself, and StorageError, where it is looked at.
+    A document is found by a binary search over the mapped `.idx` (of a remote shard, this node's
+    copy). Methods raise FormatError for an `.idx` that contradicts itself, and StorageError.
     """
 
     def __init__(self, files: Shard) -> None:
@@ -55,7 +54,7 @@ class ShardDocuments:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its tokens, as they are stored."""
+        """The dtype of its tokens, as they are stored."""
         return self._arrays.dtype.newbyteorder("<")
 
     @property
@@ -76,22 +75,21 @@ class ShardDocuments:
 
     @cached_property
     def origins(self) -> ProvenanceReader | None:
-        """Where its documents came from, if that was kept. Raises FormatError for a file of another
-        shard.
+        """Where its documents came from; None where that was not kept. Raises FormatError for a file
+        of another shard.
         """
         found = open_provenance(self.files.prefix, self.files.storage)
         if found is not None and found.documents != self.num_documents:
             raise FormatError(
-                f"{found.url}: speaks of {found.documents} documents, and the .idx beside it of "
-                f"{self.num_documents}; it is another dataset's: remove it, or convert again"
+                f"{found.url}: has the origins of {found.documents} documents, and the .idx beside it "
+                f"has {self.num_documents}; it belongs to another dataset: remove it, or convert again"
             )
         return found
 
     def runs(self, start: int, stop: int) -> list[DocumentRun]:
         """The documents of tokens [start, stop) of the shard, in the order of their tokens.
 
-        Empty sequences are left out. Tokens of no sequence, which a foreign pair may have, are in
-        no run.
+        Empty sequences are left out, and so are tokens of no sequence, which foreign pairs may have.
         """
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
@@ -123,28 +121,28 @@ class ShardDocuments:
         return runs
 
     def tokens_of_all(self, documents: Integers) -> tuple[Integers, Integers]:
-        """(start, stop) of the tokens of each sequence of many documents, in tokens of the shard.
+        """(start, stop) of each sequence of many documents, in tokens of the shard.
 
         Raises FormatError for a number that no document has.
         """
         bounds = self._arrays.document_indices
         if len(documents) and not 0 <= documents.min() <= documents.max() < self.num_documents:
             raise FormatError(
-                f"{self.files.index_url}: has {self.num_documents} documents, and not number "
-                f"{documents.max()}; does what names it belong to it?"
+                f"{self.files.index_url}: has {self.num_documents} documents, and no number "
+                f"{documents.max()}; does the list of documents belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
             raise FormatError(f"{self.files.index_url}: its documents overlap; rebuild the .idx")
         before = np.cumsum(count) - count
-        # the sequences of all of them, one after the other
+        # the sequences of all documents, one after the other
         sequences = np.repeat(first - before, count) + np.arange(count.sum())
         start = self._arrays.sequence_offsets[sequences] // self._arrays.dtype.itemsize
         return start, start + self._arrays.sequence_lengths[sequences]
 
     def sequences_of(self, document: int) -> range:
-        """The numbers of a document's sequences, which Megatron's order calls documents.
+        """The numbers of a document's sequences (Megatron's order calls these documents).
 
         Raises FormatError for numbers that no sequence has.
         """
@@ -159,7 +157,7 @@ class ShardDocuments:
         return range(first, last)
 
     def document_of(self, sequence: int) -> int:
-        """The document that has a sequence. Raises FormatError where none has."""
+        """The document of a sequence. Raises FormatError where it has none."""
         bounds = self._arrays.document_indices
         document = int(np.searchsorted(bounds, sequence, side="right")) - 1
         is_one = 0 <= document < self.num_documents
@@ -171,7 +169,7 @@ class ShardDocuments:
         return document
 
     def _run(self, sequence: int, file_start: int, size: int, offset: int) -> DocumentRun:
-        """Tokens of a sequence from `offset` on, as ones of its document."""
+        """`size` tokens of a sequence from `offset` on, by their places in its document."""
         document = self.document_of(sequence)
         sequences = self.sequences_of(document)
         lengths = self._arrays.sequence_lengths
@@ -185,16 +183,16 @@ class ShardDocuments:
         )
 
     def _sequences(self, begin: int, end: int) -> Integers:
-        """The sequences that have bytes of [begin, end), by where they lie."""
+        """The sequences that have bytes of [begin, end), in the order of their bytes."""
         first, last = _overlapping(self._arrays.sequence_offsets, begin, end)
         lengths = self._arrays.sequence_lengths[first:last].astype(np.int64)
         starts = self._arrays.sequence_offsets[first:last]
         ends = starts + lengths * self._arrays.dtype.itemsize
-        # Sequences that lie end to end and hold all bytes are those, whatever the order of others.
+        # If these lie end to end and have all bytes, no other sequences can have any.
         is_proof = len(starts) > 0 and np.array_equal(starts[1:], ends[:-1])
         if is_proof and starts[0] <= begin and end <= ends[-1]:
             return np.arange(first, last)
-        # A foreign pair may have its sequences in any order, where a binary search proves nothing.
+        # In a foreign pair sequences may have any order: a binary search needs a sorted one.
         in_order = self._by_offset
         first, last = _overlapping(self._arrays.sequence_offsets[in_order], begin, end)
         return in_order[first:last]
@@ -210,7 +208,7 @@ class ShardDocuments:
 
 
 def _overlapping(offsets: Integers, begin: int, end: int) -> tuple[int, int]:
-    """[first, last) of rising offsets of what may have bytes of [begin, end)."""
+    """[first, last) of the sequences, by rising offsets, that may have bytes of [begin, end)."""
     first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
     return first, int(np.searchsorted(offsets, end, side="left"))
 
@@ -224,14 +222,14 @@ def open_documents(
 
     def open_all(datasets: list[list[Shard]]) -> list[ShardDocuments]:
         (shards,) = datasets
-        _ = shards[0].index_info  # what is not there is an error now
+        _ = shards[0].index_info  # raises now where there is no dataset
         return [ShardDocuments(shard) for shard in shards]
 
     return open_resolved([name], storage, cache_dir, open_all)
 
 
 def _append(runs: list[DocumentRun], run: DocumentRun) -> None:
-    """Add a run, as one with the last where it goes on from there."""
+    """Add a run. It extends the last one where it continues that."""
     last = runs[-1] if runs else None
     if (
         last is not None

@@ -27,7 +27,7 @@ from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.thread_pool import parallel_map
 
 OPENERS = 32
-"""Shards that are opened at once: each waits for a few small answers."""
+"""Shards that are opened at once. Each waits for a few small requests."""
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
 
@@ -56,10 +56,7 @@ class IndexView:
 
 
 def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
-    """Whether a shard's tokens and its `.idx` are there.
-
-    Raises AccessDeniedError, EndpointError where that cannot be found out.
-    """
+    """Whether a shard's tokens and its `.idx` exist. Raises AccessDeniedError, EndpointError."""
     shard = Shard(str(path_prefix), storage or StorageConfig())
     try:
         shard.look_up()
@@ -82,8 +79,8 @@ def _read_object_storage_config(config: Any) -> tuple[str | Path, int]:
 
 
 class IndexedDataset(Sequence["Item"]):
-    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name means
-    (see `find_pairs`), end to end.
+    """The sequences of a dataset, by number: of one `.bin/.idx` pair, or of all shards that a name
+    means (see `resolve`), end to end.
 
     `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in
     multimodal files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one
@@ -102,8 +99,8 @@ class IndexedDataset(Sequence["Item"]):
         object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
         storage: credentials, transport and limits.
         index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
-        fast_cache_load, sequences_per_dataset, dtype_code: of Megatron's, at their defaults only:
-            an `.idx` is always looked at.
+        fast_cache_load, sequences_per_dataset, dtype_code: Megatron's, at their defaults only: an
+            `.idx` is always read.
 
     Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where
     they are asked for), ConfigError, AccessDeniedError, EndpointError.
@@ -125,8 +122,8 @@ class IndexedDataset(Sequence["Item"]):
     ) -> None:
         if fast_cache_load or sequences_per_dataset is not None or dtype_code is not None:
             raise ConfigError(
-                "fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which "
-                "is not done here"
+                "fast_cache_load, sequences_per_dataset and dtype_code are not supported: an .idx is "
+                "always read"
             )
         name = str(path_prefix or prefix)
         if not name:
@@ -155,7 +152,7 @@ class IndexedDataset(Sequence["Item"]):
         self._with_modes = multimodal
         self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
         self.shards: list[str] = open_resolved([name], self.storage, self._cache_dir, self._open)
-        """The names of what it is made of."""
+        """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
                 f"{self.prefix}: has no modes; leave multimodal out, or write it with "
@@ -166,7 +163,6 @@ class IndexedDataset(Sequence["Item"]):
         """Open all shards; returns their names."""
         (self._files,) = datasets
         opened = parallel_map(Shard.tokens, self._files, OPENERS)
-        self._opened = opened
         self._sizes = [info.size for _, info in opened]
         self.store: Store
         self.bin_key: str
@@ -178,13 +174,13 @@ class IndexedDataset(Sequence["Item"]):
             self.store = ConcatStore(opened, self.prefix)
             self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
-        # Looked up together, and kept: one after the other they would take a round trip each.
+        # All at once: one after the other, each would take a round trip.
         at_ends = end_shards(self._files)
         jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._files]
         jobs.append(partial(read_ends, at_ends))
         parallel_map(lambda job: job(), jobs, OPENERS)
-        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
-        # dataset of a blend at a time.
+        # Now, because errors belong here. Not through the property: before Python 3.12 it would open
+        # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
         self.content = content_digest(
             dtypes=[self.dtype] * len(self._sizes),
@@ -208,14 +204,12 @@ class IndexedDataset(Sequence["Item"]):
         return self._open_arrays()
 
     def _open_arrays(self) -> IndexArrays:
-        """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles
-        the dataset.
-        """
+        """Map and check the `.idx`. A process that unpickles the dataset maps the same one again."""
         if len(self._files) == 1:
             return self._open_part(0)
         infos = [shard.index_info for shard in self._files]
         all_bytes = sum(info.size for info in infos)
-        # Without ETags a joined index on disk could be that of earlier shards.
+        # Without ETags a joined index on disk could be one of earlier shards.
         kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
         try:
             if not kept:
@@ -268,20 +262,20 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def loss_modes(self) -> tuple[int, ...] | None:
-        """The modes of sequences that are to be learned, by the manifest; None where it names none,
-        or there is no manifest.
+        """The modes of sequences that are learned, by the manifest; None where it has none, or there
+        is no manifest.
         """
         return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
 
     @cached_property
     def bin_tokens(self) -> int | None:
-        """Tokens of the bins that documents are packed into, by the manifest; None where they lie
-        end to end, or there is no manifest. Raises FormatError where shards differ.
+        """Tokens of a bin, by the manifest; None where documents lie end to end, or there is no
+        manifest. Raises FormatError where shards differ.
         """
         lengths = {shard.bin_tokens for shard in self._files}
         if len(lengths) > 1:
             raise FormatError(
-                f"{self.prefix}: its shards differ in their bins; make a blend of them"
+                f"{self.prefix}: its shards have bins of different lengths; make a blend of them"
             )
         return lengths.pop()
 
@@ -313,7 +307,7 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:
-        """Of its shards, as far as manifests name them."""
+        """The tokenizers of its shards, as far as manifests name them."""
         return tokenizers_of(self._files, self._name)
 
     @property

@@ -28,16 +28,16 @@ from streammega.storage.thread_pool import parallel_map
 FORMAT = "streammega-manifest"
 VERSION = 1
 WITH_PARENT = 2
-"""The version of the format of a manifest that has a parent; all others are as they always were."""
+"""The version of the format if a manifest has a parent. All others have VERSION."""
 LINKS_AT_ONCE = 32
-"""Manifests of a line that are read at once: a version of four thousand million has no more."""
+"""Manifests that are read at once: version 4,000,000,000 has no more ancestors."""
 VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
 """The end of the name of a version's manifest."""
 MAX_BYTES = 1 << 30
-"""Of a manifest, which is read whole: a name in its place may be that of anything."""
+"""Of a manifest, which is read whole. The object of that name may be anything."""
 
 
-# Of thousands, each would take two to three times as long if it were frozen.
+# Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
 @dataclass(kw_only=True, slots=True)
 class ShardEntry:
     """One shard.
@@ -69,8 +69,9 @@ _TYPE_OF_FIELD: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The version that another one builds on: its number, how many shards it has with those of its
-    own parents, and the digest of its manifest as it is stored.
+    """The version that another one builds on.
+
+    shards: how many it has, with those of its own parents. digest: of its manifest, as stored.
     """
 
     number: int
@@ -80,14 +81,14 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A dataset. `tokenizer`: its name and digest, if tokens were made from text; vocab_size and
-    eod_id: None where unknown.
+    """A dataset.
 
-    loss_modes: the modes of sequences that are to be learned; None: modes mean something else, or
-    there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
-    pack: of bins their "length" in tokens, how many there are ("bins") and the tokens of them that
-    are no documents' ("padding"); None: documents lie end to end. chat_template: its name, its
-    digest and its variables; None: no template wrote the conversations.
+    tokenizer: its name and digest, if tokens were made from text. vocab_size, eod_id: None where
+    unknown. loss_modes: the modes of sequences that are learned; None: modes mean something else,
+    or there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
+    pack: the "length" of bins in tokens, how many there are ("bins"), and their tokens of no
+    document ("padding"); None: documents lie end to end. chat_template: its name, digest and
+    variables; None: no template wrote the conversations.
     """
 
     kind: str
@@ -107,7 +108,7 @@ class Manifest:
 
     @cached_property
     def token_dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
+        """The dtype of tokens, little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
@@ -131,8 +132,8 @@ class Manifest:
         )
 
     def to_json(self, parent: Parent | None = None) -> bytes:
-        """What is stored. parent: what the shards, and their origins, are stored without: those of
-        an earlier version, which come first.
+        """The stored form. parent: an earlier version that has the first shards; they, and their
+        origins, are left out.
         """
         fields = asdict(self)
         if parent is not None:
@@ -140,7 +141,7 @@ class Manifest:
                 if fields[name] is not None:
                     fields[name] = fields[name][parent.shards :]
         for name in ("loss_modes", "origins", "pack", "chat_template"):
-            # so that a dataset without them has the manifest it always had
+            # A dataset without them has the same manifest as before they were added.
             if fields[name] is None:
                 del fields[name]
         stored = {"format": FORMAT, "version": VERSION, **fields}
@@ -164,11 +165,10 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
 def read_ancestors(
     url: str, storage: StorageConfig, known: dict[str, StoredManifest] | None = None
 ) -> tuple[Manifest, list[Parent]]:
-    """A manifest with the shards of its parents, and what it and they would be as parents of
-    another, the newest first. known: manifests that were read before, to which these are added.
+    """A manifest with the shards of its parents; and it and they as parents of a new version, the
+    newest first. known: manifests that were read before, to which these are added.
 
-    Two round trips, one after the other, however many parents there are. Raises as `read_manifest`
-    does.
+    It takes two rounds of requests, however many parents there are. Raises as `read_manifest` does.
     """
     known = {} if known is None else known
     newest = _read_once(url, storage, known)
@@ -192,7 +192,7 @@ def read_ancestors(
 
 
 def stored_tokens(url: str, storage: StorageConfig) -> int:
-    """The tokens of a dataset by its manifest alone, whatever parents that has."""
+    """The tokens of a dataset, by its own manifest without those of its parents."""
     return _read_stored(url, storage).manifest.tokens
 
 
@@ -211,10 +211,10 @@ def number_of(url: str) -> tuple[str, int] | None:
 def parent_of(number: int) -> int:
     """The version that another one builds on; 0: it lists everything.
 
-    A version that is a power of two lists all of its shards. Any other one lists what came after the
-    version that remains when its lowest bit is cleared: 22 after 20, 20 after 16, and 16 lists all.
-    So version n is read from as many manifests as n has bits set, 13 at most of 10,000, whose names
-    follow from n. A shard is written again once for each bit, not in every version that follows.
+    A version that is a power of two lists all of its shards. Any other one builds on the number
+    whose lowest bit is cleared: 22 on 20, 20 on 16, and 16 lists all. So version n is read from as
+    many manifests as n has bits set (at most 13 up to 10,000), whose names follow from n. A shard is
+    written again once for each bit, and not in every later version.
     """
     return number & (number - 1)
 
@@ -230,7 +230,7 @@ def ancestors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredManifest:
-    """A manifest as it is stored: with a parent, the shards and origins are those it has more."""
+    """A manifest as it is stored. With a parent, it has only the shards and origins that were added."""
 
     manifest: Manifest
     parent: Parent | None
@@ -248,7 +248,7 @@ def _read_once(
 def _read_ahead(
     urls: Sequence[str], storage: StorageConfig, known: dict[str, StoredManifest]
 ) -> None:
-    """Read manifests that are likely needed, all at once; one that cannot be read may not be."""
+    """Read manifests that are probably needed, all at once. An error waits until one is needed."""
 
     def read(url: str) -> None:
         with suppress(ObjectNotFoundError, FormatError):
@@ -266,7 +266,7 @@ def _read_parent(
     storage: StorageConfig,
     known: dict[str, StoredManifest],
 ) -> StoredManifest:
-    """The parent of a manifest, which is the one that it was appended to."""
+    """The parent of a manifest. Raises FormatError unless it is the one that was appended to."""
     assert child.parent is not None
     try:
         stored = _read_once(url, storage, known)
@@ -283,7 +283,7 @@ def _read_parent(
 
 
 def _merge_ancestors(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manifest, list[Parent]]:
-    """The newest manifest of a line with the shards of all, and each as a parent."""
+    """The newest manifest with the shards of its ancestors, and each of them as a parent."""
     shards: list[ShardEntry] = []
     origins: list[str] | None = []
     parents: list[Parent] = []
@@ -294,7 +294,7 @@ def _merge_ancestors(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manife
                 f"version {stored.parent.number} has {len(shards)}"
             )
         more = stored.manifest.origins
-        # a version has origins if all of its datasets have, so those of a child are of all
+        # A version has origins only if all of its datasets have them.
         origins = None if origins is None or more is None else [*origins, *more]
         shards += stored.manifest.shards
         parents.insert(0, _as_parent(url, len(shards), stored))
@@ -328,7 +328,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
 
 
 def _check(manifest: Manifest, url: str) -> None:
-    """Raise FormatError for a manifest of what cannot be."""
+    """Raise FormatError for a manifest that contradicts itself."""
     if manifest.pack is not None and manifest.pack.get("length", 0) < 1:
         raise FormatError(f"{url}: is a damaged manifest: its bins have no length; convert again")
     known_dtypes = [str(dtype) for dtype in CODE_OF_DTYPE]
@@ -337,7 +337,7 @@ def _check(manifest: Manifest, url: str) -> None:
             f"{url}: is a damaged manifest: there are no tokens of dtype {manifest.dtype!r}; "
             "convert again"
         )
-    # Names become paths: one that leads elsewhere could show, or replace, what is no dataset.
+    # Names become paths. One that leads elsewhere could make readers and writers touch other files.
     leads_elsewhere = any(
         "/" in shard.name or shard.name in ("", "..") for shard in manifest.shards
     )
@@ -353,7 +353,7 @@ def _check(manifest: Manifest, url: str) -> None:
 
 
 def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
-    """Raises FormatError for another kind of JSON, ValueError or DaciteError for what is none."""
+    """Raises FormatError for another kind of JSON, ValueError or DaciteError for damaged JSON."""
     stored: Any = json.loads(raw, object_hook=_entry_or_dict)
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
         raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
@@ -368,7 +368,7 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     if version == WITH_PARENT:
         parent = dacite.from_dict(Parent, stored.pop("parent", {}), settings)
         of_version = number_of(url)
-        # a line ends: each parent has a smaller number
+        # Each parent has a smaller number, so that a chain of parents ends.
         if of_version is not None and not 0 < parent.number < of_version[1]:
             raise FormatError(f"{url}: is a damaged manifest: it builds on {parent.number}")
     shards = stored.get("shards")
@@ -383,8 +383,8 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
 
 
 def _entry_or_dict(stored: dict[str, Any]) -> Any:
-    """A shard of a manifest, made as soon as it is parsed: the collector would count thousands of
-    dicts and lists. Anything else as it is.
+    """A shard of a manifest, made as soon as it is parsed, because thousands of dicts would slow the
+    garbage collector down. Other objects stay dicts.
     """
     if stored.keys() != _TYPE_OF_FIELD.keys():
         return stored

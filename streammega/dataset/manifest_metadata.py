@@ -1,8 +1,7 @@
-"""What the manifest of a dataset says of its ids, for a dataset opened by any of its names: its
-tokenizer, and what is learned.
+"""What manifests say of a dataset's ids: its tokenizer, and which modes are learned.
 
-A folder or a glob is opened without a manifest. What is needed is then looked up in the shards' folder,
-so that one dataset is the same by whatever name.
+A folder or a glob is opened without a manifest. Then the manifests are looked for in the folder of the
+shards, so that a dataset means the same under each of its names.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class TokenizerLabel:
 
 
 def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:
-    """The modes whose sequences are to be learned; None where no manifest names any. shards: those
-    that have modes, or a manifest.
+    """The modes whose sequences are learned; None where no manifest has any.
 
     Raises FormatError where shards differ, StorageError.
     """
@@ -45,7 +43,7 @@ def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:
     if len(prefix_of_modes) > 1:
         listed = " and ".join(f"{prefix} has {modes}" for modes, prefix in prefix_of_modes.items())
         raise FormatError(
-            f"{name}: its shards differ in the modes that are to be learned ({listed}); make a "
+            f"{name}: its shards differ in the modes that are learned ({listed}); make a "
             "blend of them"
         )
     return next(iter(prefix_of_modes), None)
@@ -63,11 +61,11 @@ def tokenizers_of(shards: Sequence[Shard], name: str) -> set[TokenizerLabel]:
 
 
 def _manifest_of(shard: Shard, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
-    """The manifest of a shard, which lies beside it where it was opened without; None where there
-    is none. known: those that were read.
+    """The manifest of a shard; one beside it if it was opened without. None: there is none. known:
+    manifests that were read before.
     """
     if shard.manifest is not None or strip_suffix(name) == shard.prefix:
-        return shard.manifest  # that of a pair was looked for already
+        return shard.manifest  # opening a pair looks for its manifest
     stem = set_name(shard.prefix)
     if stem not in known:
         known[stem] = _manifest(stem + MANIFEST, shard.storage)

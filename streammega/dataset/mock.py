@@ -1,9 +1,8 @@
-"""Datasets that do not exist: `mock://tokens=1000000,vocab=50257` is a pair whose bytes are
-computed when they are read.
+"""Datasets without files: `mock://tokens=1000000,vocab=50257` is a pair whose bytes are computed when
+they are read.
 
-For dry runs and tests of everything above. Every document has `length` tokens, the last of them
-`eod`; the others are a keyed hash of their place in [0, vocab), without the eod. The same name
-always holds the same bytes.
+For dry runs and tests. Every document has `length` tokens, and the last one is `eod`. The others are a
+keyed hash of their place, in [0, vocab) without the eod. The same name always has the same bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from streammega.storage.open import register_scheme
 from streammega.storage.store import Span, Store
 
 DTYPE = np.dtype("<i4")
-"""Of all mock tokens: any vocabulary fits."""
+"""The dtype of mock tokens: any vocabulary fits."""
 MAX_COUNT = 2**31 - 1
-"""Documents, tokens of one, ids: what the index and int32 tokens can hold."""
+"""Documents, tokens of a document, ids: as much as the index and int32 tokens can hold."""
 MAX_MOCK_TOKENS = 2**60
 """Their offsets in bytes fit into int64."""
 
@@ -51,7 +50,7 @@ class MockSettings:
 
     @property
     def documents(self) -> int:
-        """Whole documents; a rest of tokens is left out."""
+        """Whole documents. Tokens that are left over are dropped."""
         return self.tokens // self.length
 
 
@@ -148,7 +147,7 @@ def _tokens(settings: MockSettings, start: int, stop: int) -> Buffer:
     first = start // itemsize
     last = -(-stop // itemsize)
     place = np.arange(first, last, dtype=np.uint64)
-    # Of one id less than there are: from the eod on they are moved up, past it.
+    # Drawn from one id less, then ids from the eod on move up by one: none is the eod.
     num_others = np.uint64(settings.vocab - 1)
     ids = _hash(place, settings.seed) % num_others
     tokens: NDArray[np.int32] = ids.astype(DTYPE)

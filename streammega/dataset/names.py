@@ -8,26 +8,24 @@ from itertools import islice
 from typing import Literal
 
 MANIFEST = ".manifest.json"
-"""What a dataset's manifest has behind its prefix."""
+"""The end of a manifest's name, after the prefix of the dataset."""
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
 _ANY_SUFFIX = tuple(_KIND_OF_SUFFIX)
 _OF = "-of-"
 _NUMBERED = re.compile(rf"^(?P<stem>.*)-(?P<number>\d{{5,}}){_OF}(?P<count>\d{{5,}})$")
-"""A shard of several: `shard_name` pads to five digits, and more are needed from 100,000 on."""
+"""One of several shards. `shard_name` pads numbers to five digits; from 100,000 on they have more."""
 _MARK = "-gen"
 _MARKED = re.compile(rf"^(?P<stem>.+){_MARK}[0-9a-f]{{12}}(-\d{{5,}}-of-\d{{5,}})?$")
-"""A shard that replaces one of a dataset which is there: its mark is of the conversion."""
+"""A shard that replaces an existing one. The mark is the conversion's."""
 MAX_MISSING = 3
 """Missing shards of a set that a message names."""
 
 
 def split_name(name: str) -> tuple[str, Kind]:
-    """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the
-    suffixes.
-    """
-    # Asked first, which is quick: names are split several times for each shard.
+    """(prefix, kind) of a shard, whose name may have any of the suffixes. A prefix alone is a `.bin`."""
+    # This quick check comes first: names are split several times for each shard.
     if not name.endswith(_ANY_SUFFIX):
         return name, "bin"
     for suffix, kind in _KIND_OF_SUFFIX.items():
@@ -48,29 +46,26 @@ def strip_suffix(name: str) -> str:
 
 
 def set_name(prefix: str) -> str:
-    """The prefix of the dataset that a shard is one of: without its number, where it has one."""
+    """The prefix of the dataset of a shard: its prefix without a number."""
     numbered = _NUMBERED.match(prefix)
     return numbered["stem"] if numbered else prefix
 
 
 def shard_name(prefix: str, number: int, count: int) -> str:
-    """The prefix of one of several shards.
-
-    The count is part of it, so that a missing one is noticed.
-    """
+    """The prefix of one of several shards. It has the count, so that a missing shard is noticed."""
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
 def marked(name: str, stem: str, mark: str) -> str:
-    """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the
-    shards it is to replace.
+    """The name of a shard of the dataset `stem` with a mark after `stem`. It can be written while the
+    shards that it replaces are still there.
     """
     return f"{stem}-{mark}{name.removeprefix(stem)}" if mark else name
 
 
 def owner_of(name: str) -> str | None:
     """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
-    if _MARK not in name:  # as nearly all: thousands of names are asked
+    if _MARK not in name:  # a quick check, for thousands of names
         return None
     prefix, _ = split_name(name)
     marked_name = _MARKED.match(prefix)
@@ -78,20 +73,18 @@ def owner_of(name: str) -> str | None:
 
 
 def may_belong(name: str, prefix: str) -> bool:
-    """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or
-    with a mark.
+    """Whether a shard's name is one of the dataset `prefix`: the prefix itself, numbered, or with a
+    mark.
     """
     own_prefix, _ = split_name(name)
     return prefix in (own_prefix, set_name(own_prefix), owner_of(own_prefix))
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:
-    """Of numbered shards, the prefixes that should be there too and are not, at most a few of each
-    set.
-    """
+    """Prefixes of numbered shards that are missing, at most MAX_MISSING for each set."""
     numbers_of_set: dict[tuple[str, int], set[int]] = {}
     for name in names:
-        if _OF not in name:  # a search of each of thousands takes longer
+        if _OF not in name:  # a quick check, for thousands of names
             continue
         prefix, _ = split_name(name)
         numbered = _NUMBERED.match(prefix)
@@ -101,7 +94,7 @@ def missing_shards(names: Iterable[str]) -> list[str]:
         numbers_of_set.setdefault(of_set, set()).add(int(numbered["number"]))
     missing = []
     for (stem, count), numbers in numbers_of_set.items():
-        # Not all of them: a name may have any count, and come from elsewhere.
+        # Not all of them: a foreign name may have any count.
         absent = (number for number in range(count) if number not in numbers)
         for number in islice(absent, MAX_MISSING):
             missing.append(shard_name(stem, number, count))

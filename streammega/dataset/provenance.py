@@ -35,9 +35,9 @@ VERSION = 1
 ROW_GROUP = 1 << 12
 """Documents of a row group, which is read as a whole to find one of them."""
 CACHED_ROW_GROUPS = 64
-"""Row groups of a file that stay in memory."""
+"""Row groups of a file that are kept in memory."""
 MAX_ROW_GROUP_BYTES = 1 << 28
-"""Of a row group, decompressed: a damaged one that asks for more memory is refused."""
+"""Of a row group, decompressed. One that claims to be larger is damaged."""
 MAX_ID = 1024
 """Characters of an id that are kept."""
 ZSTD_LEVEL = 3
@@ -49,19 +49,19 @@ TAIL_BYTES = 1 << 16
 """What is read first: the whole footer of most files."""
 _FOOTER_CHECKSUM = re.compile(rb'"footer": "([0-9a-f]{16})"')
 _NO_CHECKSUM = b'"footer": "' + b"0" * 16 + b'"'
-"""What stands in the place of the footer's checksum while that is computed."""
+"""The footer's checksum is computed with this in its place."""
 
 FILE = 0
 LINE = 1
 BYTE = 2
 DOCUMENT = 3
-"""What the place of a document is: none (all of the file); the number of a line or row, from 1; the
-byte at which it begins, where lines are not counted; its number in an .idx, from 0.
+"""Kinds of a place: FILE, the document is all of the file; LINE, the number of a line or row, from 1;
+BYTE, where it begins, in files whose lines are not counted; DOCUMENT, its number in an .idx, from 0.
 """
 SEPARATORS = {LINE: ":", BYTE: "@", DOCUMENT: "#"}
 """The character between a path and a place."""
 MAX_DIGITS = 18
-"""Of a number of a document or line: those of an int64."""
+"""Digits of the number of a document or line: an int64 has no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,15 @@ class DocumentOrigin:
 
 
 class OriginNames:
-    """Many ids and locations, to be compared with the origins of many documents."""
+    """Ids and locations that are looked for among the origins of many documents."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
 
     @cached_property
     def places(self) -> dict[str, dict[int, dict[int, str]]]:
-        """{path: {kind of place: {place: name}}} of those that may be locations. The place is 0 for
-        a file that is one document.
+        """{path: {kind of place: {place: name}}} of the names that may be locations. The place of a
+        whole file is 0.
         """
         places: dict[str, dict[int, dict[int, str]]] = {}
         for name in self.names:
@@ -103,7 +103,7 @@ class OriginNames:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number as programs write it, of at most MAX_DIGITS digits."""
+    """Whether a text is a whole number without leading zeros, of at most MAX_DIGITS digits."""
     has_no_zeros_before = text == "0" or not text.startswith("0")
     is_decimal = text.isascii() and text.isdecimal()
     return is_decimal and has_no_zeros_before and len(text) <= MAX_DIGITS
@@ -113,8 +113,8 @@ def is_number(text: str) -> bool:
 class DocumentOrigins:
     """Where some documents came from, in their order.
 
-    paths: those that occur. path int32, kind uint8, place int64 [documents] each: as in
-    `DocumentOrigin`, with the number of the path. ids: one for each document.
+    paths: all paths, once each. path: int32 [documents], the index in `paths`. kind: uint8, place:
+    int64 [documents], as in `DocumentOrigin`. ids: one for each document.
     """
 
     paths: tuple[str, ...]
@@ -142,7 +142,7 @@ class DocumentOrigins:
         for number, path in enumerate(self.paths):
             for kind, name_of_place in names.places.get(path, {}).items():
                 rows = np.flatnonzero((self.path == number) & (self.kind == kind))
-                # A file that is one document has no place.
+                # The place of a whole file does not matter.
                 places = self.place[rows] if kind != FILE else np.zeros(len(rows), np.int64)
                 for row, place in zip(rows.tolist(), places.tolist(), strict=True):
                     if place in name_of_place:
@@ -160,7 +160,7 @@ class DocumentOrigins:
 
 
 def collect_origins(origins: Iterable[DocumentOrigin]) -> DocumentOrigins:
-    """The columns of single ones."""
+    """The same origins as columns."""
     rows = list(origins)
     number_of: dict[str, int] = {}
     path = [number_of.setdefault(row.path, len(number_of)) for row in rows]
@@ -174,7 +174,7 @@ def collect_origins(origins: Iterable[DocumentOrigin]) -> DocumentOrigins:
 
 
 def concat_origins(parts: Sequence[DocumentOrigins]) -> DocumentOrigins:
-    """Those of all parts, in order."""
+    """The origins of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     number_of: dict[str, int] = {}
@@ -201,8 +201,8 @@ def concat_origins(parts: Sequence[DocumentOrigins]) -> DocumentOrigins:
 
 
 class ProvenanceWriter:
-    """Makes the file of documents that are added in their order. Its bytes depend on the documents
-    alone, and not on how many are added at once.
+    """Makes the file of a shard, whose documents are added in order. Its bytes do not depend on how
+    many documents are added at once.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class ProvenanceWriter:
             store_schema=False,
         )
         self._row_groups: list[tuple[int, int]] = []
-        """Bytes of each row group so far, and their xxh3-64."""
+        """(bytes, xxh3-64) of each row group so far."""
         self.num_ids = 0
         """Documents so far that have an id."""
 
@@ -307,7 +307,7 @@ def _strings(texts: list[str]) -> pa.Array:
 
 
 class ProvenanceReader:
-    """The origins of a shard's documents: only the row groups that are asked for are read.
+    """The origins of a shard's documents. Row groups are read when they are needed.
 
     Raises FormatError for a file that is damaged or of another format; StorageError.
     """
@@ -325,8 +325,8 @@ class ProvenanceReader:
     def __getitem__(self, document: int) -> DocumentOrigin:
         if not 0 <= document < self.documents:
             raise FormatError(
-                f"{self.url}: has the origins of {self.documents} documents, and not of number "
-                f"{document}; it belongs to another dataset: convert again"
+                f"{self.url}: has the origins of {self.documents} documents, and no number {document}; "
+                f"it belongs to another dataset: convert again"
             )
         number, row = divmod(document, ROW_GROUP)
         return self._read_row_group(number)[row]
@@ -351,7 +351,7 @@ class ProvenanceReader:
                 yield name, number * ROW_GROUP + row
 
     def _read_footer(self) -> tuple[int, bytes]:
-        """Where the footer begins, and its bytes, which are those that were written."""
+        """(where the footer begins, its bytes). They have their checksum."""
         size = self._info.size
         if size < len(MAGIC) + TRAILER.size:
             raise self._damaged("is cut short")
@@ -373,7 +373,7 @@ class ProvenanceReader:
         return start, footer
 
     def _parse_footer(self) -> tuple[pq.FileMetaData, list[int], list[int]]:
-        """The metadata, and of each row group where it begins and its checksum."""
+        """(metadata, the bounds of row groups in bytes, their checksums)."""
         import pyarrow.parquet as pq
 
         try:
@@ -406,7 +406,7 @@ class ProvenanceReader:
         stored = self._read(start, stop)
         if xxhash.xxh3_64_intdigest(stored) != self._checksums[number]:
             raise self._damaged(f"row group {number} is not what was written")
-        # Before anything of that size is allocated.
+        # Checked before memory of that size is allocated.
         if not 0 <= self._metadata.row_group(number).total_byte_size <= MAX_ROW_GROUP_BYTES:
             raise self._damaged(f"row group {number} claims to be larger than any is")
         try:
@@ -462,7 +462,7 @@ def open_provenance(prefix: str, storage: StorageConfig) -> ProvenanceReader | N
 
 
 def has_provenance(prefix: str, storage: StorageConfig) -> bool:
-    """Whether there is a file of provenance beside a shard, as far as one may know. Raises
+    """Whether there is a file of provenance beside a shard; False without the right to look. Raises
     StorageError.
     """
     store, key = open_store(prefix + ENDING, storage)

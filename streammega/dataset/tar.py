@@ -1,11 +1,11 @@
 """Token shards as WebDataset tars: one sample for each sequence, `000000042.npy`, and its mode in
 `000000042.cls`.
 
-The number is that of the sequence in the dataset, so that no two samples of it have the same key.
-Readers do not look at it: shards of earlier versions counted from zero each.
+The number is that of the sequence in the dataset, so that no two samples have the same key. Readers
+ignore it.
 
-Every member begins with a 512-byte ustar header, every payload with a 128-byte .npy header, and is
-padded to 512 bytes; so the places of all payloads follow from the lengths in the shard's `.idx`.
+Every member begins with a 512-byte ustar header, and every payload with a 128-byte .npy header; both
+are padded to 512 bytes. So the places of all payloads follow from the lengths in the shard's `.idx`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streammega.errors import FormatError
 from streammega.storage.derived_stores import Members
 
 RECORD = 512
-"""What everything in a tar is padded to; a header is one of them."""
+"""Everything in a tar is padded to a multiple of this. A header is one record."""
 END = bytes(2 * RECORD)
 """Two empty records end an archive."""
 MODE_MEMBER_BYTES = 2 * RECORD
@@ -30,9 +30,9 @@ NPY_HEADER = 128
 NPY_MAGIC = b"\x93NUMPY\x01\x00"
 NPY_TEXT_LENGTH = struct.Struct("<H")
 NPY_TEXT_BYTES = NPY_HEADER - len(NPY_MAGIC) - NPY_TEXT_LENGTH.size
-"""What is left of a .npy header for its text, which ends in a newline."""
+"""Room in a .npy header for its text, which ends in a newline."""
 MAX_BYTES = 8**11 - 1
-"""What the size field of a tar header can hold: 11 octal digits."""
+"""The size field of a tar header has 11 octal digits."""
 HEADER = struct.Struct("100s8s8s8s12s12s8sc100s8s")
 """ustar: name, mode, owner, group, size, time, checksum, type, link, magic and version."""
 CHECKSUM_PLACE = struct.calcsize("100s8s8s8s12s12s")
@@ -47,20 +47,20 @@ def layout(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> Membe
 
 
 def stored_bytes(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> int:
-    """Bytes of such a shard: all members, and the end of the archive."""
+    """Bytes of a shard with these sequence lengths, with the end of the archive."""
     sizes = lengths.astype(np.int64) * itemsize
     return int(_member_bytes(sizes, multimodal).sum()) + len(END)
 
 
 def _running_sums(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of all values before each, and of all of them; int64 [values + 1]."""
+    """The sum of the values before each, and of all of them; int64 [values + 1]."""
     sums = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=sums[1:])
     return sums
 
 
 def _member_bytes(sizes: NDArray[np.int64], multimodal: bool) -> NDArray[np.int64]:
-    """Bytes that sequences of `sizes` bytes take: header and padded .npy, and that of the mode."""
+    """Bytes that sequences of `sizes` bytes take in a tar, with their modes."""
     records = -(-(NPY_HEADER + sizes) // RECORD)
     members: NDArray[np.int64] = RECORD + records * RECORD
     if multimodal:
@@ -107,7 +107,7 @@ def encode_members(
 
 
 def _header(name: str, size: int) -> bytes:
-    """A ustar header of a plain file, the same for the same file: of no user, and of no time."""
+    """A ustar header of a plain file, without user and time: it is always the same for a file."""
     if size > MAX_BYTES:
         raise FormatError(
             f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as "
@@ -123,7 +123,7 @@ def _header(name: str, size: int) -> bytes:
         b"0000000\0",
         b"%011o\0" % size,
         b"%011o\0" % 0,
-        b" " * 8,  # for the sum of all bytes, which is of a header with spaces in its place
+        b" " * 8,  # the checksum, which is computed with spaces in its place
         b"0",
         b"",
         b"ustar\x0000",

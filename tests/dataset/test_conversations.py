@@ -96,11 +96,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "two spellings in a turn": (turns('"role": "assistant", "value": "a"'), NO_TEXT),
     "text of several parts": (
         turns('"role": "assistant", "content": [{"text": "a"}]'),
-        "a part that is no text",
+        "a part that is not a text",
     ),
     "a picture": (
         turns('"role": "user", "content": [{"type": "image_url", "image_url": "x"}]'),
-        "message 1, of role .user., has a part that is no text: .*image_url",
+        "message 1, of role .user., has a part that is not a text: .*image_url",
     ),
     "tool calls": (
         turns('"role": "assistant", "content": null, "tool_calls": [1]'),
