@@ -41,7 +41,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
         trainer.resume()
         trainer.run()
     except Terminated:
-        watchdog.close()  # all ranks end alike: that this one falls silent is no failure
+        watchdog.close()  # all ranks end so: the silence of this one is no failure
         raise
     except (KeyboardInterrupt, Exception) as error:
         failure = _explain(error, watchdog, config)
@@ -65,7 +65,7 @@ class RankError(Exception):
 
 
 def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
-    """What this rank ends with, after it has told the others why, or asked them."""
+    """The error that this rank ends with, after it has told the other ranks why, or asked them."""
     rank, step = watchdog.rank, watchdog.step
     if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
         # From here on the thread of the watchdog prints nothing.
@@ -79,7 +79,7 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
     is_known = isinstance(error, StreammegaError | OSError)
     if watchdog.world > 1 and not is_known and _is_of_others(error):
         reason, *_ = [*str(error).strip().splitlines(), type(error).__name__]
-        # torchrun ends ranks when one has failed: a few seconds, to say why.
+        # torchrun ends all ranks when one has failed. Ignore that for a few seconds, to say why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(
             f"error (rank {rank}): in step {step}: {reason}; asking the other ranks",
@@ -88,7 +88,7 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
         )
         diagnosis = watchdog.diagnose()
         watchdog.claim_exit()
-        # One that hangs does not know yet that the job is over.
+        # A rank that hangs does not know yet that the job is over.
         watchdog.fail(diagnosis, is_of_others=True)
         return RankError(diagnosis)
     watchdog.claim_exit()
@@ -102,8 +102,8 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Whether a collective failed, rather than something on this rank: transports only tell by
-    their text.
+    """Whether a collective failed, and not something on this rank. Errors of transports can only be
+    recognised by their text.
     """
     while error is not None:
         if isinstance(error, dist.DistError):
@@ -150,6 +150,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # threads that wait for ranks which are gone keep a process; gloo's may abort it as it ends
+        # Threads that wait for ranks that are gone keep the process alive. gloo's may abort it at exit.
         os._exit(code)
     sys.exit(code)

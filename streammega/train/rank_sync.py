@@ -1,5 +1,5 @@
-"""Functions that all ranks run at once, each at its own pace. No rank waits for one that has failed,
-and none goes on alone.
+"""Functions that all ranks run at the same time, each at its own pace. If one fails, all raise: no rank
+waits for it, and none goes on alone.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from streammega.errors import StorageError, StreammegaError
 Result = TypeVar("Result")
 MIN_PAUSE = 0.005
 MAX_PAUSE = 1.0
-"""Seconds between two polls: what is done within milliseconds is not waited for, an upload of
-minutes costs few messages, and a failure is known everywhere within this time.
+"""Seconds between two polls, from MIN_PAUSE on: quick functions wait for little, an upload of minutes
+sends few messages, and all ranks know a failure within MAX_PAUSE.
 """
 
 
 class RankSync:
-    """Calls of a function on every rank of a group that return on all of them, or raise one error
-    on all of them: that of the first rank that has one.
+    """Calls a function on every rank of a group. The call returns on all of them, or raises the error
+    of the first rank that has one on all of them.
 
-    group: with a backend for the CPU; None: a rank by itself.
+    group: with a backend for the CPU; None: a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self._is_cancelled = threading.Event()
-        """Of the function that runs now: it has failed on another rank."""
+        """Set when the function that runs now has failed on another rank."""
         self._unfinished: _Call | None = None
-        """A function that has not ended on this rank though it has failed on another one."""
+        """A call that still runs on this rank, after it has failed on another one."""
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """`function()` on every rank, in this thread: for what is quick."""
+        """`function()` on every rank, in this thread. For quick functions."""
         if self.group is None:
             return function()
         result: Any = None
@@ -50,11 +50,11 @@ class RankSync:
         return result  # type: ignore[no-any-return]
 
     def run_long(self, function: Callable[[], Result]) -> Result:
-        """`function()` on every rank, however long it takes. An error is known on all within about a
+        """`function()` on every rank, however long it takes. All ranks know an error within about a
         second.
 
-        A collective alone would make ranks wait for one that failed, and fail where another is merely
-        slow. So the function runs in a thread. Ranks poll each other, with the group's timeout.
+        With a collective alone, ranks would wait for one that has failed, and fail where one is just
+        slow. So the function runs in a thread, and ranks poll each other.
         """
         if self.group is None:
             return function()
@@ -62,8 +62,8 @@ class RankSync:
         is_cancelled = threading.Event()
 
         def begin() -> Result:
-            # A rank that still reads a checkpoint which another one found damaged would write over
-            # what is loaded instead.
+            # A rank may still read a checkpoint that another one found damaged. It must not write
+            # over what is loaded next.
             if unfinished is not None:
                 unfinished.join()
             # Until then the unfinished call looks at its own event.
@@ -75,7 +75,7 @@ class RankSync:
         while True:
             call.join(pause)
             pause = min(2 * pause, MAX_PAUSE)
-            # In this order: an error is looked for only after it can be there.
+            # In this order: `error` is set before the thread ends.
             is_done = not call.is_alive()
             has_failed = is_done and call.error is not None
             counts = torch.tensor([int(not is_done), int(has_failed)])
@@ -90,7 +90,7 @@ class RankSync:
         return call.result  # type: ignore[no-any-return]
 
     def run_on_first(self, function: Callable[[], Result]) -> Result:
-        """`function()` on the first rank alone, by `run_long`; its result on all ranks."""
+        """Run `function()` on the first rank, by `run_long`; all ranks return its result."""
         result = self.run_long(function if self.rank == 0 else lambda: None)
         if self.group is None:
             return result  # type: ignore[return-value]
@@ -118,7 +118,7 @@ class RankSync:
 
 
 class _Call(threading.Thread):
-    """A function that runs in a thread of its own."""
+    """A function in a thread of its own."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(name="streammega-rank-sync", daemon=True)
@@ -133,12 +133,12 @@ class _Call(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            # It holds the call before it, and that one's result.
+            # It refers to the call before it, and so to its result.
             del self._function
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that can be sent: a StreammegaError as it is, any other as a StorageError of its text."""
+    """An error that can be sent to other ranks: any but a StreammegaError becomes a StorageError."""
     if error is None or isinstance(error, StreammegaError):
         return error
     if isinstance(error, OSError):

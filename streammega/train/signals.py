@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from typing import Any
 
 ONE_REQUEST = 1.0
-"""Seconds in which all signals are one request: a launcher passes on what the terminal has sent to
-every process already.
+"""Seconds in which all signals are one request: the terminal sends a signal to every process, and the
+launcher passes it on once more.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -37,9 +37,9 @@ class Terminated(Exception):
 class StopRequests:
     """What the signals that reach this process ask for.
 
-    Python runs its handlers between two instructions of the main thread. After `listen` the handlers
-    in C also write the numbers of signals into a pipe, which another thread can read whatever the
-    main thread waits in. Each number is noted once, by whichever thread reads it.
+    Python runs signal handlers between two instructions of the main thread. After `listen` each
+    signal is also written to a pipe, at once and in C. Another thread can read it while the main
+    thread is blocked. Each signal counts once, in the thread that reads it.
     """
 
     def __init__(self) -> None:
@@ -47,21 +47,23 @@ class StopRequests:
         """The signal that asks the run to end."""
         self.first_time = 0.0
         self.at_once_time: float | None = None
-        """Since when the end of the step is not to be waited for, by time.monotonic."""
+        """When the end at once was asked for (time.monotonic), if it was."""
         self._is_graceful = False
         self._is_announced = False
         self._read_end: int | None = None
         self._wakeup_fd = -1
 
     def listen(self) -> None:
-        """Hear signals whatever the main thread waits in. Call it there; elsewhere it does nothing."""
+        """Receive signals also while the main thread is blocked. Call it in the main thread; in others
+        it does nothing.
+        """
         if _is_main_thread():
             self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            # A full pipe says enough: the thread that reads it knows that signals came.
+            # A full pipe is no problem: whoever reads it knows that signals came.
             self._wakeup_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> None:
-        """Return when a signal has come, or after so many seconds."""
+        """Wait for a signal, at most so many seconds."""
         if self._read_end is None:
             time.sleep(seconds)
         else:
@@ -75,11 +77,11 @@ class StopRequests:
 
     @contextmanager
     def graceful(self, *, announce: bool) -> Iterator[None]:
-        """Within it a first signal is a request, and KeyboardInterrupt is raised where the end is
-        wanted at once. Outside of it every Ctrl-C wants the end at once.
+        """In this context a first signal asks for the end after the step; one for the end at once
+        raises KeyboardInterrupt. Outside of it every Ctrl-C asks for the end at once.
 
-        announce: print what a first Ctrl-C does. Signals that are ignored stay so: a shell's
-        background jobs are no business of Ctrl-C.
+        announce: print what a first Ctrl-C does. Signals that are ignored stay ignored: Ctrl-C is not
+        meant for a shell's background jobs.
         """
         if not _is_main_thread():
             yield
@@ -122,7 +124,7 @@ class StopRequests:
             self._note(number)
 
     def _note(self, number: int) -> None:
-        """A signal has come. Others than those of the table count for nothing."""
+        """Count a signal. Signals that are not in the table are ignored."""
         if number not in SIGNALS:
             return
         now = time.monotonic()

@@ -1,18 +1,17 @@
-"""A run on one rank, on any layout of ranks: `Trainer.run` goes from step to step, and `train_step`
-takes one of them.
+"""The trainer: `Trainer.run` is the loop, and `train_step` one step of it, on any layout of ranks.
 
 The order of a step, and why:
 
     forward, backward   each micro-batch is taken while the one before is computed
-    reduce and step     gradients are summed over ranks. Whether their norm is finite is looked at
-                        after the optimizer's step, where the host waits for the device anyway
-    totals              one collective: losses, and whether any rank was asked to stop. It is the
-                        same on all ranks, so that all of them stop, or save, after the same step
-    stop                with a checkpoint, and no evaluation: what stops a run does not wait
-    save                before the evaluation, so that what fails in one costs no steps
+    reduce and step     gradients are summed over ranks. Their norm is checked after the optimizer's
+                        step, where the host waits for the device anyway
+    totals              one collective: losses, and whether a signal asks any rank to stop. All ranks
+                        have the same totals, so all of them stop, or save, after the same step
+    stop                with a checkpoint and without an evaluation, since a signal does not wait long
+    save                before the evaluation, so that no steps are lost if that fails
     evaluate
-    write the record    last, since it has what the evaluation found. A checkpoint keeps the record
-                        until then, for a run that is killed meanwhile
+    write the record    last, since it has the results of the evaluation. Until then the checkpoint
+                        keeps it, for a run that is killed meanwhile
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ from streammega.train.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 NCCL_MARGIN = 60.0
-"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
-come after ours.
+"""Seconds by which NCCL's timeout is longer than ours: its watchdog aborts the process and does not
+say which rank was missing.
 """
 RECENT_SECONDS = 30.0
-"""A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long
-before it kills it.
+"""When a run is stopped, a checkpoint of the last so many seconds is enough: torchrun kills the ranks
+30 s after it has passed on the signal.
 """
 
 
@@ -89,7 +88,7 @@ class Trainer:
         self.config = config
         self.device = device
         train = config.train
-        # First: cuBLAS looks at its variable once, at the first product of matrices.
+        # First: cuBLAS reads its variable once, at the first product of matrices.
         set_numerics(train)
         parallel = config.parallel
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -120,12 +119,12 @@ class Trainer:
         self.saved_step = 0
         """Of the last checkpoint that this run saved or resumed from."""
         self.rewinds: list[int] = []
-        """The values of train.rewind by which this run, and those it goes on from, have rewound."""
+        """The values of train.rewind that this run, and those it continues, have applied."""
         self.run_log: RunLog | None = None
-        """On the first rank."""
+        """On the first rank only."""
         if self.ranks.rank != 0:
             return
-        # After the checkpoints: they hold the place, and no other job writes its metrics there.
+        # After the checkpoints: they lock out_dir, so no other job writes its metrics there.
         self.run_log = RunLog(
             train.out_dir,
             config.data.storage,
@@ -222,8 +221,8 @@ class Trainer:
         self.close()
 
     def train_step(self) -> tuple[dict[str, Any], signal.Signals | None]:
-        """One optimizer step: its record, and the signal that asks the run to stop, if there is one:
-        the same for all ranks, whichever received it.
+        """One optimizer step: its record, and the signal that asks the run to stop, if any rank has
+        received one.
 
         Raises DataEnded where there is no data for it, GradientError for a loss or gradients that
         are not finite, StorageError where a save has failed on some rank.
@@ -243,7 +242,7 @@ class Trainer:
         num_micro_batches = dataset.schedule.micro_batches_at(
             first_sample, train.micro_batch_size, self.ranks.layout.dp
         )
-        # of all its samples: a phase begins where a step does
+        # All samples of a step have the same length: a phase begins with a step.
         length = dataset.sequence_length_at(first_sample)
         num_tokens = num_samples * length
         lr = self.learning_rate.at(self.step, first_sample)
@@ -311,9 +310,9 @@ class Trainer:
         if not is_good:
             return math.inf
         if self.device.type == "cuda":
-            # All of the step is under way, and the host would wait for it here.
+            # The device is busy with the step. The host prepares the next one meanwhile.
             self.batches.prepare()
-        # Here the host waits for the device, and nothing is saved yet.
+        # Here the host waits for the device. Nothing is saved yet.
         norm = float(norm)
         if not math.isfinite(norm):
             raise GradientError(
@@ -326,7 +325,7 @@ class Trainer:
     def _totals(
         self, losses: Losses, sample_ids: np.ndarray[Any, np.dtype[np.int64]]
     ) -> StepTotals:
-        """What all ranks know of the step."""
+        """The totals of the step over all ranks."""
         sources = None
         if self.model.counts_losses and len(self.sources) > 1:
             samples = self.loader.dataset.samples
@@ -340,7 +339,7 @@ class Trainer:
             self.ranks,
             self.device,
         )
-        # Known to all ranks now: none goes on into a collective that another one has left.
+        # All ranks know it now, and end together: none waits in a collective that others have left.
         if totals.failed_save:
             self.checkpoints.wait()
             raise StorageError(
@@ -354,7 +353,7 @@ class Trainer:
         return totals
 
     def _is_due(self, interval: int) -> bool:
-        """Whether a step is one of an interval, or the last. 0: never."""
+        """Whether this step ends an interval, or is the last. 0: never."""
         if interval == 0:
             return False
         return self.step % interval == 0 or self.step == self.config.train.iters
@@ -362,8 +361,8 @@ class Trainer:
     def _is_save_due(self, record: dict[str, Any]) -> bool:
         """Whether the interval of saves has passed, or the run ends.
 
-        A step that fp16 did not take is not saved but as the last: it would take the place of an
-        older checkpoint, with weights that are saved already. The next step is saved instead.
+        A step that fp16 skipped is saved only as the last one. Its weights are saved already, and a
+        checkpoint of it would push out an older one. The next step is saved instead.
         """
         interval = self.config.train.save_interval
         if interval == 0 or self.step == self.config.train.iters:
@@ -372,9 +371,9 @@ class Trainer:
         return was_taken and self.step // interval > self.saved_step // interval
 
     def save(self, *, background: bool = False, record: dict[str, Any] | None = None) -> None:
-        """One checkpoint at the current step; the data position is what was handed out.
+        """Save a checkpoint of the current step. The data continue after the batches that were taken.
 
-        record: of this step, where it is not in the metrics yet.
+        record: of this step, if it is not in the metrics yet.
         """
         self.watchdog.phase("saving", self.step)
         self.saved_step = self.step
@@ -391,7 +390,7 @@ class Trainer:
         )
 
     def _stop_here(self, record: dict[str, Any], stop_signal: signal.Signals) -> None:
-        """End the run after a signal: when the save under way is whole, and with another save unless
+        """End the run after a signal. The save under way is finished, and this step saved too unless
         that one is recent enough.
         """
         if self.run_log:
@@ -420,12 +419,12 @@ class Trainer:
         return evaluate_all(self.config, self.model, lambda: self.watchdog.phase("evaluating"))
 
     def flush(self) -> None:
-        """Write out what metrics are kept back, alone: also for a run that ends by an error."""
+        """Write buffered metrics. No other rank is needed, so also a run that fails calls it."""
         if self.run_log:
             self.run_log.flush()
 
     def close(self) -> None:
-        """Finish what is being written, and end reading ahead."""
+        """Finish what is being written, and stop reading ahead."""
         self.watchdog.phase("ending")
         self.checkpoints.wait()
         self.batches.close()
@@ -440,7 +439,7 @@ class Trainer:
 
 
 class StepBatches(Iterator[Batch]):
-    """The micro-batches of one step. The watchdog learns when this rank waits for one, and when it
+    """The micro-batches of one step. It tells the watchdog when this rank waits for one, and when it
     computes.
     """
 
@@ -453,11 +452,11 @@ class StepBatches(Iterator[Batch]):
         self._step = step
         self._keeps = keep
         self.kept: list[Batch] = []
-        """With `keep` all that were taken; otherwise each is gone with its computation."""
+        """With `keep` all batches so far. Otherwise each is freed after its computation."""
         self.consumed: list[int] = []
-        """The cursor after each."""
+        """The position of the loader after each batch."""
         self.waited = 0.0
-        """Seconds in which this rank had nothing to do."""
+        """Seconds in which this rank waited for data."""
 
     def __next__(self) -> Batch:
         if not self._remaining:
@@ -468,7 +467,7 @@ class StepBatches(Iterator[Batch]):
         batch = next(self._batches, None)
         self.waited += time.perf_counter() - start_time
         if batch is None:
-            raise RuntimeError("the data ended within a step, of which it has only whole ones")
+            raise RuntimeError("the data ended within a step, though there are only whole steps")
         self.consumed.append(self._batches.consumed_samples)
         if self._keeps:
             self.kept.append(batch)

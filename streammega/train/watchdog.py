@@ -1,15 +1,15 @@
-"""Every rank publishes what it does, and ends with the cause when another one has stopped the job.
+"""Every rank publishes what it does, and ends with the cause if another rank has ended the job.
 
-A rank whose main thread waits in a collective is out of reach: Python runs neither signal
-handlers nor other code there, and with NCCL no collective raises when another rank is gone. So a
-thread watches, prints why the job ends, and ends the process.
+While the main thread waits in a collective, Python runs no signal handler and no other code there,
+and NCCL raises nothing when another rank is gone. So a thread watches, prints why the job ends, and
+ends the process.
 
 Once a second, a beat, it publishes the status of its rank in the job's store, and reads one key: the
-first cause that any rank has left there. Rank 0 compares the statuses of all ranks now and then. The
-other ranks look at rank 0 alone; at all ranks after a signal, and once rank 0 has finished. Who finds
-something writes it as the cause.
+first cause that any rank has written. Every few beats rank 0 compares the statuses of all ranks. The
+other ranks read that of rank 0 alone; after a signal, and once rank 0 has finished, those of all
+ranks. A rank that finds something writes it as the cause.
 
-| what is seen | the rank ends after |
+| what the thread finds | the rank ends after |
 |---|---|
 | a cause | a beat |
 | a rank gives no sign of life | `SILENCE` beats, or `timeout` if shorter; `SOON` after a signal |
@@ -44,21 +44,19 @@ BEAT = 1.0
 LOOK = 10
 """Beats between two looks at statuses: at a thousand ranks the answer is large."""
 SILENCE = 60
-"""Beats: some libraries hold Python's lock for many seconds, and a job of thousands of ranks must
-not end for that.
-"""
+"""Beats. Some libraries hold Python's lock for many seconds, which must not end a job."""
 SOON = 5
 """Beats after which silence counts where a signal ends the job."""
 TAKEN = 2
-"""Beats in which a main thread that runs Python takes a Ctrl-C by itself. Its message has more than
-the watchdog's.
+"""Beats in which the main thread may handle a Ctrl-C by itself: its message says more than the
+watchdog's.
 """
 DIAGNOSIS_TIMEOUT = 30.0
-"""Seconds for which the store is asked for the statuses of others: a host that is gone does not even
-refuse, and TCP tries for minutes.
+"""Seconds for reading the statuses of others from the store: where its host is gone, TCP tries for
+minutes.
 """
 FLUSH_TIMEOUT = 5.0
-"""Seconds that flushing metrics, and telling the others why, may take before the process ends."""
+"""Seconds that flushing metrics, and writing the cause, may take before the process ends."""
 CLIENT_TIMEOUT = timedelta(seconds=10)
 """Of one request to the store, whose keys are there already."""
 MAX_CAUSE_CHARACTERS = 2000
@@ -74,12 +72,12 @@ PHASES = (
     "ending",
     ENDED,
 )
-"""What a rank does, in the order of a step. Ranks wait for one that is in an earlier phase."""
+"""What a rank does, in the order of a step. The others wait for a rank in an earlier phase."""
 T = TypeVar("T")
 
 
 class RankStatus(NamedTuple):
-    """What a rank does, and for how long. beats: signs of life that it has given."""
+    """What a rank does, and for how long. beats: signs of life so far."""
 
     beats: int
     step: int
@@ -96,7 +94,7 @@ class RankStatus(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why the job ends. rank: whose fault it is; None: what ranks have seen of others."""
+    """Why the job ends. rank: which has failed; None: ranks have observed it of others."""
 
     rank: int | None
     cause: str
@@ -108,26 +106,26 @@ class Failure(NamedTuple):
 class StatusStore:
     """Statuses of all ranks, and the first failure, in the store of the job.
 
-    It has a client of its own. A store's client is locked while it waits, and that of training waits
-    for other ranks. Every method raises RuntimeError where the store does not answer.
+    It has a client of its own, because the one of training is locked while it waits for other ranks.
+    Every method raises RuntimeError where the store does not answer.
     """
 
     def __init__(self, store: Store) -> None:
-        # Made while the store answers: clones of it wait no longer than it does.
+        # Made now, while the store answers. Later clones take over its timeout.
         self._origin: Store = store.clone()  # type: ignore[attr-defined]
         self._origin.set_timeout(CLIENT_TIMEOUT)
         self._client: Store | None = self._origin
 
     def publish(self, rank: int, status: RankStatus) -> None:
-        """Say what a rank does."""
+        """Write what a rank does."""
         with self._connection() as client:
             client.set(_status_key(rank), json.dumps(status))
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """What these ranks do, without those that have published nothing yet."""
+        """What ranks do. Those that have published nothing yet are left out."""
         known = list(ranks)
         with self._connection() as client:
-            # For all at once the store only says whether all are there. They are, but at the start.
+            # One check for all: except at the start, all have published.
             if not client.check([_status_key(rank) for rank in known]):
                 known = [rank for rank in known if client.check([_status_key(rank)])]
             # One request: there may be a thousand ranks.
@@ -136,7 +134,7 @@ class StatusStore:
         return dict(zip(known, statuses, strict=True))
 
     def report_failure(self, failure: Failure) -> None:
-        """Say why the job ends. The first failure is kept."""
+        """Write why the job ends. The first failure is kept."""
         short = failure._replace(cause=failure.cause[:MAX_CAUSE_CHARACTERS])
         with self._connection() as client:
             client.compare_set(CAUSE, "", json.dumps(short))
@@ -149,7 +147,7 @@ class StatusStore:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Store]:
-        """A client. After an error the next one is new: this one may be in the middle of an answer."""
+        """A client. After an error it is replaced, since it may be in the middle of an answer."""
         client: Store = self._client or self._origin.clone()  # type: ignore[attr-defined]
         self._client = None
         yield client
@@ -157,16 +155,16 @@ class StatusStore:
 
 
 class Watchdog:
-    """Signs of life of this rank in the store of the job, and what those of the others say.
+    """Publishes signs of life of this rank, and watches those of the others.
 
-    `phase` is cheap: it sets attributes. Make it in the main thread, or signals are not heard.
+    Make it in the main thread: elsewhere it receives no signals.
 
     Args:
-        store: that all ranks joined; None: a rank by itself, which nobody watches.
+        store: of the job, which all ranks have joined; None: a single rank, which nobody watches.
         rank: of this process.
-        world: ranks of the job.
-        timeout: seconds that a rank may wait for others at one place; they are then named, and the
-            job ended.
+        world: number of ranks.
+        timeout: seconds that a rank may wait for others at one place. Then the job ends, and the
+            others are named.
     """
 
     def __init__(self, store: Store | None, rank: int, world: int, timeout: float = 600.0) -> None:
@@ -175,7 +173,7 @@ class Watchdog:
         self.step = 0
         self.stop_requests = StopRequests()
         self.before_exit: list[Callable[[], None]] = []
-        """What is called before the thread ends the process: it must not wait for other ranks."""
+        """Called before the thread ends the process. They must not wait for other ranks."""
         self._timeout = timeout
         self._phase = PHASES[0]
         self._phase_start = time.monotonic()
@@ -188,19 +186,19 @@ class Watchdog:
         self._answer_time = time.monotonic()
         """When the store answered last."""
         self._last_beats: dict[int, tuple[int, int]] = {}
-        """By rank its beats, and the beat of this rank at which they were first seen: where all are
-        slow, nobody is silent.
+        """By rank: its beats, and our beat at which they were first seen. Time is counted in our own
+        beats, so that nobody is silent where all are slow.
         """
         self._closed = threading.Event()
         self._exit_lock = threading.Lock()
-        """Of the main thread or the watchdog's, whichever ends the run: the cause is printed once."""
+        """Held by the thread that ends the run, so that the cause is printed once."""
         self._store = None if store is None else StatusStore(store)
         if store is not None:
             self.stop_requests.listen()
             threading.Thread(target=self._run, name="streammega-watchdog", daemon=True).start()
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """This rank now does something else, or more of the same."""
+        """Note what this rank does from now on."""
         assert name in PHASES
         self._phase = name
         self._phase_start = time.monotonic()
@@ -208,20 +206,18 @@ class Watchdog:
             self.step = step
 
     def fail(self, cause: str, *, is_of_others: bool = False) -> None:
-        """Let the others know why this rank ends the job: by its own fault, or because of what it
-        has seen of others.
-        """
+        """Write why this rank ends the job. is_of_others: it has observed it of other ranks."""
         if self._store is not None:
             failure = Failure(None if is_of_others else self.rank, cause)
             _run_within(FLUSH_TIMEOUT, partial(self._store.report_failure, failure))
 
     def claim_exit(self) -> None:
-        """The caller prints why the process ends. Does not return where the thread does already."""
+        """Let the caller print why the process ends. Does not return if the thread prints it already."""
         if self._store is not None:
             self._exit_lock.acquire()
 
     def diagnose(self) -> str:
-        """What the others say after a collective failed: who failed first, who gives no sign of
+        """Ask the other ranks after a collective failed: which failed first, which give no sign of
         life, what each was doing.
         """
         answer = _run_within(DIAGNOSIS_TIMEOUT, self._diagnose)
@@ -231,7 +227,7 @@ class Watchdog:
         assert self._store is not None
         try:
             before = self._store.statuses(range(self.world))
-            time.sleep(2.5 * BEAT)  # in which each rank that lives gives a sign
+            time.sleep(2.5 * BEAT)  # a rank that lives gives a sign in this time
             after = self._store.statuses(range(self.world))
             failure = self._store.first_failure()
         except Exception as error:
@@ -258,12 +254,12 @@ class Watchdog:
         )
 
     def close(self) -> None:
-        """End the signs of life; the silence that follows is no failure."""
+        """End the signs of life. The silence that follows is no failure."""
         self._closed.set()
         self.stop_requests.close()
         if self._store is not None:
             self._phase = ENDED
-            # The store may have ended with rank 0: nobody is left who would read it.
+            # The store may have ended with rank 0. Then nobody would read it.
             with contextlib.suppress(Exception):
                 self._store.publish(self.rank, self._status())
 
@@ -304,18 +300,18 @@ class Watchdog:
             requests.wait(BEAT)
 
     def _reason_to_end(self, store: StatusStore) -> str:
-        """The cause that another rank has left, or that this one finds by a look at statuses; empty
+        """The cause that another rank has written, or that this one finds in the statuses; empty
         where the job goes on.
         """
         failure = store.first_failure()
         if failure is not None:
-            # If it is its own, the main thread is about to say it.
+            # The main thread is about to print its own failure.
             return "" if failure.rank == self.rank else str(failure)
         if self._beats < self._next_look:
             return ""
         max_silence = self._max_silence
         self._next_look = self._beats + min(LOOK, max_silence)
-        # A rank that a signal ends looks at all: rank 0 may be on another host, and not know of it.
+        # After a signal every rank looks: rank 0 may be on another host that has received none.
         sees_all = self.rank == 0 or self._has_first_ended or self._is_ending
         statuses = store.statuses(range(self.world) if sees_all else [0])
         if 0 in statuses and statuses[0].phase == ENDED:
@@ -337,22 +333,20 @@ class Watchdog:
 
     @property
     def _max_silence(self) -> int:
-        """Beats for which another rank, or the store, may give no sign of life."""
+        """Beats for which another rank, or the store, may be silent."""
         if self._is_ending:
             return SOON
-        # A silence is seen up to `LOOK` beats after it is so long.
+        # A silence may be found up to `LOOK` beats later.
         return max(SOON, min(int(self._timeout / BEAT), SILENCE) - LOOK)
 
     def _exit(self, reason: str, code: int) -> None:
-        """Print why, and end the process; if the main thread is saying it already, leave that to
-        it.
-        """
+        """Print why, and end the process. Does nothing if the main thread prints it already."""
         if not self._exit_lock.acquire(blocking=False):
             return
         text = f"error (rank {self.rank}): in step {self.step} ({self._phase}): {reason}\n"
         if code != 1:
             text = f"[{self.rank}] interrupted in step {self.step}\n"
-        # Not by sys.stderr, whose lock the main thread may hold.
+        # Not through sys.stderr, whose lock the main thread may hold.
         os.write(2, text.encode())
         for action in self.before_exit:
             _run_within(FLUSH_TIMEOUT, action)
@@ -366,7 +360,7 @@ def _status_key(rank: int) -> str:
 def _describe(
     statuses: Mapping[int, RankStatus], silent: Sequence[int], elsewhere: Sequence[int]
 ) -> str:
-    """The ranks that are silent, and then those that are elsewhere, in words; empty without any."""
+    """A sentence about ranks that are silent, and ranks that are elsewhere; empty without any."""
     parts = [f"rank {rank} gives no sign of life; {statuses[rank]}" for rank in silent]
     for rank in elsewhere:
         if rank not in silent:
@@ -375,8 +369,8 @@ def _describe(
 
 
 def _run_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Its result. None where it fails, or takes longer: its thread is left behind, for the process
-    is to end.
+    """The function's result; None where it fails or takes longer. Its thread is then abandoned, since
+    the process is about to end.
     """
     results: list[T] = []
 

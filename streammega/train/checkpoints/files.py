@@ -1,7 +1,7 @@
 """The files of a checkpoint: one of each rank's tensors, and `.metadata`, in the format of
 torch.distributed.checkpoint's FileSystemWriter, in a folder of any store.
 
-Ranks read by ranges of files what fills their own memory, and each checks what it reads.
+Each rank reads the ranges of files that it needs, and checks them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from streammega.train.rank_sync import RankSync
 
 METADATA = ".metadata"
 REQUEST_BYTES = 8 << 20
-"""The size of one request or write. Between two of them a rank notices that another one failed."""
+"""The size of one request or write. Between two of them a rank checks whether another one failed."""
 MAX_GAP_BYTES = 64 << 10
-"""Between two items that one request reads: another request would cost more than the gap."""
+"""A gap between two items that one request reads: it takes less time than another request."""
 BATCH_BYTES = 256 << 20
-"""A rank reads so much at a time, or one item if that is larger: memory that loading needs."""
+"""A rank reads so much at a time, or one larger item. So much memory loading needs."""
 
 
 class CheckpointFiles(NamedTuple):
@@ -115,7 +115,7 @@ class CheckpointFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """What a rank tells the first one of an item that it wrote."""
+    """An item that a rank has written, as the first rank receives it."""
 
     checksum: str
 
@@ -123,7 +123,7 @@ class _Written(WriteResult):
 class CheckpointWriter(StorageWriter):
     """Writes this rank's file.
 
-    On the first rank `checksums` are those of all ranks when a save has ended.
+    When a save has ended, `checksums` has those of all ranks on the first rank.
     """
 
     def __init__(self, files: CheckpointFiles, rank_sync: RankSync) -> None:
@@ -148,7 +148,7 @@ class CheckpointWriter(StorageWriter):
                 serialized = io.BytesIO()
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
-                # torch would write all of the buffer that a view is a part of.
+                # Of a view, torch would write the whole buffer.
                 torch.save(tensor.clone(), serialized)
                 data = serialized.getbuffer()
                 for piece_start in range(0, len(data), REQUEST_BYTES):
@@ -181,15 +181,15 @@ class CheckpointWriter(StorageWriter):
         """Every save has a writer of its own."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """The store makes folders where it has them."""
+        """Nothing: the store makes folders, if it has any."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Unchanged."""
         return plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Ours are always good."""
+        """Always valid."""
         return True
 
 
@@ -218,7 +218,7 @@ class CheckpointReader(StorageReader):
         self._rank_sync = rank_sync
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Which one rank has read for all."""
+        """The metadata, which one rank has read for all."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -230,7 +230,7 @@ class CheckpointReader(StorageReader):
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """File by file, from start to end, some items at a time."""
-        # One stored part may fill several of ours: it is read once.
+        # One stored part may fill several of this rank's. It is read once.
         items_of: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
             items_of.setdefault(item.storage_index, []).append(item)
@@ -248,7 +248,7 @@ class CheckpointReader(StorageReader):
             self._rank_sync.check()
 
     def _fetch(self, batch: Sequence[_Stored]) -> Iterator[tuple[_Stored, memoryview]]:
-        """The bytes of parts of one file. Parts near each other share a request; a long one takes
+        """The bytes of parts of one file. Parts near each other share a request; a long part takes
         several.
         """
         runs = _runs(batch)
@@ -261,7 +261,7 @@ class CheckpointReader(StorageReader):
             run_start = run[0].start
             count = math.ceil((run[-1].stop - run_start) / REQUEST_BYTES)
             of_run = list(islice(bodies, count))
-            # A copy only where there are several: most runs are one request.
+            # Joining copies the bytes, but most runs are one request.
             body = memoryview(of_run[0] if count == 1 else b"".join(of_run))
             for part in run:
                 yield part, body[part.start - run_start : part.stop - run_start]
@@ -281,7 +281,7 @@ class CheckpointReader(StorageReader):
         return tensor
 
     def _copy(self, part: _Stored, tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-        """Fill a part of ours from what a stored part has of it."""
+        """Fill a part of this rank from a stored part."""
         target = planner.resolve_tensor(item).detach()
         stops = [a + b for a, b in zip(item.storage_offsets, item.lengths, strict=True)]
         is_large_enough = tensor.dim() == len(stops) and all(
@@ -302,24 +302,24 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """It is known already."""
+        """Nothing: the metadata are known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Ours are always good."""
+        """Always valid."""
         return True
 
 
 def _batches(stored: Sequence[_Stored]) -> Iterator[list[_Stored]]:
-    """Parts of one file each, of no more than BATCH_BYTES unless one is larger."""
+    """Batches of parts of one file, of at most BATCH_BYTES or one larger part."""
     batch: list[_Stored] = []
     batch_bytes = 0
     for part in stored:
@@ -335,7 +335,7 @@ def _batches(stored: Sequence[_Stored]) -> Iterator[list[_Stored]]:
 
 
 def _runs(batch: Sequence[_Stored]) -> list[list[_Stored]]:
-    """Parts that one request reads, or one part that takes several."""
+    """Groups of parts that one request reads. A long part is a group, and takes several requests."""
     runs = [[batch[0]]]
     for part in batch[1:]:
         run = runs[-1]

@@ -1,8 +1,8 @@
-"""Whether a checkpoint is whole: checksums, and metadata that is read without trust.
+"""Whether a checkpoint is whole: checksums, and metadata that cannot run code.
 
 `.metadata`, which says where each tensor is, is a pickle of torch.distributed.checkpoint. Our unpickler
-makes its few classes and nothing else. Checksums (xxh3_64) in the position of the run show bits that
-changed: one of each item, and one of the position with all of them.
+makes its few classes and nothing else. The position of the run has checksums (xxh3_64): one of each
+item, and one of the position itself, with these.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ CHECKSUM = "checksum"
 
 
 class DamagedError(StateError):
-    """A checkpoint that cannot be read, however often it is tried: files are missing, cut short or
-    not what they should be.
+    """A checkpoint that cannot be read: files are missing, cut short or damaged. Another try does not
+    help.
     """
 
 
 class Checksums:
-    """The checksums of the items of a checkpoint, as they left memory.
+    """The checksums of the items of a checkpoint.
 
-    hex_of: by the name of a file, and by the offset, as text, at which an item begins in it.
+    hex_of: by file name, and then by the offset of the item in the file, as text.
     """
 
     def __init__(self, hex_of: dict[str, dict[str, str]] | None = None) -> None:
@@ -51,7 +51,7 @@ class Checksums:
         return checksum_of(data) == self.hex_of.get(name, {}).get(str(start))
 
     def add_to(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """A position with them, and with a checksum of both."""
+        """A position with these checksums, and with a checksum of itself."""
         with_items = {**position, CHECKSUMS: self.hex_of}
         return {**with_items, CHECKSUM: _checksum_of_position(with_items)}
 
@@ -67,20 +67,16 @@ def checksum_matches(position: Mapping[str, Any]) -> bool:
 
 
 def _checksum_of_position(position: Mapping[str, Any]) -> str:
-    """The checksum of its values, which does not depend on spaces or the order of names."""
+    """The checksum of the values of a position, whatever the spaces and the order of names in a file."""
     checked = {name: value for name, value in position.items() if name != CHECKSUM}
-    # Twice through JSON: a key that is a number becomes text, as in the file, before names are
-    # sorted.
+    # Through JSON first: keys that are numbers become text, as in the file, before they are sorted.
     as_read = json.loads(json.dumps(checked))
     text = json.dumps(as_read, sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def parse_metadata(data: bytes, url: str) -> Metadata:
-    """What a `.metadata` file says.
-
-    Raises DamagedError; nothing but the classes of such a file is made.
-    """
+    """The content of a `.metadata` file. Raises DamagedError."""
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises anything
@@ -91,10 +87,10 @@ def parse_metadata(data: bytes, url: str) -> Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what torch.distributed.checkpoint puts into `.metadata`: names, numbers and places."""
+    """Makes only the classes that torch.distributed.checkpoint puts into `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError for everything else."""
+        """A class of _KNOWN, or a dtype. Raises UnpicklingError for any other."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
@@ -120,11 +116,11 @@ _KNOWN = {
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,  # of Python 3.13
 }
-"""The classes in such a file by module, for a pickle may call whatever it names."""
+"""The classes in such a file, by module. A pickle could call anything else that it names."""
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first rank's error, of those that torch has collected."""
+    """Of the errors that torch has collected, that of the first rank."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return error
     cause, _ = error.failures[min(error.failures)]
@@ -132,13 +128,13 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     if isinstance(error, StreammegaError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         if not error.filename:
             return error.strerror
         return f"{os.fspath(error.filename)}: {error.strerror}"
-    # Texts of torch's errors are tracebacks, whose last line says what went wrong.
+    # Messages of torch are tracebacks, whose last line says what went wrong.
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__

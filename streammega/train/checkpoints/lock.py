@@ -1,8 +1,9 @@
-"""One job to an out_dir: two would remove each other's files and mix their metrics.
+"""The lock of an out_dir, for one job at a time: two would remove each other's files and mix their
+metrics.
 
-On a disk this is a file lock, which ends with its process. In a bucket a small object names the job
-and is renewed all the time. Another job takes over an object whose process has exited on this
-machine, or which nobody renews for a while.
+On a disk this is a file lock, which ends with its process. In a bucket it is a small object that names
+the job, which renews it. Another job takes over if that process has exited on this machine, or if
+nobody renews the object for a while.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from streammega.storage.store import create_object, replace_object
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0
-"""How long a file lock is tried: a job that is ending holds it a little longer."""
+"""How long to wait for a file lock: a job that ends may hold it a little longer."""
 RENEW_SECONDS = 10.0
-"""Between two writes of the object, and so until its owner sees that another job took over."""
+"""Between two renewals. The owner sees at a renewal that another job took over."""
 PATIENCE_SECONDS = 35.0
-"""How long an object is watched that may be abandoned: three renewals may fail or be late."""
+"""How long to watch an object that may be abandoned: three renewals may fail or be late."""
 LOOK_SECONDS = 1.0
 """Between two reads of an object that is watched. A job that ends removes its object."""
 SETTLE_SECONDS = 0.5
-"""After which a new owner checks whether another job wrote at the same time: not all stores refuse
+"""After this a new owner checks whether another job wrote at the same time: some stores do not refuse
 the second write.
 """
 
@@ -44,7 +45,7 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without locks."""
 _STAT_STATE = 0
 _STAT_STARTTIME = 19
-"""Fields of /proc/PID/stat behind the name: the third and the 22nd of proc_pid_stat(5)."""
+"""Fields of /proc/PID/stat after the name: numbers 3 and 22 in proc_pid_stat(5)."""
 _ENDED_STATES = ("Z", "X")
 """Zombie and dead."""
 
@@ -56,7 +57,7 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One for all threads and runs of this process, which do not keep each other out.
+        # All threads and runs of this process share one lock.
         self._lock = filelock.FileLock(path, thread_local=False, is_singleton=True)
         try:
             self._lock.acquire(timeout=WAIT_SECONDS)
@@ -72,12 +73,12 @@ class FileLock:
                 error.strerror,
             )
             return
-        # Where there are no locks, filelock keeps its own text in the file.
+        # Where there are no locks, filelock has its own text in the file.
         if isinstance(self._lock, filelock.UnixFileLock):
             path.write_text(f"{_process_name(_process_record())}\n")
 
     def check(self) -> None:
-        """Nothing: no other job can take over."""
+        """Does nothing: no other job can take over."""
 
     def release(self) -> None:
         """Let other jobs in."""
@@ -97,13 +98,13 @@ class ObjectLock:
         self._owner = _process_record()
         self._renewals = 0
         self._etag = ""
-        """The version that was read last; empty: there was no object."""
+        """The ETag that was read last; empty: there was no object."""
         self._next_owner: str | None = None
         """The job that has taken over, if any."""
         self._wait_until_abandoned()
         if not self._put():
             found = self._read()
-            # Ours, where the answer was lost.
+            # It may be ours, if the answer to the write was lost.
             if found is not None and not self._is_ours(found) and not _is_over(found):
                 raise _locked_error(self._url, _process_name(found))
             self._put()
@@ -115,14 +116,14 @@ class ObjectLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise StorageError if another job has taken over, as far as the last renewal saw."""
+        """Raise StorageError if another job had taken over by the last renewal."""
         if self._next_owner is not None:
             raise StorageError(
                 f"{self._url}: {self._next_owner} has taken over; this job writes no more there"
             )
 
     def release(self) -> None:
-        """Remove the object, unless another job has it by now."""
+        """Remove the object, unless another job has taken over."""
         self._ended.set()
         self._thread.join()
         try:
@@ -133,7 +134,7 @@ class ObjectLock:
             log.warning("%s: cannot be removed: %s", self._url, error)
 
     def _wait_until_abandoned(self) -> None:
-        """Raise ConfigError if the object is of a job that is alive."""
+        """Raise ConfigError if the job of the object is alive."""
         first = self._read()
         if first is None or _is_over(first):
             return
@@ -162,7 +163,7 @@ class ObjectLock:
                     log.error("%s: %s has taken over", self._url, self._next_owner)
                     return
             except StorageError as error:
-                # The next turn tries again: others wait for more than three of them.
+                # The next turn tries again. Other jobs wait for more than three turns.
                 log.warning("%s: cannot be renewed: %s", self._url, error)
 
     def _look_for_next_owner(self) -> None:
@@ -174,11 +175,10 @@ class ObjectLock:
         return bool(record.get("owner") == self._owner["owner"])
 
     def _put(self) -> bool:
-        """Write the object in place of what was read last.
-
-        False where another job has written since, or an answer was lost.
+        """Replace the object that was read last. False where another job has written since, or an
+        answer was lost.
         """
-        # Another text every time, so that others see the renewal.
+        # The text differs every time, so that other jobs see the renewal.
         self._renewals += 1
         data = json.dumps(self._owner | {"renewals": self._renewals}).encode()
         if self._etag:
@@ -186,7 +186,7 @@ class ObjectLock:
         return create_object(self._store, self._key, data)
 
     def _read(self) -> dict[str, Any] | None:
-        """What the object says; None where there is no object, or no record in it."""
+        """The record in the object; None where there is no object, or no record in it."""
         try:
             data, self._etag = read_object(self._store, self._key)
             record = json.loads(data)
@@ -203,13 +203,13 @@ JobLock = FileLock | ObjectLock
 
 def _locked_error(url: str, owner: str) -> ConfigError:
     return ConfigError(
-        f"{url}: another job trains there ({owner or 'it does not say which'}); "
+        f"{url}: another job trains there ({owner or 'unknown process'}); "
         f"end it, or choose another train.out_dir"
     )
 
 
 def _process_record() -> dict[str, Any]:
-    """This process, by what others can look up."""
+    """This process, as other jobs can find it."""
     pid = os.getpid()
     return {
         "owner": secrets.token_hex(8),
@@ -225,7 +225,7 @@ def _process_name(record: dict[str, Any]) -> str:
 
 
 def _is_over(record: dict[str, Any]) -> bool:
-    """Whether the process of a record has exited, as far as this machine can tell, or is this one."""
+    """Whether the process of a record is this one, or has exited on this machine."""
     system = _system()
     if not system or record.get("system") != system:
         return False
@@ -234,9 +234,8 @@ def _is_over(record: dict[str, Any]) -> bool:
 
 
 def _system() -> str:
-    """Where numbers of processes have one meaning: a boot of a machine, and a container of it.
-
-    Empty where there is no /proc.
+    """An id of this boot of the machine and of the container, within which PIDs are unique; empty
+    without /proc.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -247,9 +246,8 @@ def _system() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in ticks of the kernel, which gives numbers of processes again.
-
-    Empty where there is no such process.
+    """When a process started, in ticks of the kernel: PIDs are used again. Empty where there is no such
+    process.
     """
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
@@ -258,5 +256,5 @@ def _start_time(pid: int) -> str:
     # "pid (name) state ...": the name may have any characters.
     _, _, after_name = line.rpartition(")")
     fields = after_name.split()
-    # A zombie only waits for its parent.
+    # A zombie has ended, and waits for its parent.
     return "" if fields[_STAT_STATE] in _ENDED_STATES else fields[_STAT_STARTTIME]

@@ -1,7 +1,7 @@
 """Copies of a run's state on the host, so that training goes on while they are written.
 
-torch's DefaultStager does not serve: its copies do not wait for the stream that computes the values,
-and each tensor is pinned by itself.
+torch's DefaultStager cannot be used: its copies do not wait for the stream that computes the values,
+and it pins each tensor by itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PORTABLE = 1
 class HostStaging:
     """One copy of the state at a time, in a buffer that is kept from save to save.
 
-    From a GPU the values are copied on a side stream into pinned memory: the host waits for
-    nothing. What changes the values next waits for the copies, on the device (`before_change`).
+    Values on a GPU are copied on a side stream into pinned memory, and the host does not wait. The
+    next change of the values waits on the device for the copies (`before_change`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,15 +38,15 @@ class HostStaging:
         self._copied: Any = None
         """An event of the side stream, after the copies."""
         self._is_change_ordered = True
-        """Whether a change of the values would wait for the copies."""
+        """Whether the stream that changes the values waits for the copies already."""
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def stage(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of the values as of now; call `wait` before you read them.
+        """Copies of this rank's parts of the values. Call `wait` before you read them.
 
-        The copies before must have been written.
+        The copies of the last call must have been written: these take their memory.
         """
         values = {name: local_part(tensor) for name, tensor in state.items()}
         copies = self._places(values)
@@ -63,26 +63,26 @@ class HostStaging:
         return copies
 
     def before_change(self) -> None:
-        """Call it before the values change: the device then changes them after they were copied."""
+        """Call it before the values change. The device changes them after it has copied them."""
         if not self._is_change_ordered:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
             self._is_change_ordered = True
 
     def wait(self) -> None:
-        """Until the copies are there. Another thread may wait for them."""
+        """Wait for the copies. Any thread may call it."""
         if self._stream is not None:
-            # A new thread has the first device, on which CUDA would make a context for it.
+            # A new thread starts on the first device, and CUDA would make a context there.
             torch.cuda.set_device(self._stream.device)
             self._copied.synchronize()
 
     def _places(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Memory for each value in the buffer, which is made again where its size is another."""
+        """Memory for each value in the buffer. A buffer of another size is replaced."""
         aligned_bytes = [
             math.ceil(value.nbytes / ALIGNMENT) * ALIGNMENT for value in values.values()
         ]
         total_bytes = sum(aligned_bytes)
         if self._buffer.nbytes != total_bytes:
-            # Freed before the next one is made: there may be no room for both.
+            # Free the old one first: there may be no room for both.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(total_bytes, dtype=torch.uint8)
             if self._stream is not None:
@@ -95,7 +95,7 @@ class HostStaging:
 
 
 def _pin(buffer: Tensor) -> None:
-    """Pin memory as it is: torch's own allocator would round it up to a power of two."""
+    """Pin memory. torch's allocator of pinned memory would round its size up to a power of two."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = buffer.data_ptr()
     error = int(cudart.cudaHostRegister(address, buffer.nbytes, PORTABLE)) if buffer.nbytes else 0
@@ -107,5 +107,5 @@ def _pin(buffer: Tensor) -> None:
             error,
         )
     elif buffer.nbytes:
-        # Not at exit: CUDA may be gone by then, and the system frees the memory anyway.
+        # Not at exit: CUDA may have ended by then, and the system frees the memory anyway.
         weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False

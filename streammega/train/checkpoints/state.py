@@ -21,14 +21,14 @@ from streammega.train.stages import canonical
 def state_to_save(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The live tensors that this rank has to write. A DTensor is a part of a whole tensor.
 
-    The first replica writes for all. The planner lets one rank write what tensor-parallel ranks and
-    pipeline stages have in common.
+    The first replica writes for all. Of a tensor that tensor-parallel ranks or pipeline stages share,
+    the planner picks one rank to write it.
     """
     is_first_replica = model.ranks.members("dp-cp")[0] == model.ranks.rank
     if not model.is_sharded and not is_first_replica:
         return {}
     state = _model_state(model)
-    # torch would step an optimizer that has no state yet, which counts as a step of the run.
+    # torch would step an optimizer without state to make some, and that would count as a step.
     if optimizer.state:
         state |= _optimizer_state(model, optimizer)
     return state
@@ -53,13 +53,13 @@ def state_to_load(
     # Sorted: all ranks name the same one.
     for name in sorted(names ^ set(model.all_names)):
         if name in names:
-            raise StateError(f"the checkpoint has a parameter {name}, this model has not")
-        raise StateError(f"this model has a parameter {name}, the checkpoint has not")
+            raise StateError(f"the checkpoint has a parameter {name}, this model does not")
+        raise StateError(f"this model has a parameter {name}, the checkpoint does not")
     state = _model_state(model)
     of_optimizer = _optimizer_state(model, optimizer)
     for name, parameter in names_of(model).items():
         if name not in stored_states:
-            # It was never stepped, and must not be counted as if it was.
+            # It was never stepped, and must not count as stepped.
             optimizer.state.pop(parameter, None)
             continue
         state_names = set(optimizer.state.get(parameter, ()))
@@ -85,7 +85,7 @@ def _model_state(model: ParallelModel) -> dict[str, Tensor]:
 
 
 def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All state of an optimizer, which torch makes where there is none."""
+    """All state of an optimizer. torch makes it where there is none yet."""
     of_stages: dict[str, Any] = get_optimizer_state_dict(nn.ModuleList(model.chunks), optimizer)
     state: dict[str, Tensor] = {}
     for name, values in of_stages["state"].items():

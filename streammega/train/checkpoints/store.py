@@ -1,12 +1,11 @@
-"""Where the checkpoints of a run are, and how they appear there whole: a folder of a disk, or a prefix
-of a bucket.
+"""Where the checkpoints of a run are: a folder on a disk, or a prefix in a bucket.
 
     step-00000100.json            the record: the position of the run, and the folder of the files
     step-00000100-3f09c1a2/       the files
 
-The record makes a checkpoint. It is written at once, when all files are there, and removed before
-them. Every save writes to a folder of a new name, so that nothing which an earlier save left
-behind, or still sends, gets among its files.
+A checkpoint exists when its record does. The record is written atomically after all files, and removed
+before them. Every save writes to a folder with a new name, so that files of an earlier save, which may
+still be on their way, cannot get into it.
 """
 
 from __future__ import annotations
@@ -37,19 +36,17 @@ from streammega.train.rank_sync import RankSync
 log = logging.getLogger(__name__)
 
 SHARED_SIGN = ".shared-"
-"""The prefix of small files by which ranks check that they share the store."""
+"""The prefix of the small files by which ranks check that they share the store."""
 _RECORD = re.compile(r"step-(?P<step>\d{8})")
 _SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
-"""The record of a checkpoint that is kept, and resumed from no more."""
+"""The record of a checkpoint that is kept, but not used to resume."""
 _FOLDER = re.compile(r"step-\d{8}-[0-9a-f]{8}")
 _NAMED_FILES = re.compile(r"step-\d{8}-([0-9a-f]{8})?")
 """The folder that a record names, or the prefix of all folders of a step."""
 MAX_DELETES = 16
-"""At once: each takes a round trip of tens of milliseconds, and there may be a thousand files."""
+"""Deletes at once: each takes a round trip, and there may be a thousand files."""
 VISIBLE_SECONDS = 60.0
-"""After which the others must see what one rank wrote: clients of NFS look again after up to a
-minute.
-"""
+"""How long until all ranks must see what one has written: NFS clients may cache for a minute."""
 LOOK_SECONDS = 0.2
 """Between two looks, for the sake of network file systems."""
 
@@ -62,7 +59,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """Checkpoints by step. Methods are called on the first rank alone, but for `files` and `sees`.
+    """Checkpoints by step. Only the first rank calls the methods, but for `files` and `exists`.
 
     Args:
         store: a disk, or a bucket.
@@ -85,7 +82,7 @@ class CheckpointStore:
         """
         store, key = open_store(join_url(out_dir, "checkpoints"), storage)
         if not is_remote(out_dir):
-            # By reads: an I/O error under a map, of NFS for instance, would end the process.
+            # Without maps: an I/O error under a map, on NFS for instance, would kill the process.
             store = PreadStore(storage)
         return cls(store, key)
 
@@ -94,11 +91,11 @@ class CheckpointStore:
         if self.folder is not None:
             return FileLock(self.folder.parent / ".lock")
         parent, _, _ = self._prefix.rpartition("/")
-        # A run at the root of a bucket has no parent, and keys start with no slash.
+        # A run at the root of a bucket has no parent, and keys do not start with a slash.
         return ObjectLock(self._store, f"{parent}/lock.json".lstrip("/"))
 
     def prepare(self) -> None:
-        """Remove what killed starts left. Call it once, under the lock."""
+        """Remove what killed processes left as they started. Call it once, under the lock."""
         signs = self._store.list(self._files.key(SHARED_SIGN), recursive=False)
         self._delete([sign.key for sign in signs])
 
@@ -122,7 +119,7 @@ class CheckpointStore:
         return SavedCheckpoint(record["files"], position | step_and_data)
 
     def begin(self, step: int) -> str:
-        """The name of a new folder. Removes files that no record names, which killed saves left."""
+        """The name of a new folder. Removes files of killed saves, which no record names."""
         try:
             self._remove_orphans("step-")
         except (StorageError, DamagedError) as error:
@@ -138,17 +135,14 @@ class CheckpointStore:
     def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
         """Make a folder whose files are all there the checkpoint of its step."""
         if self.folder is not None:
-            # After a loss of power the record may be there: what it names must be too.
+            # After a power failure the record may exist: then its files must exist too.
             _sync_folder(self.folder / name)
             _sync_folder(self.folder)
         record = {"version": 2, "step": step, "files": name, "position": dict(position)}
         self._put_record(_record_name(step), record)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, its record first.
-
-        Raises StorageError; it is gone from `steps` nevertheless, unless its record stays.
-        """
+        """Remove a checkpoint, its record first. Raises StorageError."""
         self._remove(_record_name(step))
 
     def quarantine(self, step: int, why: str) -> str:
@@ -166,16 +160,16 @@ class CheckpointStore:
         try:
             record = self._read_record(name)
         except DamagedError:
-            # all that were ever written for the step
+            # every folder that was written for the step
             record = {"version": 2, "step": step, "files": f"{name}-"}
         record["set_aside"] = time.time()
-        # In this order: what is killed between the two leaves the checkpoint, under both names.
+        # In this order: if it is killed between the two, the checkpoint is there under both names.
         self._put_record(new_name, record)
         self._store.delete(self._files.key(f"{name}.json"))
         return self._record_url(new_name)
 
     def prune_quarantined(self, keep: int) -> None:
-        """Remove what was set aside, but for the last `keep` of them."""
+        """Remove checkpoints that were set aside, except the last `keep`."""
         names = [name for name in self._record_names() if _SET_ASIDE.fullmatch(name)]
         time_of = {name: float(self._read_record(name).get("set_aside", 0.0)) for name in names}
         for name in sorted(names, key=lambda name: time_of[name])[:-keep]:
@@ -210,10 +204,8 @@ class CheckpointStore:
         return names
 
     def _read_record(self, name: str) -> dict[str, Any]:
-        """What a record says.
-
-        Raises DamagedError where it is missing, or names no folder of files that is one of ours:
-        what it names is removed with it.
+        """Raises DamagedError for a record that is missing or broken, or that names a folder which is
+        not a checkpoint's: the folder is removed with the record.
         """
         url = self._record_url(name)
         try:
@@ -231,7 +223,7 @@ class CheckpointStore:
             _sync_folder(self.folder)
 
     def _remove(self, name: str) -> None:
-        """A record, and of the files that it names those that no other one does."""
+        """Remove a record, and the files that no other record names."""
         folder = self._read_record(name)["files"]
         self.delete(f"{name}.json")
         self._remove_orphans(folder)
