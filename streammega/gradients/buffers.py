@@ -1,4 +1,4 @@
-"""Where gradients are kept: contiguous buckets, and a view into one for each parameter."""
+"""The memory of gradients: contiguous buckets, and a view into a bucket for each parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streammega.errors import ConfigError
 
 @dataclass
 class GradSlot:
-    """The gradient of one parameter: its place in a bucket, and how far it is in this step."""
+    """The gradient of one parameter: its place in a bucket, and its progress in this step."""
 
     name: str
     parameter: nn.Parameter
@@ -26,23 +26,19 @@ class GradSlot:
     is_tied: bool
     """Whether another pipeline stage has the parameter too."""
     count: int = 0
-    """Micro-batches that were added in this step."""
+    """Micro-batches added in this step."""
     is_ready: bool = False
     """Whether the last micro-batch of this step was added."""
     is_scaled: bool = False
     """Whether the bucket's values were multiplied by the reducer's scale."""
     is_unused: bool = False
-    """Whether no rank used the parameter in the last step. It then has no gradient, as with torch's
-    DDP.
-    """
+    """Whether no rank used the parameter in the last step. Then it has no gradient, as with torch's DDP."""
     exposed: weakref.ref[Tensor] | None = None
-    """The gradient that `expose_grad` gave the parameter, to tell it from one set since."""
+    """The gradient that `expose_grad` set, to recognise one that was set later."""
 
     @property
     def is_used(self) -> bool:
-        """Whether this rank counts as one that uses the parameter in this step. A tied one is used
-        by another stage too.
-        """
+        """Whether the parameter counts as used in this step. A tied one does, for another stage uses it."""
         return self.count > 0 or self.is_tied
 
     def expose_grad(self) -> None:
@@ -52,13 +48,11 @@ class GradSlot:
         self.exposed = None if grad is None else weakref.ref(grad)
 
     def unreduced_grad(self) -> Tensor | None:
-        """A gradient of the parameter that came neither by its hook nor by `expose_grad`."""
+        """A gradient that neither the hook nor `expose_grad` has seen."""
         return None if self._has_exposed_grad() else self.parameter.grad
 
     def accumulated_grad(self) -> Tensor | None:
-        """The gradient of the last step, where it was not zeroed since and the parameter is still
-        trained.
-        """
+        """The gradient of the last step, if it was not zeroed and the parameter is still trained."""
         is_kept = self._has_exposed_grad() and self.parameter.requires_grad
         return self.parameter.grad if is_kept else None
 
@@ -69,29 +63,29 @@ class GradSlot:
 
 @dataclass
 class GradBucket:
-    """Gradients that are reduced together, and how far their reduction is in this step."""
+    """Gradients that are reduced together, and their progress in this step."""
 
     grads: Tensor
     """All of them, [elements]."""
     slots: list[GradSlot]
     is_tied: bool
-    """Whether another pipeline stage adds to it before its collective starts."""
+    """Whether gradients of another pipeline stage are added before its collective starts."""
     unready: int
-    """Slots whose gradient of this step is not complete. At 0 the bucket is full."""
+    """Slots whose gradient of this step is incomplete. With 0 the bucket is full."""
     work: dist.Work | None = None
-    """The collective that is under way, where there are other ranks."""
+    """The collective under way, if there are other ranks."""
     streams: set[torch.cuda.Stream] = field(default_factory=set)
     """CUDA streams on which gradients were added in this step."""
 
     def wait_for_streams(self) -> None:
-        """Let the current stream wait for those that have added gradients."""
+        """Let the current stream wait for the streams that have added gradients."""
         for stream in self.streams:
             current = torch.cuda.current_stream(stream.device)
             if stream != current:
                 current.wait_stream(stream)
 
     def reset(self) -> None:
-        """Begin a step: nothing has been added, nothing is under way."""
+        """Begin a step."""
         self.work = None
         self.streams.clear()
         self.unready = len(self.slots)
@@ -118,14 +112,14 @@ def make_buckets(
 ) -> list[GradBucket]:
     """Buckets of the parameters that are trained, in the order in which their collectives start.
 
-    The order follows from that of registration alone, so it is the same on all ranks. Backward
-    makes the gradients of the last layers first: parameters go in reverse, each dtype into buckets
-    of its own. A bucket is full with the gradient of its parameter that was registered first.
+    The order follows from the order of registration alone, so it is the same on all ranks. Backward
+    makes the gradients of the last layers first, so parameters go in reverse; each dtype has buckets
+    of its own. A bucket is usually full with the gradient of its parameter that was registered first.
 
     Args:
-        bucket_size: a bucket closes when it has so many elements, the crossing parameter included.
-        grad_dtype: of the buckets; None: that of their parameters, but float32 at least.
-        tied: names of parameters that another stage adds to. Their buckets come last.
+        bucket_size: a bucket closes with the parameter that brings it to so many elements.
+        grad_dtype: of the buckets; None: the dtype of their parameters, but at least float32.
+        tied: names of parameters that another stage has too. Their buckets come last.
     """
     named_parameters = [item for item in module.named_parameters() if item[1].requires_grad]
     if not named_parameters:
@@ -151,7 +145,7 @@ def make_buckets(
 
 
 def _divide(numbers: Sequence[int], sizes: Sequence[int], bucket_size: int) -> list[list[int]]:
-    """Parameters of each bucket, from the one that was registered last to the first."""
+    """The parameters of each bucket, from the last registered to the first."""
     buckets: list[list[int]] = [[]]
     filled = 0
     for number in reversed(numbers):
@@ -202,7 +196,7 @@ def _check_kinds(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether ranks hold different parts of a parameter."""
+    """Whether ranks have different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return False
     return any(not placement.is_replicate() for placement in parameter.placements)
@@ -223,8 +217,8 @@ def tensor_parallel_group(module: nn.Module) -> dist.ProcessGroup | None:
     mesh = meshes.pop()
     if meshes or mesh.ndim > 1:
         raise ConfigError(
-            "the module's DTensors lie on several meshes, or on one of several dimensions, "
-            "so norms over them are not known; give ranks=Ranks(layout) instead of group, "
+            "the module's DTensors are on several meshes, or on one of several dimensions, "
+            "so norms over them cannot be computed; give ranks=Ranks(layout) instead of group, "
             "or split the parameters over one mesh of one dimension"
         )
     return mesh.get_group()
@@ -240,13 +234,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, dense, and distributed as its parameter is."""
+    """This rank's part of a gradient, dense, and distributed like its parameter."""
     if (
         isinstance(grad, DTensor)
         and isinstance(parameter, DTensor)
         and grad.placements != parameter.placements
     ):
-        # that of a split embedding is a sum over ranks that is still to be made
+        # the gradient of a split embedding still has to be summed over ranks
         grad = grad.redistribute(placements=parameter.placements)
     grad = local_part(grad)
     if grad.layout != torch.strided:
@@ -255,9 +249,7 @@ def local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A buffer's gradient in the form that the parameter takes: of its dtype, and distributed as it
-    is.
-    """
+    """The gradient in a buffer with the dtype of its parameter, and distributed like it."""
     grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return grad

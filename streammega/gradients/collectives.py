@@ -19,9 +19,9 @@ _bucket_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.
 def bucket_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A process group of the same ranks, backends and timeout, for buckets alone.
 
-    How many buckets have started when backward returns differs from rank to rank. In one group a
-    collective of the program's would then meet another rank's bucket. The ranks of `group` call
-    this together; others need not. device: where collectives of `group` find tensors.
+    When backward returns, ranks may have started different numbers of buckets. In one group, another
+    collective of the program would then meet a bucket of another rank. All ranks of `group` call
+    this together; other ranks need not. device: of tensors for collectives of `group`.
     """
     same_ranks = _bucket_groups.get(group)
     if same_ranks is not None:
@@ -29,7 +29,7 @@ def bucket_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     _make_as_many_groups(group, device)
     backend = group._get_backend(group._device_types[0])
     timeout: timedelta | None = None
-    # a backend need not say its timeout
+    # some backends do not have it
     with contextlib.suppress(AttributeError, RuntimeError):
         timeout = backend.options._timeout
     same_ranks = dist.new_group(
@@ -45,8 +45,8 @@ def bucket_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def _make_as_many_groups(group: ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of a group be in as many process groups: torch makes the name under which the
-    ranks of a new one meet of their number.
+    """Bring all ranks of a group to the same number of process groups: torch makes the name of a new
+    group, under which its ranks meet, from that number.
     """
     names = distributed_c10d._world.pg_names
     max_groups = torch.tensor(len(names), device=device)
@@ -58,9 +58,9 @@ def _make_as_many_groups(group: ProcessGroup, device: torch.device) -> None:
 def total_norm(
     tensors: Sequence[Tensor], groups: Iterable[ProcessGroup | None], device: torch.device
 ) -> Tensor:
-    """The 2-norm of tensors over all ranks of `groups`, one after the other, float32 [].
+    """The 2-norm of tensors over all ranks of `groups`, one group after the other, float32 [].
 
-    `tensors`: those that no other rank counts.
+    tensors: those that no other rank counts.
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if tensors:
@@ -70,7 +70,7 @@ def total_norm(
             wide = torch.promote_types(tensor.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(tensor, dtype=wide).float())
         squares = torch.stack(norms).square().sum()
-    # squares add up over ranks, norms do not; a rank without any takes part with zero
+    # squares add up over ranks, norms do not; a rank without tensors adds zero
     for group in groups:
         if group is not None:
             dist.all_reduce(squares, group=group)
@@ -80,23 +80,23 @@ def total_norm(
 def inverse_of_tokens(
     num_tokens: Tensor, groups: Iterable[ProcessGroup | None], device: torch.device
 ) -> Tensor:
-    """1 / the sum of num_tokens over all ranks of `groups`, one after the other, which is taken as
-    at least 1; float64 [], as the widest gradients.
+    """1 / the sum of num_tokens over all ranks of `groups`, one group after the other; at most 1.
+    float64 [], like the widest gradients.
     """
     tokens = num_tokens.detach().to(device, torch.float64, copy=True)
     for group in groups:
         if group is not None:
             dist.all_reduce(tokens, group=group)
-    # a step without a token to learn from has no gradient, rather than NaN
+    # a step without unmasked tokens has zero gradients, and not NaN
     return 1.0 / tokens.clamp(min=1.0)
 
 
 def clip(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale tensors so that a total norm beyond max_norm becomes max_norm; a norm that is not
-    finite is left to the caller.
+    """Scale tensors so that a total norm above max_norm becomes max_norm. The caller checks whether the
+    norm is finite.
     """
     if tensors and 0 < max_norm < math.inf:
-        # Clamped rather than compared: the host would wait for the device to know the norm. 1e-6 is
-        # torch's own, against a norm of zero.
+        # Clamped, not compared: for that the host would wait for the device. 1e-6 is against a norm of
+        # zero, as in torch.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(tensors), factor)

@@ -1,7 +1,8 @@
-"""Whether gradients are sound: inspected before they are reduced, told to all ranks, and raised
-when the step is reduced.
+"""Checks of gradients: each rank inspects its own before they are reduced, and all ranks raise when the
+step is reduced.
 
-A device is asked once a step, and not for every bucket: its launch queue would drain each time.
+The host reads the results once a step. Reading them for every bucket would drain the launch queue of a
+device each time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class GradientChecks:
     device.
 
     Args:
-        max_element: an element that is larger is as bad as one that is not finite; None: only the
-            latter.
+        max_element: larger elements are bad; None: only elements that are not finite.
     """
 
     def __init__(self, max_element: float | None) -> None:
@@ -41,20 +41,20 @@ class GradientChecks:
 
         note: what messages say after the name of a parameter.
         """
-        # a largest element of none is an error in torch
+        # torch has no largest element of an empty tensor
         filled = [slot for slot in slots if slot.main_grad.numel()]
         grads = [slot.main_grad for slot in filled]
         self._norms += _norms(grads, largest=self._max is not None)
         self._names += [slot.name + note for slot in filled]
 
     def count_bad(self) -> Tensor | float:
-        """1 where this rank saw something bad, else 0; on the device, where the norms are."""
+        """1 if a gradient of this rank is bad, else 0; on the device of the norms."""
         return (~self._good()).any().float() if self._norms else 0.0
 
     def collect(self, *, some_bad: bool) -> str:
-        """What was bad of this step on this rank, or nothing; the next step begins.
+        """What is wrong with a gradient of this rank, or an empty text. The next step begins.
 
-        some_bad: whether any rank saw it. Else the device is not asked.
+        some_bad: whether a gradient of any rank is bad. If not, the norms are not read.
         """
         fault = self._first_fault() if self._norms and some_bad else ""
         self._norms = []
@@ -62,7 +62,7 @@ class GradientChecks:
         return fault
 
     def _first_fault(self) -> str:
-        """What is wrong with the first parameter whose norm is bad; nothing where all are good."""
+        """What is wrong with the first bad gradient; empty if all are good."""
         if all(good := self._good().tolist()):
             return ""
         first = good.index(False)
@@ -76,11 +76,11 @@ class GradientChecks:
         )
 
     def _good(self) -> Tensor:
-        """Whether each norm is as it should be, bool [norms]."""
+        """Whether each gradient is good, bool [norms]."""
         norms = torch.stack(self._norms)
         if self._max is None:
             return norms.isfinite()
-        # of NaN that is False
+        # False for NaN
         return norms <= self._max
 
 
@@ -99,12 +99,12 @@ def _norms(grads: list[Tensor], *, largest: bool) -> Sequence[Tensor]:
 
 
 class Report:
-    """What the ranks tell each other of a step: who saw a bad gradient, and which parameters were
-    used.
+    """The sum over ranks that says whether any gradient is bad, and which parameters were used.
 
-    One small sum after those of the buckets, made on the device, and read only where something is
-    to be learned. float32 [2 + parameters]: how many ranks saw a bad gradient; the sum of their
-    places in the group, which is the place where there is one; how many ranks used each parameter.
+    It is one small collective after those of the buckets, and the host reads it only if it may say
+    something new. float32 [2 + parameters]: how many ranks have a bad gradient; the sum of the
+    numbers of these ranks in the group (with one such rank, its number); how many ranks used each
+    parameter.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Report:
         self._checks = checks
         used = [slot.is_used for slot in slots]
         self._must_read = checks is not None or not all(used)
-        if all(used):  # nothing has to be copied to the device
+        if all(used):  # without a copy to the device
             self._sums = torch.ones(2 + len(slots), device=device)
         else:
-            # from other memory than pinned the host would wait for all that the device has to do
+            # from memory that is not pinned, the copy would wait for all work of the device
             sums = torch.tensor([0.0, 0.0, *used], pin_memory=device.type == "cuda")
             self._sums = sums.to(device, non_blocking=True)
         bad = checks.count_bad() if checks is not None else 0.0
@@ -134,7 +134,7 @@ class Report:
             self._work = dist.all_reduce(self._sums, group=group, async_op=True)
 
     def read(self) -> str:
-        """What was bad on any rank, or nothing. Notes which parameters no rank has used."""
+        """What is wrong on any rank, or an empty text. Notes which parameters no rank has used."""
         if self._work is not None:
             self._work.wait()
         for slot in self._slots:

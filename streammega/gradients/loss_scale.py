@@ -1,4 +1,4 @@
-"""The scale of fp16 losses, as it follows from good and bad steps."""
+"""The scale of fp16 losses, which follows from good and bad steps."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ class LossScale:
     def unscale(
         self, grads: Sequence[Tensor], device: torch.device, divided_by: float = 1.0
     ) -> bool:
-        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite
-        on some rank.
+        """Divide the gradients by the scale. If they are not finite on some rank, make the scale smaller
+        instead, and return False.
 
-        grads: this rank's parts. device: theirs.
-        divided_by: what the loss was divided by besides, so that a sum over many tokens keeps
-        within fp16.
+        grads: this rank's parts. device: of the gradients. divided_by: a divisor of the loss, which
+        keeps a sum over many tokens within fp16.
 
-        Raises GradientError where they are not finite at the least scale: no smaller one is left.
+        Raises GradientError where they are not finite at the smallest scale.
         """
         bad = torch.zeros((), device=device)
-        # a norm is finite where all elements are: one pass, and no array of flags
+        # a norm is finite if all elements are; it needs one pass and no array of flags
         norms = [torch.linalg.vector_norm(grad) for grad in grads]
         if norms:
             is_finite = torch.stack(norms).isfinite()
             bad = (~is_finite).any().float()
-        # over all ranks, whatever their groups: with one scale all step, or none
+        # over all ranks of the world: they have one scale, so all of them step, or none
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad:
@@ -68,6 +67,6 @@ class LossScale:
         return {"value": self.value, "good": self.good}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with a saved scale."""
+        """Continue with a saved scale."""
         self.value = float(state["value"])
         self.good = int(state["good"])

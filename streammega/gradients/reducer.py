@@ -1,10 +1,9 @@
-"""Gradients on their way: from hooks in backward to buckets, over the ranks, to where optimizers
-look.
+"""The way of gradients: from hooks in backward into buckets, over the ranks, and to `param.grad`.
 
-    hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch, and its turn
-    ─► its collective starts
+hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch, and its turn
+─► its collective starts
 
-    finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
+finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from streammega.gradients.buffers import GradBucket, GradSlot, local_grad
 from streammega.gradients.grad_checks import GradientChecks, Report
 
 _reducing: weakref.WeakValueDictionary[ProcessGroup, GradReducer] = weakref.WeakValueDictionary()
-"""The reducer that has begun a reduction in a process group, and not finished it."""
+"""By process group: the reducer that has begun a reduction there and not finished it."""
 
 
 class GradReducer:
     """Reduces gradients, from the first micro-batch of a step to its end.
 
-    All ranks start the collectives of buckets in one order, that of `buckets`. A collective meets
-    those of other ranks by its place in the group's sequence alone. So that place must follow from
-    the program, and not from which gradient was ready first: a rank may leave parameters out. For
-    the same reason one reducer at a time uses a group.
+    All ranks start the collectives in the order of `buckets`. In a process group, the n-th collective
+    of a rank meets the n-th of the others. So the order must not depend on which gradient is ready
+    first, since a rank may not use some parameters. For the same reason only one reducer at a time
+    uses a group.
 
     Args:
         buckets: where gradients are kept.
         group: of the ranks over which they are summed, for buckets alone; None: this rank alone.
         tied_group: the ranks that add to tied buckets first.
-        checks: what inspects gradients before they are summed; None: nothing does.
-        scale: by which this rank's gradients are multiplied before they are summed.
+        checks: of gradients before they are summed; None: there are none.
+        scale: a factor of this rank's gradients before they are summed.
         overlap, main_grad: as of BucketedDataParallel.
     """
 
@@ -62,7 +61,7 @@ class GradReducer:
         self.is_last = True
         """Whether a backward is the last of its step."""
         self.micro_batches = 0
-        """If not zero, which backward is the last of its step instead."""
+        """If not zero, the number of the backward that is the last of its step, instead of `is_last`."""
         self._group = group
         self._tied_group = tied_group
         self._scale = scale
@@ -70,12 +69,12 @@ class GradReducer:
         self._overlap = overlap
         self._main_grad = main_grad
         self._has_reduced = False
-        """With main_grad, whether the buckets still have the gradients of the step before."""
+        """With main_grad: whether the buckets still have the gradients of the last step."""
         self._next = 0
         """The bucket that starts next."""
         self._report: Report | None = None
         hooks = [self._attach(bucket, slot) for bucket in buckets for slot in bucket.slots]
-        # else the parameters would keep their buckets
+        # otherwise the parameters would keep the buckets alive
         weakref.finalize(self, _remove, hooks).atexit = False
 
     def _attach(self, bucket: GradBucket, slot: GradSlot) -> RemovableHandle:
@@ -83,7 +82,7 @@ class GradReducer:
         if self._main_grad:
             slot.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
             slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        # else the parameter would keep this, and its process group, forever
+        # otherwise the parameter would keep the reducer and its process group alive
         reference = weakref.ref(self)
 
         @torch.no_grad()
@@ -100,12 +99,12 @@ class GradReducer:
         parameter = slot.parameter
         if parameter.grad is None:
             raise GradientError(
-                f"{slot.name} has no gradient any more when it is to be reduced: another "
+                f"{slot.name} has no gradient left to reduce: another "
                 f"BucketedDataParallel has the parameter too, or a hook of another kind took it; "
                 f"wrap the modules that share it as one"
             )
         grad = local_grad(parameter, parameter.grad)
-        # the bucket has it: two copies would be twice the memory
+        # the bucket has it now: do not keep a second copy
         parameter.grad = None
         if slot.is_ready:
             raise GradientError(
@@ -128,25 +127,25 @@ class GradReducer:
                 self._launch_ready()
 
     def _add(self, slot: GradSlot, grad: Tensor, *, is_last: bool = False) -> None:
-        """Add one micro-batch to the bucket; `is_last`: none comes after it."""
+        """Add one micro-batch to the bucket. is_last: it is the last of the step."""
         main = slot.main_grad
         if self._main_grad:
             self._add_to_main_grad(slot, grad)
         elif grad.data_ptr() == main.data_ptr():
-            pass  # not zeroed since the last step: autograd has added to it
+            pass  # not zeroed since the last step: autograd has added to it in place
         elif slot.count > 1:
             main.add_(grad, alpha=self._scale if slot.is_scaled else 1.0)
         elif self._can_scale_first(grad, main, is_last):
-            # one pass over memory instead of two: the copy and the scaling
+            # copy and scale in one pass over memory
             torch.mul(grad, self._scale, out=main)
             slot.is_scaled = True
         else:
-            # the first of a step overwrites what is there: a bucket is never zeroed
+            # the first micro-batch of a step overwrites the last step, so buckets are not zeroed
             main.copy_(grad)
 
     def _add_to_main_grad(self, slot: GradSlot, grad: Tensor) -> None:
-        """With main_grad kernels may have added a micro-batch by themselves, to buckets that were
-        zeroed. Then autograd's gradient says nothing.
+        """With main_grad, kernels may have added the micro-batch to the bucket by themselves. Then the
+        gradient of autograd is meaningless.
         """
         if self._has_reduced:
             raise GradientError(
@@ -159,11 +158,11 @@ class GradReducer:
             slot.main_grad.add_(grad)
 
     def _can_scale_first(self, grad: Tensor, main: Tensor, is_last: bool) -> bool:
-        """Whether the first micro-batch may be scaled while it is copied: where no other is added
-        to it, or a sum of scaled gradients has the bits of the scaled sum.
+        """Whether the first micro-batch may be scaled while it is copied. It may if it is also the
+        last, or if the sum of scaled gradients has the same bits as the scaled sum.
 
-        The latter holds for powers of two, but for elements near the least that a float32 can hold.
-        float16 has a least of 6e-8.
+        That holds for powers of two, except for elements near the smallest float32. In float16 the
+        smallest element is 6e-8, so gradients come near it.
         """
         if self._scale == 1.0 or grad.dtype != main.dtype:
             return False
@@ -171,16 +170,14 @@ class GradReducer:
         return is_last or (is_power_of_two and main.dtype != torch.float16)
 
     def _scale_once(self, slot: GradSlot) -> None:
-        """Multiply what is in the bucket by the scale, unless that is done."""
+        """Multiply the gradient in the bucket by the scale, unless that is done already."""
         if self._scale != 1.0 and not slot.is_scaled:
             slot.main_grad.mul_(self._scale)
         slot.is_scaled = True
 
     def reset(self) -> None:
-        """Begin a step anew.
-
-        Raises GradientError where the reduction of this one has begun, in which other ranks take
-        part.
+        """Begin a new step. Raises GradientError where the reduction of the last one has begun, in which
+        other ranks take part.
         """
         if self._next > 0:
             raise GradientError(
@@ -190,7 +187,7 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.reset()
             if self._main_grad:
-                # kernels add to what is there
+                # kernels add to the bucket
                 bucket.grads.zero_()
         self._has_reduced = False
         self._release_group()
@@ -204,7 +201,7 @@ class GradReducer:
             self._launch(bucket)
 
     def launch_rest(self) -> None:
-        """Complete what backward left, and start all buckets that have not started."""
+        """Complete all gradients, and start all buckets that have not started."""
         for slot in self.slots:
             self._complete(slot)
         for bucket in self.buckets:
@@ -212,12 +209,12 @@ class GradReducer:
                 self._reduce_tied(bucket)
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        # after the buckets: which of them backward has started differs from rank to rank
+        # After the buckets: ranks may have started different numbers of them in backward.
         self._report = Report(self.slots, self.checks, self._group, self.device)
 
     def _complete(self, slot: GradSlot) -> None:
-        """Complete a parameter without a gradient, with one of some micro-batches only, or with one
-        that was set by hand.
+        """Complete a gradient that backward has not completed: there was none, one of only some
+        micro-batches, or one that was set by hand.
         """
         grad = slot.unreduced_grad()
         if grad is not None and slot.is_ready:
@@ -226,31 +223,31 @@ class GradReducer:
                 f"reduced"
             )
         if grad is None and slot.count == 0 and self._averages:
-            # others may add to theirs: a sum without this rank's would be a part of it
+            # Other ranks may add to their gradient of the last step: this rank's belongs to the sum.
             grad = slot.accumulated_grad()
-        # by hand: as pipeline schedules do that take the gradients of weights by themselves
+        # set by hand, as by pipeline schedules that compute the gradients of weights separately
         if grad is not None:
             slot.count += 1
             self._add(slot, local_grad(slot.parameter, grad))
             slot.parameter.grad = None
         if slot.count == 0:
-            # this rank adds zeros, not the gradient of the step before
+            # this rank adds zeros, and not the gradient of the last step
             slot.main_grad.zero_()
         elif not slot.is_ready:
             self._scale_once(slot)
 
     def _reduce_tied(self, bucket: GradBucket) -> None:
-        """Add to the gradients of tied parameters those of the other stage."""
-        # before too, so that a bad gradient is named where it came from
+        """Add the gradients of the other stage to those of tied parameters."""
+        # also before, so that the rank of a bad gradient names it
         self._inspect(bucket)
         dist.all_reduce(bucket.grads, group=self._tied_group)
         self._inspect(bucket, ", with what another stage added,")
 
     def _launch(self, bucket: GradBucket) -> None:
-        # parts of a model may run on streams of their own, as their hooks then do
+        # parts of a model, and so their hooks, may run on other streams
         bucket.wait_for_streams()
         if not bucket.is_tied:
-            # before the sum, in which a bad gradient would be that of every rank
+            # before the sum, after which a bad gradient would be that of every rank
             self._inspect(bucket)
         if self._group is not None:
             bucket.work = dist.all_reduce(bucket.grads, group=self._group, async_op=True)
@@ -261,8 +258,8 @@ class GradReducer:
             self.checks.inspect(bucket.slots, note)
 
     def wait(self) -> str:
-        """Wait for the collectives, and be ready for the next step. Returns what is bad about a
-        gradient of any rank, or nothing.
+        """Wait for the collectives, and prepare the next step. Returns what is wrong with a gradient of
+        any rank, or an empty text.
         """
         for bucket in self.buckets:
             if bucket.work is not None:
@@ -275,7 +272,7 @@ class GradReducer:
         return self._report.read()
 
     def expose(self, factor: Tensor | None) -> None:
-        """Scale the reduced gradients, and put them where optimizers look."""
+        """Scale the reduced gradients, and set `param.grad`."""
         for bucket in self.buckets:
             if factor is not None:
                 bucket.grads.mul_(factor)
@@ -283,8 +280,8 @@ class GradReducer:
                 slot.expose_grad()
 
     def claim_group(self) -> None:
-        """Use the group until the step is finished. Raises GradientError where another reducer
-        does.
+        """Reserve the group until the step is finished. Raises GradientError where another reducer has
+        reserved it.
         """
         if self._group is not None and _reducing.setdefault(self._group, self) is not self:
             raise GradientError(

@@ -1,13 +1,12 @@
 """Causal attention over documents, and over sequences whose tokens are spread over context-parallel
 ranks. Exact.
 
-Every rank gathers the keys and values of all, and its queries, two parts of the sequence in
-zig-zag, attend to what comes before them: the two parts of any rank cost the same together.
-Backward gathers keys and values again, so that between forward and backward a layer keeps those of
-this rank only (a ring would send them again too), and sums what ranks owe to each key.
+Every rank gathers the keys and values of all ranks. Its queries are two parts of the sequence in
+zig-zag: the two parts of any rank cost the same together. Between forward and backward a layer keeps
+only the keys and values of its own rank. Backward gathers the others again (a ring would send them
+again too), and sums the gradients of each key over ranks.
 
-No kernel is given a matrix of what is seen, except on the CPU for parts of one document, and then
-one for all layers.
+Kernels get no attention mask, except on the CPU for parts of one document, where all layers share one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CAUSAL: dict[str, Any] = (
     if "window_size" in inspect.signature(varlen_attn).parameters
     else {"is_causal": True}
 )
-"""The argument of varlen_attn that hides later keys from queries: torch 2.10 had another name for it."""
+"""The argument of varlen_attn for causal attention, which torch 2.10 has under another name."""
 SEQUENCE = -3
 """The dimension of tokens in [..., tokens, heads, head_dim]."""
 
@@ -52,12 +51,11 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents of all samples laid end to end, as kernels for sequences of several lengths take
-    them.
+    """The documents of all samples end to end, as kernels for sequences of several lengths take them.
 
-    Document n has queries [queries[n], queries[n + 1]) and keys [keys[n], keys[n + 1]); its queries
-    are the tokens of its last keys. int32 [documents + 1], on the device; and on the host, what no
-    document has more of.
+    queries, keys: int32 [documents + 1], on the device. Document n has queries [queries[n],
+    queries[n + 1]) and keys [keys[n], keys[n + 1]); its queries are the tokens of its last keys.
+    most_queries, most_keys: what no document has more of.
     """
 
     queries: Tensor
@@ -68,9 +66,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The same for one call a document: lengths on the host.
+    """The same for one call for each document, with lengths on the host.
 
-    `key_lengths` tile all keys; `seen` are those that have queries.
+    key_lengths: of pieces that are all keys together. seen: the indices of pieces that have queries.
     """
 
     query_lengths: list[int] = field(default_factory=list)
@@ -79,16 +77,15 @@ class Pieces:
 
 
 class Visibility:
-    """Queries of the kept parts of each sample see the keys at or before them, of their own
-    document.
+    """Which keys a query sees: those of its own document, up to its own token.
 
     Args:
         parts: [start, stop) in the sample of what this rank keeps, all of one length.
         whole: tokens of a sample.
         cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `whole`,
             filled up with `whole`. None: a sample is one document.
-        longest: tokens of the longest document; None: looked up where it is needed, for which a
-            device is waited for.
+        longest: tokens of the longest document; None: it is read from the device where it is needed,
+            and the host waits for that.
     """
 
     def __init__(
@@ -107,12 +104,11 @@ class Visibility:
         self._triangle: Tensor | None = None
 
     def lower_right(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """The bias [queries, keys] by which the queries are the tokens of the last of the keys, and
-        see no later ones.
+        """The bias [queries, keys] if the queries are the tokens of the last keys: later keys are hidden.
 
-        On CUDA torch's own, which is no matrix. Elsewhere one matrix for all layers and lengths, of
-        the numbers that kernels add: they would turn a matrix of booleans into these for each
-        layer, and keep it for backward.
+        On CUDA it is torch's own, which is no matrix. Elsewhere all layers and lengths share one
+        matrix of the numbers that kernels add. Kernels would turn a matrix of booleans into such
+        numbers in each layer, and keep them for backward.
         """
         if like.is_cuda:
             bias: Tensor = causal_lower_right(queries, keys)
@@ -132,7 +128,7 @@ class Visibility:
         return hidden.triu_(columns - rows + 1)
 
     def packed(self, number: int) -> Packed:
-        """The documents of part `number`. Those of which it holds nothing have no queries."""
+        """The documents of part `number`. Those that have no token in it have no queries."""
         if number not in self._packed:
             self._packed[number] = self._pack(number)
         return self._packed[number]
@@ -140,8 +136,7 @@ class Visibility:
     def _pack(self, number: int) -> Packed:
         assert self.cu_seqlens is not None
         start, stop = self.parts[number]
-        # A document that goes on after the part is cut there, so that the part's queries are its
-        # last.
+        # A document that continues after the part is cut there: its last tokens are then in the part.
         cut = torch.full_like(self.cu_seqlens[:, :1], stop)
         bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
         bounds_in_part = bounds.clamp(start, stop) - start
@@ -153,7 +148,7 @@ class Visibility:
         )
 
     def pieces(self, number: int) -> Pieces:
-        """The documents of part `number`, those of which it holds something."""
+        """The documents that have tokens in part `number`."""
         if number not in self._pieces:
             self._pieces[number] = self._cut(number)
         return self._pieces[number]
@@ -165,7 +160,7 @@ class Visibility:
         for row, bounds in enumerate(self._bounds):
             first_key = row * self.whole
             for start, stop in pairwise(bounds):
-                # What is after the part is seen by none of its queries.
+                # No query of the part sees what comes after the part.
                 seen_stop = min(stop, part_stop)
                 queries = seen_stop - max(start, part_start)
                 if queries > 0:
@@ -197,8 +192,8 @@ def longest_document(cu_seqlens: Tensor) -> Tensor:
 
 
 def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int) -> int:
-    """Add a document with keys [begin, end); keys before `begin` that were not reached yet are seen
-    by none. Returns `end`.
+    """Add a document with keys [begin, end). Keys between `reached` and `begin` become a piece without
+    queries. Returns `end`.
     """
     if begin > reached:
         pieces.key_lengths.append(begin - reached)
@@ -209,8 +204,8 @@ def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int)
 
 
 def _bounds_end_to_end(bounds: Tensor, length: int) -> Tensor:
-    """Bounds within samples [samples, n], from 0 to `length`, as those of all samples end to end
-    [samples * (n - 1) + 1].
+    """Bounds of all samples end to end [samples * (n - 1) + 1], from bounds within each sample
+    [samples, n], which go from 0 to `length`.
     """
     samples = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)
     start_of_sample = samples[:, None] * length
@@ -231,7 +226,7 @@ def attend(
     """Attention of q, k, v [batch, kept, heads, head_dim] to the keys that each query sees: [batch,
     kept, heads, head_dim].
 
-    gather_again: keep this rank's own keys and values for backward, and gather the others' again.
+    gather_again: keep only this rank's keys and values for backward, and gather the others again.
     False: keep all, for layers whose forward is computed again anyway.
     """
     if context is None:
@@ -245,7 +240,7 @@ def attend(
 
 
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-    """Attention of the kept queries to keys and values of whole samples [batch, whole, heads,
+    """Attention of this rank's queries to keys and values of whole samples [batch, whole, heads,
     head_dim].
     """
     # All parts are as long as the first.
@@ -279,9 +274,7 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-    """Queries that are the tokens of the last keys, of one document: [batch, queries, heads,
-    head_dim] as q.
-    """
+    """Attention within one document, whose last keys are the tokens of the queries; the shape of q."""
     queries = q.shape[1]
     keys = k.shape[1]
     bias = None if queries == keys else visibility.lower_right(queries, keys, q)
@@ -298,8 +291,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
 def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number: int) -> Tensor:
     """One call for each document, where there is no kernel for several at once.
 
-    Forward and backward on two cores, against all pairs with one mask: samples of 256 tokens take
-    as long, of 1024 half of it, of 2048 a seventh.
+    Time of forward and backward on two cores, compared with one mask for all pairs: the same for
+    samples of 256 tokens, half for 1024, a seventh for 2048.
     """
     pieces = visibility.pieces(number)
     queries = torch.split(q.flatten(0, 1), pieces.query_lengths)
@@ -314,8 +307,8 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
 
 
 def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether flash attention, the only kernel of varlen_attn, takes such tensors: 16 bits wide, on
-    a GPU that has it.
+    """Whether flash attention, the only kernel of varlen_attn, takes these tensors: they must be 16 bits
+    wide, on a GPU that has it.
     """
     if not q.is_cuda:
         return False
@@ -349,7 +342,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum of what all ranks owe to this one's keys and values: queries of every rank have
+        """The gradients of this rank's keys and values, summed over ranks: queries of every rank have
         seen them.
         """
         context: ContextParallel = ctx.context
@@ -361,11 +354,11 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _GatherAgain:
-    """Hooks for what a layer saves: of gathered keys and values only where they lay, to be gathered
-    again in backward.
+    """Hooks for saved tensors: instead of gathered keys and values they save places, and backward
+    gathers them again.
 
-    All ranks of the group save and use them at the same places of their programs. The first use
-    gathers, the last forgets.
+    All ranks of the group run the same program, so they gather at the same time. The first use
+    gathers, and the last one frees.
     """
 
     def __init__(self, local: Tensor, context: ContextParallel, gathered: Tensor) -> None:

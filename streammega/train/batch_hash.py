@@ -1,9 +1,8 @@
 """Hashes of global batches: equal exactly when the same tokens came at the same places of the same
 samples.
 
-They do not depend on how a batch was cut into ranks, parts, stages and micro-batches, which is what
-makes them a proof: the digest of a sample is a sum over its tokens and labels, so each rank adds up
-its part.
+They do not depend on how a batch is divided over ranks, stages and micro-batches: the digest of a
+sample is a sum over its tokens and labels, to which each rank adds its part.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ FIELDS = ("tokens", "labels")
 
 
 def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) -> NDArray[np.uint64]:
-    """A digest of the tokens and labels of each sample, uint64 [samples], or of the part of them
-    that is there; parts add up modulo 2**64.
+    """A digest of the tokens and labels of each sample, uint64 [samples], or of a part of them. Digests
+    of parts add up modulo 2**64.
 
     places: of the columns in the whole sample, int64 [kept]; None: all of it.
     """
@@ -40,7 +39,7 @@ def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) ->
             continue
         elements = batch[name].cpu().numpy().astype(np.uint64)
         columns = np.arange(elements.shape[1]) if places is None else places.cpu().numpy()
-        # Each element is mixed with a number of its own for each column of each field.
+        # Each element is mixed with a number that depends on its column and field.
         position = columns.astype(np.uint64) * np.uint64(len(FIELDS)) + np.uint64(number)
         mixed = mix(elements + mix(position + GOLDEN) + GOLDEN)
         digests += mixed.sum(axis=1, dtype=np.uint64)
@@ -78,7 +77,7 @@ def hash_over_ranks(
     local = np.zeros(len(samples), np.uint64)
     if rows:  # pipeline stages without tokens have none
         local[sample_ids - samples.start] = np.concatenate(rows)
-    # The same bits in torch's widest integers: it adds no unsigned ones.
+    # As int64 with the same bits: torch does not add unsigned integers.
     digests = torch.from_numpy(local.view(np.int64)).to(device)
     lowest = digests.clone()
     highest = digests.clone()
@@ -98,8 +97,8 @@ def hash_over_ranks(
 
 
 def loader_hashes(config: RunConfig) -> list[str]:
-    """The hashes of all global batches of a run, by a loader alone: what those in metrics.jsonl are
-    compared with.
+    """The hashes of all global batches of a run, from a loader without ranks. Those in metrics.jsonl
+    must be the same.
     """
     hashes: list[str] = []
     digests: dict[int, int] = {}

@@ -1,6 +1,6 @@
-"""All ranks train the same run on the same data: compared once, at the start.
+"""A check at the start that all ranks train the same run on the same data.
 
-Another copy on one node is another order.
+A different copy of the data on one node would make another order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAY_DIFFER = {
     "phases",
     "skip_documents",
 }
-"""Where data is may differ from node to node. What it holds may not: its fingerprint is compared."""
+"""Places of data may differ from node to node. Its content may not: its fingerprint is compared."""
 MAX_RANKS = 8
 """Ranks that a message names."""
 MAX_CHARACTERS = 80
@@ -43,8 +43,8 @@ MAX_CHARACTERS = 80
 
 
 def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
-    """What must be the same on every rank: settings, the identity of the data and its order,
-    versions. Holds no secrets.
+    """What must be the same on every rank: settings, the identity of the data and its order, versions.
+    It has no secrets.
     """
     facts: dict[str, str] = {"streammega": streammega.__version__, "torch": torch.__version__}
     for section in ("data", "model", "train", "parallel"):
@@ -52,23 +52,23 @@ def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
         for item in fields(settings):
             if item.name not in MAY_DIFFER:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
-    # without names of datasets and files, which may differ from node to node
+    # Without names of datasets and files, which may differ from node to node.
     phases = [
         replace(phase, blend=None, restart=(), skip_documents=()) for phase in config.data.phases
     ]
     facts["data.phases"] = repr(phases)
     if config.data.follow is not None:
         facts["data.follow.every_samples"] = repr(config.data.follow.every_samples)
-    # of all samples: what a later phase draws from, or a later list skips, is compared now or never
+    # The identity of all samples, with the data of later phases: they are not compared again.
     for name, value in loader.dataset.samples.identity().items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)
     return facts
 
 
 def check_ranks_agree(facts: Mapping[str, str], ranks: Ranks, device: torch.device) -> None:
-    """Collective over all ranks.
+    """Compare the facts of all ranks; collective.
 
-    Raises ConfigError on every rank where one has other facts, and says which and what.
+    Raises ConfigError on every rank where they differ, which names the ranks and the facts.
     """
     group = ranks.group(WORLD)
     if group is None:
@@ -83,13 +83,13 @@ def check_ranks_agree(facts: Mapping[str, str], ranks: Ranks, device: torch.devi
     if all(torch.equal(other, local) for other in digests):
         return
     facts_of_ranks: list[Any] = [None] * group.size()
-    # Only now: a thousand ranks would send a megabyte each.
+    # Only if they differ: a thousand ranks would send a megabyte each.
     dist.all_gather_object(facts_of_ranks, dict(facts), group=group)
     raise ConfigError(f"ranks do not train the same run: {differences(facts_of_ranks)}")
 
 
 def differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """In words, which facts differ, and on which ranks they are not as on most."""
+    """A sentence about the facts that differ, and the ranks where they are not as on most; or empty."""
     names = dict.fromkeys(name for facts in facts_of_ranks for name in facts)
     sentences: list[str] = []
     for name in names:
@@ -107,7 +107,7 @@ def differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """The first of some ranks by number, and how many others there are."""
+    """The first ranks by number, and how many more there are."""
     names = ", ".join(str(rank) for rank in ranks[:MAX_RANKS])
     if len(ranks) > MAX_RANKS:
         names += f" and {len(ranks) - MAX_RANKS} more"

@@ -1,5 +1,5 @@
-"""Evaluation: the mean loss of the valid split, and of validation sets of their own, each read from
-its start every time.
+"""Evaluation: the mean loss of the valid split and of validation sets. Each is read from its start every
+time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from streammega.train.splits import has_valid, open_split, validation_sets
 
 
 def check_valid_splits(config: RunConfig, ranks: Ranks) -> None:
-    """Open what will be evaluated: what is wrong with it should not be found after hours of
-    training.
+    """Open what will be evaluated, so that errors are found before training and not after hours.
 
-    Raises ConfigError and whatever else opening a split does.
+    Raises ConfigError, and the errors of opening a split.
     """
     train = config.train
     if not train.eval_iters or not train.eval_interval:
@@ -43,7 +42,7 @@ def check_valid_splits(config: RunConfig, ranks: Ranks) -> None:
 def evaluate_all(
     config: RunConfig, model: ParallelModel, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """{"valid_loss": ...}, and with validation sets of their own {"valid_loss_of": {name: ...}}.
+    """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}.
 
     Collective over all ranks. progress: called before each global batch.
     """
@@ -59,9 +58,7 @@ def evaluate_all(
 
 
 def valid_loss(config: RunConfig, model: ParallelModel, progress: Callable[[], None]) -> float:
-    """Mean loss over eval_iters global batches of the valid split of a run's settings: always the
-    same ones, from its start.
-    """
+    """Mean loss over the first eval_iters global batches of the valid split."""
     ranks = model.ranks
     train = config.train
     loss_and_tokens = torch.zeros(2, device=model.device, dtype=torch.float64)

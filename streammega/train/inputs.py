@@ -1,4 +1,4 @@
-"""The inputs of the stages of a model, for each micro-batch."""
+"""The inputs of the stages of a model, by micro-batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from streammega.train.losses import IGNORED
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Of one micro-batch.
+    """The inputs of one micro-batch.
 
-    tokens: int64 [samples, S] on first stages, else None. keywords: for every stage.
-    target: labels with IGNORED where there is no loss, int64 [samples, S], on last stages.
+    tokens: int64 [samples, S] on first stages, else None. keywords: of every stage. target: labels
+    with IGNORED where there is no loss, int64 [samples, S], on last stages.
     """
 
     tokens: Tensor | None
@@ -49,11 +49,11 @@ class ModelInputs:
         return zigzag_bounds(length, self._ranks.at["cp"], self._ranks.layout.cp)
 
     def of_step(self, batches: Iterable[Batch], length: int) -> Iterator[StageInputs]:
-        """The inputs of the micro-batches of a step, one by one, of samples of so many tokens.
+        """The inputs of the micro-batches of a step, one by one. length: tokens of a sample.
 
-        Kernels for documents need the length of the longest one on the host. Where no rank counted
-        it, the host reads it from the device once for a whole step, before anything is under way:
-        in each micro-batch it would wait for the computation of the one before.
+        Kernels for documents need the length of the longest document on the host. Where no rank has
+        counted it, the host reads it from the device once for a whole step, before the first
+        micro-batch: otherwise each one would wait for the computation of the one before.
         """
         batches = iter(batches)
         kept = self.bounds_of(length)
@@ -76,7 +76,7 @@ class ModelInputs:
 
     def _of(self, batch: Batch, kept: Bounds) -> StageInputs:
         keywords = {"position_ids": self._positions(batch, kept)}
-        # Attention wants documents of whole samples: queries also see keys of other ranks.
+        # Attention needs documents of whole samples: queries also see keys of other ranks.
         bounds = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
         if bounds is not None:
             keywords["cu_seqlens"] = bounds
@@ -87,7 +87,7 @@ class ModelInputs:
         return StageInputs(batch.get("tokens"), keywords, target)
 
     def _positions(self, batch: Batch, kept: Bounds) -> Tensor:
-        """int64 [samples, kept]: those of the batch, or else of whole samples from 0."""
+        """int64 [samples, kept]: those of the batch, or else counted from 0 in each sample."""
         positions = batch.get("position_ids")
         if positions is not None:
             return positions
@@ -96,7 +96,7 @@ class ModelInputs:
 
 
 def _with_longest(inputs: StageInputs, longest: int) -> StageInputs:
-    """With the length of the longest document, on the host, once for each sample."""
+    """Add the length of the longest document, on the host, once for each sample."""
     num_samples = len(inputs.keywords["cu_seqlens"])
     inputs.keywords["longest"] = torch.tensor(longest).expand(num_samples)
     return inputs

@@ -1,7 +1,7 @@
-"""The loss of a step: sums over unmasked tokens, kept by sample, and what all ranks sum once a step.
+"""The loss of a step: sums over unmasked tokens, by sample, and the totals over all ranks.
 
-That sum is one small collective, since each waits for the slowest rank: the losses of the global
-batch, by source too, and what ends the run, so that no rank begins a step that another does not.
+The totals are one small collective a step, since each collective waits for the slowest rank. They have
+the losses of the global batch, and everything that ends a run: so all ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Losses:
-    """Of some micro-batches on this rank: loss summed over the unmasked tokens of every sample, and
-    how many those are.
-
-    Both float32 [samples]; without samples where the loss is not computed.
+    """Losses of micro-batches on this rank. loss: the sum over the unmasked tokens of each sample;
+    tokens: how many those are. Both are float32 [samples]; empty where no loss is computed.
     """
 
     loss: Tensor
@@ -42,7 +40,7 @@ class StepLosses:
 
     Args:
         scale: multiplies the sum before backward.
-        part: the part of the vocabulary that the logits are of; None: all of it.
+        part: this rank's part of the vocabulary; None: all of it.
     """
 
     def __init__(self, scale: float, part: VocabPart | None) -> None:
@@ -69,7 +67,7 @@ class StepLosses:
         return loss_of_sample.sum() * self._scale
 
     def all(self, device: torch.device) -> Losses:
-        """Of all micro-batches so far."""
+        """The losses of all micro-batches so far."""
         if not self._loss:
             none = torch.zeros(0, device=device)
             return Losses(none, none)
@@ -78,7 +76,7 @@ class StepLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Of one step, the same on all ranks.
+    """The totals of one step, the same on all ranks.
 
     stop_signal: asks some rank to end the run; Ctrl-C of some rank comes before SIGTERM of others.
     failed_save: a save has failed on some rank. loss: the mean over unmasked tokens of the global
@@ -109,7 +107,7 @@ def add_over_ranks(
         source_of_sample: int64 [samples], the index in `sources` of each; None: not by source.
         sources: names of the datasets of the blend.
         ranks: of the run.
-        device: on which they talk.
+        device: of the collective.
     """
     num_sources = len(sources)
     sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
@@ -163,7 +161,7 @@ class VocabPart:
 
 
 def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
-    """The cross entropy of each row, float32 [rows], the same on all ranks of the group; 0 where
+    """The cross entropy of each row, float32 [rows], the same on all ranks of the group. It is 0 where
     the target is `ignored`.
 
     logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole
@@ -176,18 +174,18 @@ def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored
 class _VocabParallelLoss(torch.autograd.Function):
     """log(sum exp(x)) - x[target] of each row x. Its gradient is softmax(x), less 1 at the target.
 
-    Of each row two numbers go over all ranks, besides its largest logit: the sum of its exponentials,
-    and the target's logit, which one rank has. torch's `loss_parallel` must be held open around
-    forward and backward both. Here backward belongs to pipeline schedules, and there is one array of
-    the logits' size instead of three.
+    Ranks exchange three numbers of each row: its largest logit, the sum of its exponentials, and the
+    target's logit, which one rank has. torch's `loss_parallel` is a context around forward and
+    backward, but here pipeline schedules call backward. It also needs three arrays of the logits'
+    size instead of one.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
-        """Two small collectives: the largest logits first, or the exponentials would overflow; then
-        both sums as one.
+        """Two small collectives: of the largest logits, so that exponentials do not overflow, and of both
+        sums together.
         """
-        # A copy, which becomes the probabilities in place: there is one array of this size.
+        # This copy becomes the probabilities in place, so there is one array of this size.
         values = logits.to(torch.float32, copy=True)
         largest = values.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
@@ -210,10 +208,7 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """grad: [rows], the same on all ranks.
-
-        No collective: each rank has what its own logits need.
-        """
+        """grad: [rows], the same on all ranks. There is no collective."""
         probabilities, column, here, used = ctx.saved_tensors
         grad = grad.masked_fill(~used, 0.0)[:, None]
         grad_logits = probabilities * grad

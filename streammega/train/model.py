@@ -1,9 +1,9 @@
 """The example GPT: RoPE, RMSNorm, SDPA, SwiGLU, tied embeddings. Small, plain, fast enough for a
 laptop.
 
-Whole on one rank, or a stretch of its layers as a pipeline stage; its linear layers split over
-tensor-parallel ranks by `parallelize` and its sequences over context-parallel ones by
-`attention.attend`.
+A rank has all of its layers, or some as a pipeline stage. `parallelize` splits the linear layers over
+tensor-parallel ranks, and `attention.attend` works on sequences that are split over context-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streammega.train.config import ModelConfig
 ROPE_BASE = 10_000.0
 INITIAL_STD = 0.02
 TIED = "head.weight"
-"""The output projection, which is the embedding's weight; by itself on a last stage that has no
+"""The output projection. It shares the embedding's weight, or has a copy on a last stage without an
 embedding.
 """
 
@@ -42,9 +42,9 @@ embedding.
 class GPT(nn.Module):
     """Token ids [batch, S] and positions [batch, S] to logits [batch, S, vocab_size].
 
-    As a stage without the embedding it takes, and without the head it gives, activations [batch, S,
-    dim]. Split over tensor-parallel ranks it gives this rank's part of the vocabulary; if it is
-    sequence-parallel, activations of its part of S.
+    A stage without the embedding takes activations [batch, S, dim], and one without the head returns
+    them. Split over tensor-parallel ranks, the logits are of this rank's part of the vocabulary, and
+    with sequence parallelism activations are of its part of S.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -59,9 +59,7 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
         self.context: ContextParallel | None = None
         self.recomputed = 0
-        """The first so many layers keep their input for backward, and compute the rest of their
-        activations again.
-        """
+        """The first so many layers keep only their input for backward, and compute activations again."""
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """(name, first values) of each parameter, one at a time: matrices are drawn, norms begin
@@ -90,9 +88,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits or activations.
 
-        cu_seqlens: int32 [batch, n], bounds of documents in whole samples; None: samples are one
-        document each. longest: int32 [batch] on the host, the tokens of the longest document at
-        least; None: looked up.
+        cu_seqlens: int32 [batch, n], bounds of documents in whole samples; None: a sample is one
+        document. longest: int32 [batch] on the host, at least the tokens of the longest document;
+        None: it is read from the device.
         """
         rotation = rope(position_ids, self.head_dim)
         visibility = self._visibility(position_ids.shape[1], cu_seqlens, longest)
@@ -100,7 +98,7 @@ class GPT(nn.Module):
             x = self.embedding(x)
         for number, block in enumerate(self.blocks.values()):
             if number < self.recomputed:
-                # Nothing in a block is random: there is no state of generators to bring back.
+                # Nothing in a block is random, so no state of a generator has to be restored.
                 x = checkpoint(
                     block, x, rotation, visibility, use_reentrant=False, preserve_rng_state=False
                 )
@@ -124,7 +122,7 @@ class GPT(nn.Module):
             )
         first = layers * stage // stages
         last = layers * (stage + 1) // stages
-        # By number, so that a stage's parameters have the names of the whole model.
+        # Keys are numbers, so that the parameters of a stage have the names of the whole model.
         names = [str(number) for number in range(first, last)]
         self.blocks = nn.ModuleDict({name: self.blocks[name] for name in names})
         if stage > 0:
@@ -149,7 +147,7 @@ class GPT(nn.Module):
         self.recomputed = named[layers] if isinstance(layers, str) else layers
         for number, block in enumerate(self.blocks.values()):
             assert isinstance(block, Block)
-            # Where forward is computed again, keys and values are gathered by that.
+            # If forward is computed again, that gathers keys and values.
             block.gather_again = number >= self.recomputed
 
     def _visibility(
@@ -164,11 +162,11 @@ class GPT(nn.Module):
         return Visibility(parts, whole, cu_seqlens, longest_tokens)
 
     def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The
-        head gives part of the logits.
+        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head
+        then returns a part of the logits.
 
-        sequence_parallel: between them a rank keeps only its part of the sequence. Norms then
-        gather what they have normed, once for all layers that take it.
+        sequence_parallel: between the layers a rank keeps only its part of the sequence. Norms then
+        gather their output, once for all layers that take it.
         """
         whole = Replicate()
         between = Shard(1) if sequence_parallel else Replicate()
@@ -188,17 +186,17 @@ class GPT(nn.Module):
     def _parallelize_norms(
         self, mesh: DeviceMesh, between: Shard | Replicate, whole: Replicate
     ) -> None:
-        """Let norms take a part of the sequence, and give all of it."""
+        """Let norms take a part of the sequence, and return all of it."""
         gather = PrepareModuleOutput(
             output_layouts=between, desired_output_layouts=whole, use_local_output=False
         )
         norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
-        # Two styles of one module: a plan has room for one, so there are two plans.
+        # Two styles for each norm: a plan has one style for a module, so there are two plans.
         self._apply_styles({name: SequenceParallel() for name in norms}, mesh)
         self._apply_styles(dict.fromkeys(norms, gather), mesh)
 
     def _apply_styles(self, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-        """By the names of modules, but for those that this stage has dropped."""
+        """Apply styles by the names of modules, except those that this stage has dropped."""
         kept: dict[str, ParallelStyle] = {}
         for name, style in styles.items():
             is_dropped = name in ("embedding", "norm", "head") and getattr(self, name) is None
@@ -207,9 +205,7 @@ class GPT(nn.Module):
         parallelize_module(self, mesh, kept)
 
     def tie(self) -> None:
-        """Share the weight of embedding and head again, after something that treats each by
-        itself.
-        """
+        """Share the weight of embedding and head again, after both were changed separately."""
         if self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
@@ -256,8 +252,8 @@ class Block(nn.Module):
 
 
 def hidden_size(dim: int) -> int:
-    """Width of the feed-forward: 8/3 of the model's, so that its three matrices have as many
-    parameters as the usual two of 4; rounded up to a multiple of 16.
+    """Width of the feed-forward: 8/3 of the model's, rounded up to a multiple of 16. Its three matrices
+    then have as many parameters as the usual two of width 4.
     """
     sixteens = math.ceil(dim * 8 / (3 * 16))
     return sixteens * 16

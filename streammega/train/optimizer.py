@@ -15,9 +15,7 @@ from streammega.train.config import RunConfig, TrainConfig
 def make_optimizer(
     chunks: Sequence[nn.Module], train: TrainConfig, *, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters of all stages; those that stages share are in once. Vectors are not
-    decayed.
-    """
+    """AdamW over the parameters of all stages, each once. Vectors have no weight decay."""
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}.values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
@@ -32,10 +30,10 @@ def make_optimizer(
 
 
 class LearningRate:
-    """Linear warmup to lr, then decay to the lowest rate: a function of the position, so a resume
-    needs no state.
+    """Linear warmup to lr, then decay to the lowest rate. It follows from the position alone, so a
+    resume needs no state.
 
-    tokens_before: the tokens of all samples before one.
+    tokens_before: the tokens of all samples before a given one.
     """
 
     def __init__(self, config: RunConfig, tokens_before: Callable[[int], int]) -> None:
@@ -45,10 +43,10 @@ class LearningRate:
         self._before: Callable[[int], int] = tokens_before if by_tokens else int
 
     def at(self, step: int, sample: int) -> float:
-        """Of the step after `step` others, which begins with `sample`."""
+        """The rate after `step` steps, when the next one begins with `sample`."""
         train = self._train
         if step < train.warmup_iters:
-            # From the first step on more than 0: a step by nothing would be a wasted one.
+            # More than 0 also in the first step: a step of 0 would be wasted.
             return train.lr * (step + 1) / train.warmup_iters
         if train.decay_by == "steps":
             first, last = train.warmup_iters, train.iters
@@ -66,13 +64,13 @@ class LearningRate:
 
     @cached_property
     def _decay_span(self) -> tuple[int, int]:
-        """Where the decay begins and ends, in the samples or tokens that it goes by."""
+        """Where the decay begins and ends, in samples or tokens."""
         first_step = self._schedule.samples_of_step(self._train.warmup_iters + 1)
         last_step = self._schedule.samples_of_step(self._train.iters)
         return self._amount_before(first_step.start), self._amount_before(last_step.stop)
 
     def _amount_before(self, sample: int) -> int:
-        """Samples or tokens that steps take before a sample: none of what is skipped."""
+        """Samples or tokens that steps use before a sample, without those that are skipped."""
         amount = self._before(sample)
         for start, stop in self._schedule.skipped:
             amount -= self._before(min(stop, sample)) - self._before(min(start, sample))

@@ -1,5 +1,5 @@
-"""The model of a run on one rank: its stages, split, in their data-parallel wrapper, and driven over
-the micro-batches.
+"""The model of a run on one rank: its stages, split over ranks, in a data-parallel wrapper; and how they
+run over the micro-batches.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from streammega.train.stages import canonical, make_stages, vocab_part
 class ParallelModel:
     """The stages of a model that this rank holds, ready to train.
 
-    `chunks` are the bare stages, `data_parallel` the wrapper of them all; None where each is
-    sharded.
+    chunks: the stages. data_parallel: the wrapper of them all; None where they are sharded.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
@@ -46,7 +45,7 @@ class ParallelModel:
         parallel = config.parallel
         self.is_sharded = parallel.optimizer == "sharded"
         self.num_stages = parallel.pp * parallel.virtual_stages
-        # Interleaved: of n stages on each rank, rank r has r, r + pp, r + 2 * pp and so on.
+        # Interleaved: rank r has the stages r, r + pp, r + 2 * pp and so on.
         self.stage_ids = list(range(ranks.at["pp"], self.num_stages, parallel.pp))
         self.chunks, self.all_names = make_stages(
             config, ranks, self.num_stages, self.stage_ids, device
@@ -55,7 +54,7 @@ class ParallelModel:
         if not self.is_sharded:
             modules = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
             names = [name for name, _ in modules.named_parameters()]
-            # The first and the last stage have copies of it, whose gradients are summed.
+            # The first and the last stage have a copy each, and their gradients are summed.
             tied = [name for name in names if name.endswith(("embedding.weight", TIED))]
             self.data_parallel = BucketedDataParallel(
                 modules,
@@ -72,17 +71,17 @@ class ParallelModel:
         self._vocab_part = vocab_part(config.model.vocab_size, ranks)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over this rank's parameters; where they are sharded, over its parts."""
+        """AdamW over this rank's parameters, or its parts of them where they are sharded."""
         return make_optimizer(self.chunks, self.config.train, fused=self.is_sharded)
 
     @property
     def whole(self) -> nn.Module:
-        """What computes a micro-batch where there are no pipeline stages."""
+        """The module that computes a micro-batch where there are no pipeline stages."""
         return self.data_parallel if self.data_parallel is not None else self.chunks[0]
 
     @property
     def counts_losses(self) -> bool:
-        """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
+        """Whether the losses of this rank count: those of one tensor-parallel rank on last stages."""
         is_last = self.stage_ids[-1] == self.num_stages - 1
         return is_last and self.ranks.at["tp"] == 0
 
@@ -93,16 +92,16 @@ class ParallelModel:
     def forward_backward(
         self, batches: Iterable[Batch], count: int, length: int, scale: float = 1.0
     ) -> Losses:
-        """Gradients of all micro-batches of a step, whose samples have `length` tokens, of the
-        summed loss times `scale`; and their losses.
+        """Compute the gradients of a step, and return its losses. Gradients are those of the summed
+        loss times `scale`.
 
-        Each of the `count` micro-batches is taken when the computation of the one before is under
-        way; pipelines take all first.
+        count: micro-batches of the step. Each is taken while the one before is computed; pipelines
+        take all first. length: tokens of a sample.
         """
         losses = StepLosses(scale, self._vocab_part)
         inputs_of_step = self._inputs.of_step(batches, length)
         if self.num_stages > 1:
-            # torch's schedules know by themselves when fully_shard has to sum.
+            # torch's schedules let fully_shard sum at the right time.
             wrapper = self.data_parallel
             with wrapper.expect(count) if wrapper is not None else contextlib.nullcontext():
                 self._pipeline.run(list(inputs_of_step), length, losses, train=True)
@@ -117,7 +116,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Losses:
-        """The losses of micro-batches of validation, which no phase changes."""
+        """The losses of micro-batches of validation. Phases do not change their length."""
         losses = StepLosses(1.0, self._vocab_part)
         length = self.config.data.sequence_length
         inputs_of_step = self._inputs.of_step(batches, length)
@@ -132,10 +131,10 @@ class ParallelModel:
         return losses.all(self.device)
 
     def finish_gradients(self, tokens: Tensor) -> None:
-        """Sum gradients over all ranks, and divide them by the tokens of all.
+        """Sum gradients over all ranks, and divide them by the tokens of all ranks.
 
-        tokens: unmasked ones of this rank; none on all but the last stage. Raises GradientError on
-        every rank where a gradient is too large, or one of BucketedDataParallel is not finite.
+        tokens: unmasked tokens of this rank, 0 on all but the last stage. Raises GradientError on
+        every rank if an element is too large, or, with BucketedDataParallel, not finite.
         """
         if self.data_parallel is not None:
             self.data_parallel.finish_grad_sync(tokens)
@@ -143,7 +142,7 @@ class ParallelModel:
         parameters = names_of(self)
         embedding = parameters.get("embedding.weight")
         if self.num_stages > 1 and embedding is not None and embedding.grad is not None:
-            # With that of the stage on which it is the head.
+            # Add the gradient of the last stage, where it is the head.
             self.ranks.all_reduce(local_part(embedding.grad), "embedding")
         largest = self.config.train.largest_gradient
         if largest is not None:
@@ -153,7 +152,7 @@ class ParallelModel:
         torch._foreach_mul_(self.gradients(), factor.float())
 
     def gradients(self) -> list[Tensor]:
-        """This rank's parts of all gradients that the optimizer will see."""
+        """This rank's parts of all gradients of the optimizer."""
         return list(local_grads(names_of(self)).values())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -163,7 +162,7 @@ class ParallelModel:
         """
         parameters = names_of(self)
         grads = local_grads(parameters)
-        # Those that several ranks have count once in the norm, and are clipped wherever they are.
+        # Gradients that several ranks have count once in the norm. All of them are clipped.
         counted = [
             grad for name, grad in grads.items() if self.is_first_copy(name, parameters[name])
         ]
@@ -182,15 +181,15 @@ class ParallelModel:
             module.zero_grad()
 
     def is_first_copy(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether no other tensor-parallel rank or pipeline stage before this one has the same
-        elements of a parameter. name: in the whole model.
+        """Whether no tensor-parallel rank or pipeline stage before this one has the same elements of a
+        parameter. name: in the whole model.
         """
         is_tied_copy = name == "embedding.weight" and not self.ranks.is_first_stage
         return not is_tied_copy and (is_split_over_tensor(parameter) or self.ranks.at["tp"] == 0)
 
 
 def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that they have in the whole model."""
+    """This rank's parameters, by their names in the whole model."""
     return {
         canonical(name): parameter
         for chunk in model.chunks
@@ -200,11 +199,11 @@ def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def synchronised(model: nn.Module, *, is_last: bool) -> Iterator[None]:
-    """Within it a backward sums gradients over ranks, if it is the last of a step. model: in
-    fully_shard, or in a wrapper with `no_sync`.
+    """In this context the backward of the last micro-batch sums gradients over ranks. model: divided
+    by fully_shard, or a wrapper with `no_sync`.
     """
     if isinstance(model, FSDPModule):
-        # Parameters are freed in the last backward too.
+        # The last backward also frees the gathered parameters.
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last)
         yield

@@ -20,9 +20,9 @@ class Pipeline:
     """Runs micro-batches through the stages of all pipeline ranks. Collective over them.
 
     Args:
-        chunks: the stages of this rank, as schedules call them.
-        stage_ids: their numbers, of `num_stages`.
-        num_stages: on all pipeline ranks.
+        chunks: the stages of this rank.
+        stage_ids: their numbers.
+        num_stages: of all pipeline ranks.
         config: of the run.
         ranks: of the run.
         device: of the stages.
@@ -44,20 +44,18 @@ class Pipeline:
         self._ranks = ranks
         self._device = device
         self._stages: dict[int, list[PipelineStage]] = {}
-        """By the tokens of a sample, which phases change: a stage knows its shapes."""
+        """By the tokens of a sample, which phases change: a stage has fixed shapes."""
         self._schedules: dict[tuple[int, int], Any] = {}
-        """By the micro-batches of a step, which a ramp-up of the global batch changes, and the
-        tokens of a sample.
-        """
+        """By the micro-batches of a step, which a ramp-up changes, and the tokens of a sample."""
         self._losses: StepLosses | None = None
 
     def run(
         self, inputs_of_step: Sequence[StageInputs], length: int, losses: StepLosses, *, train: bool
     ) -> None:
-        """Forward of all micro-batches, of samples of `length` tokens, and with `train` backward; the
-        losses note their samples.
+        """Forward of all micro-batches, and with `train` backward. `losses` keeps the losses of all
+        samples, which have `length` tokens.
 
-        torch's schedule takes micro-batches end to end and cuts them again.
+        torch's schedule takes the micro-batches as one batch, and cuts it again.
         """
         schedule = self._schedule(len(inputs_of_step), length)
         self._losses = losses
@@ -85,7 +83,7 @@ class Pipeline:
             if length not in self._stages:
                 self._stages[length] = self._make_stages(length)
             stages: Any = self._stages[length]
-            # Gradients are those of the sum over all micro-batches: torch would divide by their number.
+            # Gradients are sums over all micro-batches. torch would divide them by their number.
             options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
             if self._config.parallel.virtual_stages > 1:
                 schedule: Any = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
@@ -95,12 +93,12 @@ class Pipeline:
         return self._schedules[key]
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Schedules outlive steps, each of which has losses of its own."""
+        """A schedule is used for many steps, and each step has losses of its own."""
         assert self._losses is not None
         return self._losses(logits, target)
 
     def _make_stages(self, length: int) -> list[PipelineStage]:
-        """Stages whose inputs and outputs have known shapes: nothing has to be tried out."""
+        """Stages with known shapes of inputs and outputs, so that torch need not find them by a run."""
         config = self._config
         layout = self._ranks.layout
         dtype: torch.dtype = getattr(torch, config.train.dtype)
@@ -130,7 +128,7 @@ class Pipeline:
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows of several tensors in one; those of bounds, of other lengths, filled up with their last
+    """The rows of several tensors in one. Shorter rows (of bounds) are filled up with their last
     column.
     """
     if tensors[0].dim() == 1:

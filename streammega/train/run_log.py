@@ -1,5 +1,5 @@
-"""What a run reports, on its first rank: metrics.jsonl with one object a step, TensorBoard where
-wanted, and a line in the log now and then. Imports no torch: `streammega plot` reads records by it.
+"""The reports of a run, on its first rank: metrics.jsonl with one object a step, TensorBoard if wanted,
+and a line in the log every few steps. Imports no torch: `streammega plot` uses it too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0
-"""Between two uploads: objects cannot be appended to, so each is written whole."""
+"""Between two uploads. Nothing can be appended to objects, so each upload is of whole files."""
 CHUNK_BYTES = 8 << 20
 """Memory that an upload needs."""
 
@@ -33,8 +33,8 @@ class RunLog:
     """The records of a run in its `out_dir`. Steps that are repeated after a resume are appended
     again.
 
-    Where `out_dir` is a URL, files are written on this machine. A thread uploads those that have
-    changed, as does `upload`.
+    Where `out_dir` is a URL, files are written on this machine, and a thread uploads those that have
+    changed.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class RunLog:
         store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)
         self._store: Store | None = store if is_remote(out_dir) else None
         self._uploaded: dict[str, tuple[int, int]] = {}
-        """By file name the size and the time of change of what was uploaded last."""
+        """By file name: size and time of change of the last upload."""
         self._upload_lock = threading.Lock()
-        """Of two uploads of one file at once, the older could come last."""
+        """For one upload at a time: of two at once, the older could arrive last."""
         self._closed = threading.Event()
         self._iters = iters
         self._interval = log_interval
@@ -102,7 +102,7 @@ class RunLog:
                 if not path.is_file():
                     continue
                 name = path.relative_to(self._folder).as_posix()
-                # Before it is read: what is written meanwhile is uploaded the next time.
+                # Before the file is read: what is written meanwhile is uploaded next time.
                 stat = path.stat()
                 state = (stat.st_size, stat.st_mtime_ns)
                 if self._uploaded.get(name) == state:
@@ -116,7 +116,7 @@ class RunLog:
                 self._uploaded[name] = state
 
     def flush(self) -> None:
-        """Write out what TensorBoard keeps back."""
+        """Write what TensorBoard has buffered."""
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -139,7 +139,7 @@ class RunLog:
                 log.warning("metrics cannot be uploaded: %s", error)
 
     def _end_torn_line(self) -> None:
-        """A kill in the middle of a write must not spoil the next line."""
+        """End the last line if a kill cut it short, so that the next record has a line of its own."""
         written = self._path.read_bytes() if self._path.exists() else b""
         if written and not written.endswith(b"\n"):
             with open(self._path, "a", encoding="utf-8") as file:
@@ -163,7 +163,7 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The figures of a record, those of several sets or sources as name/set."""
+    """The numbers of a record; those of several sets or sources are called name/set."""
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, float):
@@ -176,9 +176,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of
-    a run that diverged.
-    """
+    """The same with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -197,5 +195,5 @@ def _open_tensorboard(folder: Path) -> Any:
 
 
 def _short(value: float) -> str:
-    """Four digits; of tokens a second and the like all before the point."""
+    """Four digits; large numbers with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

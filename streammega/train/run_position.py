@@ -24,10 +24,10 @@ def position_of(
     record: dict[str, Any] | None,
     scale: LossScale | None,
 ) -> dict[str, Any]:
-    """What is saved of a run after a step, JSON-able.
+    """The position of a run after a step, as JSON values.
 
-    data: the state of what was handed out. rewinds: of this run and those before it. record: of the
-    step, where it is not in the metrics yet.
+    data: the state of the loader. rewinds: of this run and those it continues. record: of the step,
+    if it is not in the metrics yet.
     """
     consumed = data["consumed_samples"]
     position: dict[str, Any] = {"step": step, "data": data, "model": asdict(config.model)}
@@ -35,7 +35,7 @@ def position_of(
     if ahead:
         position["phases_ahead"] = ahead
     if rewinds:
-        # A restart with one of these settings goes on from here.
+        # A restart with one of these values of train.rewind continues from here.
         position["rewinds"] = rewinds
     if record is not None:
         position["record"] = finite(record)
@@ -45,8 +45,8 @@ def position_of(
 
 
 def check_model(config: RunConfig, position: Mapping[str, Any]) -> None:
-    """Raise StateError for a checkpoint of another [model], which the shapes of tensors may hide:
-    other heads of one width have the same.
+    """Raise StateError for a checkpoint of another [model]. The shapes of tensors may be the same, for
+    another number of heads for instance.
     """
     saved = position.get("model", {})
     differences = [
@@ -65,8 +65,8 @@ def phases_ahead(config: RunConfig, consumed: int) -> list[int]:
 
 
 def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: int) -> None:
-    """Say so where phases ahead begin elsewhere than when the checkpoint was saved, since steps are
-    counted by other batch sizes.
+    """Warn where later phases begin at other samples than when the checkpoint was saved, because of
+    other batch sizes.
     """
     step = position["step"]
     ahead = phases_ahead(config, consumed)
@@ -85,7 +85,7 @@ def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: 
 
 
 def with_rewind(rewinds: Sequence[int], rewind: int | None) -> list[int]:
-    """All values of train.rewind so far, each once."""
+    """All values of train.rewind so far, once each."""
     values = set(rewinds)
     if rewind is not None:
         values.add(rewind)

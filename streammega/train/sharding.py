@@ -29,8 +29,8 @@ TENSOR = "tp"
 
 
 def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
-    """The mesh of this rank's pipeline stage: [dp-cp], or [dp-cp, tp] where there is tensor
-    parallelism. It uses the groups of `ranks`.
+    """The mesh of this rank's pipeline stage, of the groups of `ranks`: [dp-cp], or [dp-cp, tp] with
+    tensor parallelism.
     """
     data_group = ranks.group(DATA) or _group_of_one(ranks.rank)
     tensor_group = ranks.group(TENSOR)
@@ -49,7 +49,7 @@ def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
 
 
 def _group_of_one(rank: int) -> dist.ProcessGroup:
-    """fully_shard needs a group also where a rank has nobody to share with."""
+    """A group of this rank alone: fully_shard needs one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group([rank], use_local_synchronization=True)
@@ -58,18 +58,18 @@ def _group_of_one(rank: int) -> dist.ProcessGroup:
 
 
 def shard(chunk: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Divide a stage over the ranks of a mesh, each block by itself. It computes in `dtype`."""
+    """Divide a stage over the ranks of a mesh, block by block. It computes in `dtype`."""
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # angles of rotary embeddings stay in fp32
     )
-    # Logits of a part of the vocabulary are a view. Nothing here changes them in place.
+    # Logits of a part of the vocabulary are a view. They are not changed in place here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*chunk.blocks.values(), chunk):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         assert isinstance(module, FSDPModule)
-        # Sums, which are divided by the tokens of all ranks later. gloo has no scaled sum.
+        # Plain sums: they are divided by the tokens of all ranks later, and gloo has no scaled sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -82,8 +82,7 @@ def reshard(chunk: nn.Module) -> None:
 
 
 def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
-    """Raise GradientError on every rank where a gradient is not finite. Call it on all ranks
-    together.
+    """Raise GradientError on every rank if a gradient is not finite. Call it on all ranks together.
 
     grads: this rank's parts, by the names of their parameters. norm: of all gradients of all ranks.
     """
@@ -91,14 +90,14 @@ def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
         return
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
     name = _first_of_all_ranks(bad)
-    # The norm of finite gradients may overflow: the caller raises then.
+    # The norm of finite gradients may overflow. The caller raises then.
     if name is not None:
         raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
 
 
 def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
-    """Raise GradientError on every rank where an element of a gradient is larger, or NaN. Call it
-    on all ranks together.
+    """Raise GradientError on every rank if an element of a gradient is larger, or NaN. Call it on all
+    ranks together.
     """
     bad = [
         name
@@ -114,7 +113,7 @@ def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
 
 
 def _first_of_all_ranks(names: Iterable[str]) -> str | None:
-    """The first of the names that any rank gives; None where all give none."""
+    """The first of the names of all ranks; None where no rank has any."""
     local_names = sorted(names)
     if not dist.is_initialized():
         return local_names[0] if local_names else None
@@ -136,7 +135,7 @@ def is_split_over_tensor(parameter: nn.Parameter) -> bool:
 
 
 def local_grads(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """This rank's parts of the gradients that there are."""
+    """This rank's parts of the gradients, of parameters that have one."""
     grads: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:

@@ -14,9 +14,7 @@ from streammega.train.config import RunConfig
 
 
 def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
-    """The loader of a split for a rank of a layout, with the number of samples that the run asks of
-    it.
-    """
+    """The loader of a split for a rank of a layout, with the number of samples that the run needs."""
     return open_loader(data_of(config, split), ranks, split=split, **batch_sizes(config, split))
 
 
@@ -34,8 +32,8 @@ def open_plain(config: RunConfig) -> StreamLoader:
 
 
 def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
-    """Name -> the run with that set as its valid split: those of [validation], or each valid prefix
-    of blend_per_split.
+    """Name -> the run with that set as its valid split. The sets are those of [validation], and with
+    multiple_validation_sets each valid prefix of blend_per_split.
     """
     blends: dict[str, Any] = dict(config.validation)
     data = config.data
@@ -47,7 +45,7 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
-    """The run with a blend as its whole valid split, without settings that apply to training data."""
+    """The run with a blend as its whole valid split, without the settings of training data."""
     data = replace(
         config.data,
         blend=None,
@@ -64,14 +62,14 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
 
 def data_of(config: RunConfig, split: str) -> DataConfig:
     """The data settings of a run for one of its splits. Raises ConfigError for too few samples."""
-    # The trainer's attention goes by bounds of documents, and needs no matrix.
+    # The trainer's attention uses the bounds of documents instead of a mask.
     data = replace(config.data, create_attention_mask=False, fields=None)
     used = {"tokens", "labels", "loss_mask", "cu_seqlens"}
     if data.reset_position_ids:  # else they count from 0
         used.add("position_ids")
     data = replace(data, fields=[name for name in data.field_names if name in used])
-    # The stream order has no end. Counting one from the settings would be wrong for a run that
-    # began with another global batch.
+    # The stream order has no end. An end counted from the settings would be wrong for a run that began
+    # with another global batch.
     if data.num_samples is None and data.order != "stream":
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
@@ -89,13 +87,13 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
 
 
 def batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
-    """The sizes of a split's batches, by the names that a loader has for them."""
+    """The sizes of a split's batches, as arguments of a loader."""
     train = config.train
     sizes: dict[str, Any] = {
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
     }
-    # Evaluations are of whole global batches, however far the ramp-up of training is.
+    # Evaluations use whole global batches, also during the ramp-up of training.
     if split == "train":
         sizes["rampup"] = train.rampup
     return sizes

@@ -1,5 +1,5 @@
-"""The stages of the model that a rank holds: cut out of the whole, split over its groups, with the
-first weights.
+"""The stages of the model on a rank: cut out of the whole model, split over groups of ranks, and filled
+with the first weights.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
 def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model that one rank alone would make, and the shapes of all its parameters."""
+    """Stages of the model, and the shapes of all parameters of the whole model."""
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     is_sharded = config.parallel.optimizer == "sharded"
     mesh = make_mesh(ranks, device.type) if is_sharded else None
-    # Shapes only: memory is for what this rank keeps.
+    # On the meta device first: memory is made only for what this rank keeps.
     with torch.device("meta"):
         whole = GPT(config.model)
         chunks = [GPT(config.model) for _ in stage_ids]
     for chunk, stage in zip(chunks, stage_ids, strict=True):
         chunk.keep_stage(stage, num_stages)
         chunk.recompute(config.train.recompute)
-        # Split before there is memory, so that memory is made for this rank's parts alone.
+        # Split on the meta device, so that memory is made for this rank's parts alone.
         _split(chunk, config, ranks, device, mesh)
         if mesh is not None:
             shard(chunk, mesh[DATA], dtype)
@@ -65,8 +65,8 @@ def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
 
 
 def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
-    """Raise ConfigError for steps of too few micro-batches to keep pipeline stages busy, and for
-    sizes that do not divide over tensor-parallel ranks.
+    """Raise ConfigError for steps with too few micro-batches for the pipeline stages, and for sizes that
+    do not divide over tensor-parallel ranks.
     """
     tp = layout.tp
     pp = layout.pp
@@ -74,7 +74,7 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
     is_interleaved = config.parallel.virtual_stages > 1
     for _, batch_samples in config.schedule.stages:
         micro_batches = batch_samples // (config.train.micro_batch_size * layout.dp)
-        # The interleaved schedule goes through its stages in rounds of pp micro-batches.
+        # The interleaved schedule takes pp micro-batches at a time through each stage.
         if micro_batches < pp or (is_interleaved and micro_batches % pp != 0):
             needs = "a multiple of" if is_interleaved else "at least"
             raise ConfigError(
@@ -92,7 +92,7 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
             f"model.dim {model.dim} makes feed-forward layers {width} wide, which parallel.tp {tp} "
             f"does not divide; change one of them"
         )
-    # torch gives every rank as many entries, rounded up, and the last ones what is left.
+    # torch gives every rank the same number of entries, rounded up. The last ranks get the rest.
     share = math.ceil(model.vocab_size / tp)
     of_all_but_the_last = share * (tp - 1)
     if of_all_but_the_last >= model.vocab_size:
@@ -130,10 +130,10 @@ def _split(
 
 @torch.no_grad()
 def _initialize(chunks: Sequence[nn.Module], whole: GPT, seed: int) -> None:
-    """Give the parameters of some stages their first values, those that one rank alone would draw.
+    """Give the parameters of stages their first values, the same on every layout of ranks.
 
-    Every rank draws the same numbers in the same order, into memory for one parameter at a time,
-    and keeps its own part: no rank needs memory for the whole model.
+    Every rank draws all parameters of the whole model, one at a time, and keeps its own part. So no
+    rank needs memory for the whole model.
 
     Args:
         chunks: modules whose parameters have memory; they may be DTensors.

@@ -1,8 +1,8 @@
-"""The checkpoints of a run, as its loop uses them: all ranks save together, in the background, and
-resume from the newest that is sound.
+"""The checkpoints of a run: all ranks save together, in the background, and resume from the newest sound
+checkpoint.
 
-torch.distributed.checkpoint plans which rank reads and writes which values. The first rank decides
-what there is. What fails on one rank is raised on all.
+torch.distributed.checkpoint plans which rank reads and writes which values. The first rank looks which
+checkpoints there are, and publishes new ones. An error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from streammega.train.rank_sync import RankSync
 log = logging.getLogger(__name__)
 
 Accept = Callable[[dict[str, Any]], None]
-"""Takes the position of a checkpoint; raises StateError for one of another run."""
+"""Is called with the position of a checkpoint. Raises StateError for one of another run."""
 
 
 class Checkpointer:
@@ -57,9 +57,9 @@ class Checkpointer:
     Args:
         store: where they are.
         device: on which the run computes.
-        keep: how many of the last ones are kept, and of those that a rewind sets aside.
+        keep: how many of the last checkpoints are kept, and of those that a rewind sets aside.
         timeout: seconds that ranks wait for each other.
-        before_publish: called on the first rank before a checkpoint appears.
+        before_publish: called on the first rank before a checkpoint is published.
 
     Raises ConfigError if the ranks do not share the store, or another job uses it.
     """
@@ -82,7 +82,7 @@ class Checkpointer:
         self._error: BaseException | None = None
         self.last: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
-        # One rank without torchrun rightly saves in a single process.
+        # A single rank without torchrun is no mistake.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         # First: a second job must write nothing there.
         self._rank_sync.run_on_first(self._take_lock)
@@ -102,9 +102,9 @@ class Checkpointer:
         *,
         background: bool,
     ) -> None:
-        """Write one checkpoint, and remove all but the last `keep`.
+        """Write a checkpoint of the values as they are now, and remove all but the last `keep`.
 
-        In the background: of what is true now.
+        background: return when the values are copied; a thread writes them.
         """
         self.wait()
         self.last = (step, time.monotonic())
@@ -118,7 +118,7 @@ class Checkpointer:
             try:
                 self._write_and_publish(step, state, planner, position)
             except BaseException as error:
-                # `wait` raises it, and `failed` tells all ranks.
+                # `wait` raises it. `failed` is summed over all ranks every step.
                 self._error = error
 
         self._thread = threading.Thread(
@@ -127,13 +127,11 @@ class Checkpointer:
         self._thread.start()
 
     def before_change(self) -> None:
-        """Call it before parameters or the optimizer's state change: a GPU may still be copying
-        what is saved.
-        """
+        """Call it before parameters or the optimizer's state change: a GPU may still be copying them."""
         self._staging.before_change()
 
     def wait(self) -> None:
-        """Until what is being written is whole. Raises what went wrong with it."""
+        """Wait for the save in the background. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -143,16 +141,16 @@ class Checkpointer:
             raise error
 
     def recent(self, seconds: float) -> int | None:
-        """The step of the last save, if its values were taken no more than `seconds` ago.
+        """The step of the last save, if it began no more than `seconds` ago.
 
-        By the clock of the first rank: all ranks must agree whether to save once more.
+        The clock of the first rank counts: all ranks must agree whether to save once more.
         """
         step, started = self.last or (None, 0.0)
         age = time.monotonic() - started
         return self._rank_sync.run_on_first(lambda: step if age <= seconds else None)
 
     def close(self) -> None:
-        """Wait, and let another job in."""
+        """Wait for the save under way, and release the lock."""
         try:
             self.wait()
         finally:
@@ -167,16 +165,15 @@ class Checkpointer:
         accept: Accept,
         rewind: int | None = None,
     ) -> dict[str, Any] | None:
-        """Load the newest checkpoint into a model and optimizer of any layout; its position, or
-        None where there is none.
+        """Load the newest checkpoint into a model and optimizer of any layout; its position, or None
+        where there is no checkpoint.
 
-        One that is damaged is set aside, with a warning, and the one before is taken. `accept` is
-        called with each position first, and raises StateError for one of another run. `rewind`: the
-        newest up to this step, or of those that were trained after rewinding to it.
+        A damaged checkpoint is set aside, with a warning, and the one before is loaded. accept: is
+        called with the position before anything is loaded. rewind: load the newest one up to this
+        step, or of those that were trained after rewinding to it.
 
-        Raises ConfigError if there is none to rewind to, StateError if none can be read or it is
-        another model's, and StorageError if the storage fails: then an older one would be the wrong
-        answer.
+        Raises ConfigError if there is none to rewind to, StateError if none can be read or it is of
+        another model, and StorageError if the storage fails, since the newest one may be sound then.
         """
         damaged: list[int] = []
         last_error: DamagedError | None = None
@@ -194,7 +191,7 @@ class Checkpointer:
                 damaged.append(step)
                 last_error = error
                 continue
-            # Only now: where none can be read, all of them stay for who repairs one.
+            # Only now: if none can be read, all of them stay, so that one can be repaired.
             self._rank_sync.run_on_first(lambda: self._set_aside(damaged, "damaged"))
             return position
         if damaged:
@@ -242,8 +239,8 @@ class Checkpointer:
             ) from None
 
     def _begin(self, step: int) -> str:
-        """The name of a new folder. On the first rank."""
-        # Another job may be writing what looks as if a killed save had left it.
+        """The name of a new folder. The first rank calls it."""
+        # If another job has taken over, its files would look like those of a killed save.
         if self._lock is not None:
             self._lock.check()
         return self.store.begin(step)
@@ -251,12 +248,12 @@ class Checkpointer:
     def _publish(
         self, step: int, name: str, metadata: Metadata, position: Mapping[str, Any]
     ) -> None:
-        """Make files that all ranks have written a checkpoint; then old ones go. On the first rank."""
+        """Publish the files of all ranks as a checkpoint, and remove old ones. The first rank calls it."""
         files = self.store.files(name)
         wait_until_visible(lambda: files.check(metadata), DamagedError)
         if self._before_publish is not None:
             self._before_publish()
-        # Again: writing may have taken minutes, in which another job could take over.
+        # Again: writing may have taken minutes, and another job may have taken over.
         if self._lock is not None:
             self._lock.check()
         self.store.publish(step, name, position)
@@ -272,10 +269,10 @@ class Checkpointer:
                 )
 
     def _choose(self, rewind: int | None) -> list[int]:
-        """Steps to resume from, the best last. On the first rank.
+        """Steps to resume from, the best last. The first rank calls it.
 
-        With `rewind`: those up to it, and those that were trained after rewinding to it. The others
-        are set aside.
+        With `rewind` they are those up to it, and those that were trained after rewinding to it. The
+        others are set aside.
         """
         steps = self.store.steps()
         if rewind is None:
@@ -307,7 +304,7 @@ class Checkpointer:
         """Raises DamagedError, StateError for one of another model, StorageError."""
         group = self._rank_sync.group
         found, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
-        # First: what differs is a better answer than tensors that do not fit.
+        # Before loading: "another [model]" is a better message than tensors that do not fit.
         self._rank_sync.run(lambda: accept(found.position))
         files = self.store.files(found.name)
         checksums = Checksums(found.position[CHECKSUMS])
@@ -324,7 +321,7 @@ class Checkpointer:
             cause = first_cause(error)
             if isinstance(cause, DamagedError | StorageError):
                 raise cause from None
-            # All ranks say the same, whichever of them found it.
+            # All ranks print the same message, so it does not name the rank that found it.
             reason = re.sub(r"^rank \d+: ", "", one_line(cause))
             raise StateError(
                 f"{files.url()}: does not fit this model and optimizer ({reason}); "
@@ -333,9 +330,7 @@ class Checkpointer:
         return found.position
 
     def _examine(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
-        """A checkpoint whose files are all there, as far as their names and sizes tell. On the first
-        rank.
-        """
+        """A checkpoint, after a check of the names and sizes of its files. The first rank calls it."""
         found = self.store.find(step)
         files = self.store.files(found.name)
         metadata = files.read_metadata(Checksums(found.position[CHECKSUMS]))
@@ -344,7 +339,7 @@ class Checkpointer:
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Plans by the state of the run, and writes its copies on the host."""
+    """Plans with the state of the run, and writes the copies of it on the host."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -356,15 +351,13 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 def rewinds_of(position: Mapping[str, Any]) -> list[int]:
-    """The values of train.rewind by which a checkpoint's run, or those it goes back to, have
-    rewound.
-    """
+    """The values of train.rewind that the run of a checkpoint, and those it continues, have applied."""
     return [int(step) for step in position.get("rewinds", ())]
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:
-    """A process group for checkpoints alone: messages of a save in the background must never meet
-    those of training, which other threads send in another order.
+    """A process group for checkpoints alone: collectives of a save in the background must not meet
+    those of training, which another thread starts.
     """
     if not dist.is_initialized():
         return None
