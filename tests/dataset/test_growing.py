@@ -406,7 +406,9 @@ def test_a_folder_may_be_spelled_in_many_ways(
         assert len(IndexedDataset(name)) == len(IndexedDataset(f"{tmp_path}/web-a"))
     (tmp_path / "other").mkdir()
     put(made, f"{tmp_path}/other/web-b")
-    message = rf"is in the folder {re.escape(str(tmp_path))}/other, and .* in {re.escape(str(tmp_path))};"
+    message = (
+        rf"is in the folder {re.escape(str(tmp_path))}/other, and .* in {re.escape(str(tmp_path))};"
+    )
     with pytest.raises(ConfigError, match=message):
         append(spelled, ["./other/web-b"])
     with pytest.raises(ConfigError, match="the dataset itself"):
