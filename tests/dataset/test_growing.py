@@ -307,7 +307,7 @@ def test_repair_leaves_the_manifest_of_a_version_as_it_is(
     before = versions(web)
     there = sorted(os.listdir(tmp_path))
     with pytest.raises(
-        ConfigError, match="is the name of a version, and its manifest stays as it is"
+        ConfigError, match="is the name of a version, and its manifest never changes"
     ):
         repair_index(f"{tmp_path}/{name}", force=True)
     assert versions(web) == before
@@ -352,7 +352,7 @@ def change(url: str, **changes: Any) -> None:
         ("web", "other/web-b", {}, ConfigError, "is in the folder"),
         ("web", "web", {}, ConfigError, "the dataset itself"),
         ("web", "web-b web-b", {}, ConfigError, "is named twice"),
-        ("web", "", {}, ConfigError, "nothing is named"),
+        ("web", "", {}, ConfigError, "name the datasets"),
         ("pair", "web-b", {}, ConfigError, "a pair without a manifest"),
         *(
             (f"web@{which}", "web-b", {}, ConfigError, "name of a version, and stays as it is")

@@ -280,7 +280,7 @@ FORGERIES = {
     "magic": (0, b"NOTMEGA", "starts with"),
     "version": (9, struct.pack("<Q", 7), "version 7"),
     "dtype code": (17, b"\x63", "dtype code 99"),
-    "sequence count": (18, HUGE, "header tells of 1152921504606846976 sequences"),
+    "sequence count": (18, HUGE, "header has 1152921504606846976 sequences"),
     "document count": (26, HUGE, "1152921504606846976 document bounds"),
     "negative length": (34 + 4 * 5, struct.pack("<i", -3), "sequence 5 has the negative length -3"),
     "length past the end": (

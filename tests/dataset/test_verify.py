@@ -116,7 +116,7 @@ def test_ids_and_ends_are_checked(tmp_path: Path) -> None:
         f"document {int(np.flatnonzero(lengths)[0])} does not end with {highest + 5} ({int((lengths > 0).sum())} such"
         in report.problems[0]
     )
-    assert "not checked: name the id" in verify(str(tmp_path / "p")).notes[0]
+    assert "not checked: pass the id" in verify(str(tmp_path / "p")).notes[0]
     with open(tmp_path / "p.bin", "ab") as file:
         file.write(b"1234")
     assert "4 bytes belong to no sequence" in verify(str(tmp_path / "p")).notes[-1]
