@@ -58,7 +58,7 @@ bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py m
 	for peer in -e.[metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
 
-bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half an hour; after bench-peers (BENCH="--stalls": ten more)
+bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half an hour; after bench-peers (BENCH="--figures stalls": ten minutes of waits)
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder

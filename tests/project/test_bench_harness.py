@@ -88,7 +88,7 @@ def test_the_table_names_the_best_of_all_others_and_of_those_that_shuffle_over_e
 ) -> None:
     ours = {"ours": 300e6, "ours, 1 MiB blocks": 400e6}
     rates = {"litdata 0": 90e6, "litdata 2": 150e6, "mosaic 0": 20e6, "mosaic 2": 10e6} | ours
-    table.tell_epochs(rates, "loopback", goals=("2x", "15x"))
+    table.print_epochs(rates, "loopback", goals=("2x", "15x"))
     default, shuffled, wide, _ = capsys.readouterr().out.splitlines()
     assert default.endswith("vs litdata, 2 workers | 150 | 300 | 2.0x | 2x |")
     assert shuffled.endswith("vs mosaicml-streaming | 20 | 300 | 15.0x | 15x |")
@@ -102,7 +102,7 @@ def test_a_figure_that_fails_leaves_the_others_of_the_table(
         raise KeyError("ours")
 
     def tells(chosen: table.Chosen) -> None:
-        table.tell("blend", 1)
+        table.print_row("blend", 1)
 
     monkeypatch.setattr(table, "FIGURES", harness.Figures(epochs=fails, blends=tells, stalls=fails))
     monkeypatch.setattr("sys.argv", ["table.py", "--figures", "epochs", "blends"])

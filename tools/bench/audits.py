@@ -1,5 +1,5 @@
 """What it costs to explain a run of 10^10 samples over a thousand datasets, through phases that
-change datasets, weights and lengths; and whether what is told is what ranks read.
+change datasets, weights and lengths; and whether its answers are what ranks read.
 
 python tools/bench/audits.py [--samples 10000000000] [--datasets 1000] [--compared 1000]
 """
@@ -161,8 +161,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10**10)
     parser.add_argument("--datasets", type=int, default=1000)
     parser.add_argument("--compared", type=int, default=1000)
-    asked = parser.parse_args()
-    report(asked.samples, asked.datasets, asked.compared)
+    chosen = parser.parse_args()
+    report(chosen.samples, chosen.datasets, chosen.compared)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 preprocess, datatrove, `cat`; and training from what it makes.
 
 Sides take turns, several runs each; ratios are those of medians. What a figure needs is made when
-it is first asked for, and kept: `corpus.py` tells what it is. Each figure can be run alone
+it is first needed, and kept: see `corpus.py`. Each figure can be run alone
 (`--figures merge`), and the table is printed line by line; what goes on meanwhile goes to stderr.
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import corpus, costs, harness
-from tools.bench.corpus import FOLDER, VOCAB_SIZE, tell
+from tools.bench.corpus import FOLDER, VOCAB_SIZE, log
 from tools.bench.object_server import running
 
 BLOCK_BYTES = 1 << 18
@@ -82,7 +82,7 @@ def run_side(side: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str,
     """A side in a process of its own, after the disk has come to rest."""
     os.sync()
     found = harness.in_process(side, **arguments)
-    tell(f"{side.__name__} {arguments}: {found['rate']:,.0f} a second")
+    log(f"{side.__name__} {arguments}: {found['rate']:,.0f} a second")
     return found
 
 
@@ -486,7 +486,7 @@ def zstd(scale: Scale) -> None:
     """Ratio, writing and reading speed of levels, and of frames."""
     once = corpus.once(scale.corpus)
     for level, frame in LEVELS:
-        tell(f"zstd level {level}, frames of {frame} KiB")
+        log(f"zstd level {level}, frames of {frame} KiB")
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             write_and_read(once, folder, level, frame, scale.runs)
 
@@ -592,8 +592,8 @@ def row(title: str, theirs: float, ours: float, unit: float, name: str) -> None:
     """Both sides in a unit, and their ratio."""
     # Three digits of what is small.
     digits = max(0, 2 - int(np.log10(max(1.0, ours / unit))))
-    told = [f"{value / unit:,.{digits}f} {name}" for value in (theirs, ours)]
-    harness.row(title, *told, f"{ours / theirs:.2f}")
+    cells = [f"{value / unit:,.{digits}f} {name}" for value in (theirs, ours)]
+    harness.row(title, *cells, f"{ours / theirs:.2f}")
 
 
 FIGURES = harness.Figures(

@@ -2,7 +2,7 @@
 
 The corpus is Python's own sources, again and again, each document marked with its number; the
 tokenizer is trained on them. Everything is made once, when a figure first asks for it, and kept
-under a name that tells its size; what was interrupted is made anew.
+under a name with its size. After an interruption it is made again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_ONCE = 64
 """Files that are tokenised together: what the library holds of a text is many times its size."""
 
 
-def tell(message: str) -> None:
+def log(message: str) -> None:
     """What goes on, beside the table: the first line of it can take a minute."""
     print(message, file=sys.stderr, flush=True)
 
@@ -46,12 +46,12 @@ def made(path: Path, make: Callable[[Path], Any]) -> str:
     """A file that `make` writes, once; under another name until it is whole."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        tell(f"preparing {path.name} ...")
+        log(f"preparing {path.name} ...")
         began = time.perf_counter()
         unfinished = path.with_name(f".{os.getpid()}.{path.name}")
         make(unfinished)
         os.replace(unfinished, path)
-        tell(f"prepared {path.name} in {time.perf_counter() - began:.0f} s")
+        log(f"prepared {path.name} in {time.perf_counter() - began:.0f} s")
     return str(path)
 
 

@@ -11,7 +11,7 @@ on the same cores. Files are those of runner.py.
 
     .venv/bin/python tools/bench/costs.py --floors       # what no loader can do without
 
-tells instead how far the loader is from the least: obstore alone; and obstore that keeps as many
+shows instead how far the loader is from the minimum: obstore alone; and obstore that keeps as many
 bytes as the loader, for a shuffle holds what it mixes, and makes of every body, when it is dropped,
 what a batch is handed out as: ids, or int64 tokens and labels, a float32 mask and int64 positions,
 by kernels without the interpreter's lock, into memory that is used again. The last has no order, no
@@ -92,7 +92,7 @@ def by_kind(before: Threads, after: Threads) -> dict[str, Spent]:
     kinds: dict[str, Spent] = defaultdict(lambda: NOTHING)
     for number, (name, now) in after.items():
         _, then = before.get(number, (name, NOTHING))
-        kind = next((told for begin, told in KINDS.items() if name.startswith(begin)), "others")
+        kind = next((label for begin, label in KINDS.items() if name.startswith(begin)), "others")
         total = kinds[kind]
         kinds[kind] = Spent(
             total.cpu + now.cpu - then.cpu, total.switches + now.switches - then.switches
@@ -274,7 +274,7 @@ def rate(result: Result) -> float:
     return float(result["bytes"] / result["wall"] / 1e6)
 
 
-def tell(mode: str, runs: list[Result], alone: list[Result]) -> None:
+def print_costs(mode: str, runs: list[Result], alone: list[Result]) -> None:
     """One line for each kind of thread, and one for all of them."""
 
     def seconds_of(results: list[Result], kind: str) -> Any:
@@ -382,7 +382,7 @@ def main() -> int:
             if chosen.floors:
                 floors(*options)
             else:
-                tell(mode, *measure(*options))
+                print_costs(mode, *measure(*options))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What every bench does alike: sides take turns, medians are compared, and what was measured is told.
+"""What all benches share: sides take turns, medians are compared, and tables are printed.
 
 A machine varies by a quarter from minute to minute. So the sides of a figure are measured in turns
 within one run, who goes first changes from round to round, and ratios are those of medians.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 SIDE = "--side"
 """Begins the arguments of a bench that runs one side: the name of a function, and its arguments as JSON."""
 RESAMPLES = 2000
-"""Of an interval: enough that its ends differ by less than a percent between seeds."""
+"""Resamples of an interval: its ends differ by less than a percent between seeds."""
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
@@ -38,17 +38,17 @@ def turns(names: Sequence[str], number: int) -> list[str]:
 
 def in_turns(rounds: int, sides: Mapping[str, Callable[[], T | None]]) -> dict[str, list[T]]:
     """What each side gives in so many rounds. A side that fails once, with None, is left out."""
-    given: dict[str, list[T]] = {name: [] for name in sides}
+    results: dict[str, list[T]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in turns(list(sides), number):
-            if name not in given:
+            if name not in results:
                 continue
             value = sides[name]()
             if value is None:
-                del given[name]
+                del results[name]
             else:
-                given[name].append(value)
-    return given
+                results[name].append(value)
+    return results
 
 
 def medians(rounds: int, sides: Mapping[str, Callable[[], float | None]]) -> dict[str, float]:
@@ -95,7 +95,7 @@ def versions(packages: Sequence[str]) -> str:
 
 
 def machine() -> str:
-    """The Python and the cores that figures are of."""
+    """The version of Python and the number of cores."""
     return f"Python {platform.python_version()}, {os.cpu_count()} cores"
 
 
@@ -191,7 +191,7 @@ def parser(
 
 
 def print_head(packages: Sequence[str], runs: int) -> None:
-    """Print what the figures are of."""
+    """Print the machine, the versions and the number of runs."""
     print(f"{machine()}; {versions(packages)}; medians of {runs} runs\n", flush=True)
 
 

@@ -6,8 +6,8 @@ Serves the files under a folder as /bucket/key: GET (with ranges), HEAD and List
 credentials. One thread, one process: an epoll loop that sends files by sendfile, so that on
 loopback it costs the machine little more than nginx does.
 
-`POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` tells what
-was served.
+`POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` returns counts
+of what was served.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Servers that are not as one would wish: what the loader gets from each by itself, beside the best
-of many fixed numbers of requests in flight.
+"""Servers that limit or delay requests: the rate of the loader with its defaults, compared with the
+best of many fixed numbers of requests in flight.
 
     .venv/bin/python tools/bench/servers.py                # --servers names some
     .venv/bin/python tools/bench/servers.py --mib 8 16 32 96    # the same loader with so many bytes in flight
 
-The loader has its defaults; the other side is the same loader with `max_requests` fixed, of which
-the best of a grid is taken: what somebody would find who tried them all. Sides take turns; the
-share is that of the medians. Server and files are those of runner.py.
+The other side is the same loader with `max_requests` fixed to the best value of a grid. Sides take
+turns, and the share is that of the medians. Server and files are those of runner.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ GRID = (1, 4, 16, 64, 384)
 LATENCIES = (0.002, 0.02)
 """Seconds before the first byte, with which numbers of bytes in flight are compared."""
 COUNTED_SECONDS = 12.0
-"""Of a server that counts requests, at least: a shorter run is mostly the burst that it allows."""
+"""Least seconds with a server that counts requests: a shorter run is mostly its burst."""
 
 
 def tokens_per_second(
@@ -77,14 +76,14 @@ def compare(
     """Print one line of the table."""
     seconds = max(chosen.seconds, COUNTED_SECONDS) if "rate" in behaviour else chosen.seconds
 
-    def side(most: int | None) -> float | None:
+    def side(max_requests: int | None) -> float | None:
         bench.server.behave(**behaviour)  # each begins with the burst that the server allows
         return tokens_per_second(
-            bench, order, {} if most is None else {"max_requests": most}, seconds
+            bench, order, {} if max_requests is None else {"max_requests": max_requests}, seconds
         )
 
-    tried = {most: side(most) or 0.0 for most in GRID}
-    best = max(tried, key=lambda most: tried[most])
+    tried = {max_requests: side(max_requests) or 0.0 for max_requests in GRID}
+    best = max(tried, key=lambda max_requests: tried[max_requests])
     medians = harness.medians(
         chosen.runs, {"fixed": partial(side, best), "itself": partial(side, None)}
     )

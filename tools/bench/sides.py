@@ -157,15 +157,15 @@ def paced(a: Result) -> Result:
         began = time.perf_counter()
         iterator = iter(loader)
         while True:
-            asked = time.perf_counter()
+            called_at = time.perf_counter()
             next(iterator)
             now = time.perf_counter()
             if now - began > end:
                 break
             if now - began > a["warmup_seconds"]:
                 warm = warm or loader.stats()["wait_total"]
-                waits.append(now - asked)
-            due = max(due, asked) + step
+                waits.append(now - called_at)
+            due = max(due, called_at) + step
             if (left := due - time.perf_counter()) > 0:
                 time.sleep(left)
         stats = loader.stats()

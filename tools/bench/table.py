@@ -2,7 +2,7 @@
 """The table of docs/benchmarks.md: what the library is measured by, both sides by one command.
 
     make bench-peers        # once: .venv-bench, with the other loaders
-    make bench              # the whole table; --figures names some, --stalls adds ten minutes
+    make bench              # the table; --figures names some: stalls takes ten minutes
 
 Sides take turns, `--runs` times each, every one in a process of its own; a ratio is that of the
 medians. Every loader reads the same tokens, 1 GiB in its own format, from the server of
@@ -36,25 +36,25 @@ PEERS = {
 }
 """Other loaders, by the name of their side."""
 WELL_SHUFFLED = "mosaic"
-"""The one that shuffles over everything; the others shuffle within a shard or a buffer."""
+"""The loader that shuffles over everything. The others shuffle within a shard or a buffer."""
 WORKERS = (0, 2)
 PEER_SECONDS = 15
-"""Of an epoch of another loader, if that takes longer: the slowest would take minutes for it."""
+"""Most seconds of an epoch of another loader. The slowest would take minutes."""
 LONGER_SECONDS = 90
-"""Of one that shuffles over everything, with workers: it fetches most of the data for its first
-batch, and its rate counts from there.
+"""Most seconds of a loader that shuffles over everything, with workers. It fetches most of the data
+for its first batch, and its rate counts from there.
 """
 SECONDS = 4.0
-"""Of what is measured in its steady state."""
+"""Seconds of a measurement in the steady state."""
 SAMPLES = 10**7
-"""More than are read of local files in that time."""
+"""More samples than are read of local files in that time."""
 BLEND = (256, 2_000_000)
 """Datasets of the blend that is built, and its samples."""
 STALL_SECONDS = 600
 STALL_WARM_UP = 30
 STALL_RATE = 0.85 * 400e6
-"""Bytes a second that are asked for: 85 % of a link of 400 MB/s, so that bandwidth, and not these
-cores, is what is asked for.
+"""Bytes a second of the consumer: 85 % of a link of 400 MB/s, so that bandwidth and not the CPU is the
+limit.
 """
 Result = dict[str, Any]
 
@@ -69,7 +69,7 @@ class Chosen(argparse.Namespace):
 FIGURES = harness.Figures()
 
 
-def tell(
+def print_row(
     figure: str,
     ours: float,
     theirs: float | None = None,
@@ -78,7 +78,7 @@ def tell(
     ratio: Callable[[float, float], str] | None = None,
     goal: str = "",
 ) -> None:
-    """A line of the table. goal: what the ratio, or ours alone, is to reach."""
+    """Print a line of the table. goal: what the ratio, or our figure, should reach."""
     cells = ["" if value is None else f"{value:,.{digits}f}" for value in (theirs, ours)]
     compared = ratio(ours, theirs) if ratio is not None and theirs is not None else ""
     harness.row(figure, *cells, compared, goal)
@@ -118,7 +118,7 @@ def transport(chosen: Chosen) -> None:
             sides = costs.measure(bench.server.endpoint, mode, chosen.runs, SECONDS)
             ours, alone = (statistics.median(map(costs.rate, results)) for results in sides)
             title = f"stream order, {mode}, MB/s, vs obstore alone, same requests in flight"
-            tell(title, ours, alone, ratio=share, goal=goal)
+            print_row(title, ours, alone, ratio=share, goal=goal)
 
 
 # --- whole epochs --------------------------------------------------------------------------------
@@ -129,18 +129,18 @@ def epochs(chosen: Chosen) -> None:
     """On loopback: whole epochs, workers, host CPU, the first batch."""
     measured = epochs_of(chosen, "unshaped")
     rates = medians_of(measured, "rate")
-    tell_epochs(rates, "loopback", goals=("2x", "15x"))
-    tell_workers(rates)
-    tell_cpu(medians_of(measured, "cpu"))
-    tell_first(medians_of(measured, "first"), "loopback")
+    print_epochs(rates, "loopback", goals=("2x", "15x"))
+    print_workers(rates)
+    print_cpu(medians_of(measured, "cpu"))
+    print_first(medians_of(measured, "first"), "loopback")
 
 
 @FIGURES.figure()
 def far_epochs(chosen: Chosen) -> None:
     """With 20 ms: whole epochs, the first batch."""
     measured = epochs_of(chosen, "shaped")
-    tell_epochs(medians_of(measured, "rate"), "20 ms", goals=("3x", "50x"))
-    tell_first(medians_of(measured, "first"), "20 ms")
+    print_epochs(medians_of(measured, "rate"), "20 ms", goals=("3x", "50x"))
+    print_first(medians_of(measured, "first"), "20 ms")
 
 
 def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
@@ -155,7 +155,7 @@ def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
                 sides[f"{peer} {workers}"] = partial(peer_epoch, bench, peer, workers)
         sides["ours"] = partial(our_epoch, bench)
         sides["ours, 1 MiB blocks"] = partial(our_epoch, bench, data=WIDE)
-        if shape == "unshaped":  # what does not depend on the distance
+        if shape == "unshaped":  # these do not depend on the distance
             sides["ours, ids"] = partial(our_epoch, bench, ids_only=True)
             for name, options in runner.OUR_WORKERS.items():
                 sides[f"ours, {name}"] = partial(our_workers, bench, **options)
@@ -170,7 +170,7 @@ def peer_epoch(bench: Bench, peer: str, workers: int) -> Result | None:
     if not result:
         return None
     found = {"rate": result["tokens"], "first": result["first"]}
-    # of workers that have not ended, nobody knows yet what they spent
+    # The CPU time of workers is unknown until they end.
     return found if workers else found | {"cpu": result["cpu"]}
 
 
@@ -211,26 +211,26 @@ def rivals_of(found: Mapping[str, float], choose: Callable[..., str]) -> list[st
     return rivals
 
 
-def tell_epochs(rates: Mapping[str, float], where: str, goals: Sequence[str]) -> None:
+def print_epochs(rates: Mapping[str, float], where: str, goals: Sequence[str]) -> None:
     for side, blocks in (("ours", "default blocks"), ("ours, 1 MiB blocks", "1 MiB blocks")):
         for rival, goal in zip(rivals_of(rates, max), goals, strict=False):
             title = f"whole shuffled epoch, {where}, {blocks}, M tokens/s, vs {named(rival)}"
             ours, theirs = rates[side] / 1e6, rates[rival] / 1e6
-            tell(title, ours, theirs, ratio=times, goal=goal if side == "ours" else "")
+            print_row(title, ours, theirs, ratio=times, goal=goal if side == "ours" else "")
 
 
-def tell_workers(rates: Mapping[str, float]) -> None:
-    """Beside each other loader with as many workers."""
+def print_workers(rates: Mapping[str, float]) -> None:
+    """Compared with each other loader with as many workers."""
     with_workers = [side for side in of_peers(rates) if side.endswith(" 2")]
     for method in runner.OUR_WORKERS:
         for rival in with_workers:
             title = f"torch DataLoader, 2 workers {method}, M tokens/s, vs {named(rival)}"
             ours, theirs = rates[f"ours, {method}"] / 1e6, rates[rival] / 1e6
-            tell(title, ours, theirs, ratio=times, goal="1.0x")
+            print_row(title, ours, theirs, ratio=times, goal="1.0x")
 
 
-def tell_cpu(seconds: Mapping[str, float]) -> None:
-    """Every mode of ours, beside the least of the others and those that shuffle well."""
+def print_cpu(seconds: Mapping[str, float]) -> None:
+    """All our modes, compared with the best other loader and the best that shuffles well."""
     modes = {
         "ours": "int64",
         "ours, ids": "ids",
@@ -241,16 +241,16 @@ def tell_cpu(seconds: Mapping[str, float]) -> None:
     for side, mode in modes.items():
         for rival, goal in zip(rivals_of(seconds, min), ("0.8x", "0.3x"), strict=False):
             title = f"host CPU seconds per 10^9 tokens, {mode}, vs {named(rival)}"
-            tell(title, seconds[side], seconds[rival], digits=1, ratio=two_digits, goal=goal)
+            print_row(title, seconds[side], seconds[rival], digits=1, ratio=two_digits, goal=goal)
 
 
-def tell_first(seconds: Mapping[str, float], where: str) -> None:
-    """Of the others, those without workers: theirs have to be started."""
+def print_first(seconds: Mapping[str, float], where: str) -> None:
+    """Compared with other loaders without workers, which would have to be started."""
     peers = {side: value for side, value in of_peers(seconds).items() if side.endswith(" 0")}
     rival = min(peers, key=lambda side: peers[side])
     title = f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}"
     goal = "0.2 s and the round trips"
-    tell(title, seconds["ours"], peers[rival], digits=2, ratio=two_digits, goal=goal)
+    print_row(title, seconds["ours"], peers[rival], digits=2, ratio=two_digits, goal=goal)
 
 
 # --- the Megatron order, and what other modes cost -----------------------------------------------
@@ -280,11 +280,11 @@ def megatron(chosen: Chosen) -> None:
     rates = medians_of(measured, "rate")
     reader = "megatron-core's multi-storage-client reader"
     title = f"Megatron order, loopback, samples/s, vs {reader}"
-    tell(title, rates["ours"], rates.get("theirs"), ratio=times, goal="20x")
+    print_row(title, rates["ours"], rates.get("theirs"), ratio=times, goal="20x")
     fetched = statistics.median(result["stats"]["amplification"] for result in measured["ours"])
-    tell("bytes fetched for each byte used", fetched, digits=2, goal="1.15")
+    print_row("bytes fetched for each byte used", fetched, digits=2, goal="1.15")
     title = "host CPU seconds per 10^9 tokens, int64, Megatron order from the server"
-    tell(title, medians_of(measured, "cpu")["ours"], digits=1)
+    print_row(title, medians_of(measured, "cpu")["ours"], digits=1)
 
 
 @FIGURES.figure()
@@ -308,10 +308,10 @@ def local_files(chosen: Chosen) -> None:
     seconds = medians_of(measured, "cpu")
     for order in ("megatron", "stream"):
         title = f"host CPU seconds per 10^9 tokens, int64, {order} order, local files"
-        tell(title, seconds[order], digits=1)
+        print_row(title, seconds[order], digits=1)
         title = f"local files, int64, M tokens/s, {order} order vs megatron-core + DataLoader"
         ours, other = rates[order] / 1e6, rates.get("theirs", 0.0) / 1e6
-        tell(f"{title} ({best} workers)", ours, other or None, ratio=times)
+        print_row(f"{title} ({best} workers)", ours, other or None, ratio=times)
 
 
 def our_local(bench: Bench, order: str, warmup: int, **options: Any) -> Result | None:
@@ -338,8 +338,8 @@ def zstd(chosen: Chosen) -> None:
     found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
     title = "local .bin.zst, the loader alone, M tokens/s, vs"
     library = "the zstandard library alone on all cores"
-    tell(f"{title} {library}", found["zst"], found["frames"], ratio=share, goal="60 %")
-    tell(f"{title} plain .bin", found["zst"], found["bin"], ratio=share)
+    print_row(f"{title} {library}", found["zst"], found["frames"], ratio=share, goal="60 %")
+    print_row(f"{title} plain .bin", found["zst"], found["bin"], ratio=share)
 
 
 @FIGURES.figure()
@@ -355,7 +355,7 @@ def copies(chosen: Chosen) -> None:
     found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
     for side in ("shard", "merge"):
         title = f"{side} 1 GiB, MB/s, vs `cp` and `sync`"
-        tell(title, found[side], found["cp"], ratio=share, goal="85 %")
+        print_row(title, found[side], found["cp"], ratio=share, goal="85 %")
 
 
 @FIGURES.figure()
@@ -369,7 +369,7 @@ def tokenize(chosen: Chosen) -> None:
     }
     found = harness.medians(chosen.runs, sides)
     title = "tokenizing, tokens/s, vs the library's batch encoding, ids not looked at"
-    tell(title, found["ours"], found["bare"], ratio=share, goal="95 %")
+    print_row(title, found["ours"], found["bare"], ratio=share, goal="95 %")
 
 
 @FIGURES.figure()
@@ -387,7 +387,7 @@ def blends(chosen: Chosen) -> None:
     found = harness.medians(2 * chosen.runs + 1, sides)
     title = f"blend of {count} datasets, random weights, {samples / 1e6:.0f} M samples, seconds"
     inverse = times(found["theirs"], found["ours"])
-    tell(title, found["ours"], found["theirs"], digits=3, ratio=lambda *_: inverse, goal="12x")
+    print_row(title, found["ours"], found["theirs"], digits=3, ratio=lambda *_: inverse, goal="12x")
 
 
 # --- opening, stalls -----------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def starts(chosen: Chosen) -> None:
         found = opening.medians_of(server, chosen.runs, opening.first_batch, settle=0.0)
     title = "first batch, loopback, seconds from the start of the process"
     whole = opening.from_start(found)
-    tell(f"{title} (torch's import {found['torch']:.2f})", whole, digits=2, goal="2.5 s")
+    print_row(f"{title} (torch's import {found['torch']:.2f})", whole, digits=2, goal="2.5 s")
 
 
 @FIGURES.figure()
@@ -461,7 +461,7 @@ def scattered(chosen: Chosen) -> None:
             for scheme, reader in readers.items():
                 title = f"Megatron order, {shape}, samples/s vs megatron-core's {reader}"
                 whole = partial(times, digits=0)
-                tell(title, rates["ours"], rates.get(scheme), digits=2, ratio=whole)
+                print_row(title, rates["ours"], rates.get(scheme), digits=2, ratio=whole)
 
 
 @FIGURES.figure(by_default=False)
@@ -479,7 +479,7 @@ def cached(chosen: Chosen) -> None:
         rates = medians_of(harness.in_turns(chosen.runs, sides), "rate")
     shutil.rmtree(cache, ignore_errors=True)
     title = "Megatron order from a warm cache, samples/s vs local files"
-    tell(title, rates["cached"], rates["local"], ratio=two_digits)
+    print_row(title, rates["cached"], rates["local"], ratio=two_digits)
 
 
 @FIGURES.figure(by_default=False)
@@ -491,16 +491,13 @@ def memory(chosen: Chosen) -> None:
             peak = bench.ours(seconds=SECONDS, storage={"memory_bytes": budget})["peak"]
             title = f"peak memory beyond a budget of {budget >> 20} MiB and the imports, MiB"
             beyond = (peak - base - budget) >> 20
-            tell(f"{title} (imports {base >> 20}, peak {peak >> 20})", beyond)
+            print_row(f"{title} (imports {base >> 20}, peak {peak >> 20})", beyond)
 
 
 def main() -> int:
     parser = harness.parser(__doc__, FIGURES)
-    parser.add_argument("--stalls", action="store_true", help="ten minutes of waits, too")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     chosen = parser.parse_args(namespace=Chosen())
-    if chosen.stalls and "stalls" not in chosen.figures:
-        chosen.figures = [*chosen.figures, "stalls"]
     harness.print_head((*runner.PACKAGES, "numba", "tokenizers", "zstandard"), chosen.runs)
     harness.table("figure", "other side", "streammega", "ratio", "goal")
     return harness.print_figures(FIGURES, chosen)

@@ -377,9 +377,9 @@ class Model:
         """
         waited = 0.0
         for micro in range(self.micro_batches):
-            asked = time.perf_counter()
+            called_at = time.perf_counter()
             batch = next(batches)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - called_at
             with synchronised(self.wrapped, is_last=micro == self.micro_batches - 1):
                 logits = self.wrapped(batch["tokens"], batch["position_ids"])
                 loss = nn.functional.cross_entropy(
