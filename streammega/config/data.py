@@ -83,8 +83,9 @@ class FieldsConfig:
     """When given, a token id at or past it is an error."""
     fields: Sequence[str] | None = None
     """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
-    None: "tokens", "labels", "loss_mask", "position_ids", and those that other settings add. A field
-    that the training needs cannot be left out: "loss_mask" where some labels have no loss.
+    None: "tokens" and "labels" in the stream order, if every label has a loss and positions only count
+    up; otherwise "loss_mask" and "position_ids" too. Other settings add theirs. A field that the training
+    needs cannot be left out: "loss_mask" where some labels have no loss.
     """
 
     def __post_init__(self) -> None:
@@ -108,7 +109,9 @@ class FieldsConfig:
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields that batches have, in their order."""
+        """The fields that `fields` names, or all that these settings make, in their order. What batches of
+        a loader have by default, their data decides too: `samples.source.field_names`.
+        """
         wanted = self._made_fields() if self.fields is None else self.fields
         return tuple(name for name in FIELD_NAMES if name in wanted)
 
@@ -315,6 +318,21 @@ class DataConfig(FieldsConfig):
 
     def _restarts_positions(self) -> bool:
         return self.reset_position_ids or self.inter_document_masking
+
+    @property
+    def has_plain_fields(self) -> bool:
+        """Whether by these settings every label has a loss and positions only count up. What is padding,
+        or appended in mid-run, is not known ahead: with pad_id and follow it is False.
+        """
+        may_mask = (
+            self.eod_mask_loss
+            or self.effective_pad_id >= 0
+            or self.seams != "joined"
+            or not self.add_extra_token
+            or self.follow is not None
+            or bool(self.skips_of("train"))
+        )
+        return not may_mask and not self._restarts_positions()
 
     def _check_all_is_learned(self) -> None:
         super()._check_all_is_learned()

@@ -5,6 +5,8 @@ they are missing.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from streammega.config import DataConfig
@@ -34,6 +36,18 @@ def imported(module: str, extra: str) -> Any:
         if module != missing and not module.startswith(f"{missing}."):
             raise
         raise not_installed(module, extra) from None
+
+
+def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:
+    """The config with all fields that a framework uses, and no others; as it is with `fields` of its own.
+
+    loss_mask is for where some labels have no loss: without position_ids, the default leaves both out
+    if they can be.
+    """
+    may_be_plain = config.order == "stream" and config.has_plain_fields
+    if config.fields is not None or (may_be_plain and "position_ids" not in used):
+        return config
+    return replace(config, fields=[name for name in config.field_names if name in used])
 
 
 def check_phases(

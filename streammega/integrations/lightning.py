@@ -314,7 +314,7 @@ class LogsSourceLosses:
             return  # of a loader of another's
         each = outputs.get(TOKEN_LOSSES) if isinstance(outputs, Mapping) else None
         if each is not None:
-            losses.add(batch["dataset_id"], each, batch["loss_mask"])
+            losses.add(batch["dataset_id"], each, batch.get("loss_mask"))
         elif not self._warned:
             self._warned = True
             log.warning(

@@ -21,7 +21,7 @@ import numpy as np
 
 from streammega.config import DataConfig, Order, StorageConfig, parse_blend
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import imported, with_used_fields
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
@@ -30,6 +30,16 @@ from streammega.samples.open import open_source
 from streammega.samples.segments import source_names, split_blend
 from streammega.samples.source import SampleSource
 
+BATCH_FIELDS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "max_seqlen",
+)
+"""What Megatron reads of a batch. It needs the first four in any case."""
 MIN_LANES = 1024
 """Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
 
@@ -71,7 +81,7 @@ class MegatronBatches(Iterator[Batch]):
         consumed_samples: int = 0,
         **options: Any,
     ) -> None:
-        self._config = config
+        self._config = with_used_fields(config, BATCH_FIELDS)
         self._consumed = consumed_samples
         self._loader: StreamLoader | None = None
         self.split = split

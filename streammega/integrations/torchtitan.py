@@ -22,7 +22,7 @@ import torch
 from streammega.config import DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState
-from streammega.integrations.frameworks import check_phases, imported
+from streammega.integrations.frameworks import check_phases, imported, with_used_fields
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -77,7 +77,9 @@ class TitanPairs(Iterator[Pair]):
         return self._pair(next(self._batches))
 
     def _pair(self, batch: Batch) -> Pair:
-        labels = batch["labels"].masked_fill_(batch["loss_mask"] == 0, IGNORE_INDEX)
+        labels = batch["labels"]
+        if "loss_mask" in batch:
+            labels.masked_fill_(batch["loss_mask"] == 0, IGNORE_INDEX)
         inputs = {"input": batch["tokens"]}
         if self._positions:
             inputs["positions"] = batch["position_ids"]
@@ -157,7 +159,10 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         )
     global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None
     check_phases(data, "torchtitan", global_batch_size, one_length=True)
-    return data
+    used = {"tokens", "labels", "loss_mask", "cu_seqlens"}
+    if config.positions != "none":
+        used.add("position_ids")
+    return with_used_fields(data, used)
 
 
 def _repeats(config: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import PlaceholderDataset, StreamDataLoader
-from streammega.integrations.frameworks import check_phases, imported
+from streammega.integrations.frameworks import check_phases, imported, with_used_fields
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
 from streammega.samples.segments import split_blend
@@ -35,8 +35,8 @@ POSITION = "StreamPosition"
 
 
 def causal_lm_batch(batch: Batch) -> Batch:
-    """What causal language models of Hugging Face take: "input_ids", "position_ids", "shift_labels"
-    and "labels", int64 [micro_batch_size, S].
+    """What causal language models of Hugging Face take: "input_ids", "shift_labels", "labels" and, if
+    the batch has them, "position_ids", int64 [micro_batch_size, S].
 
     They shift "labels" themselves, and lose the last one; "shift_labels" are taken as they are, and
     are what the loss is of. "labels" are the same ones not shifted, for metrics that shift them.
@@ -44,17 +44,15 @@ def causal_lm_batch(batch: Batch) -> Batch:
     use_cache=False, as Trainers do. A "dataset_id" stays, which no model takes: StreamTrainer takes
     it out.
     """
-    shift_labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, NO_LOSS)
+    shift_labels = batch["labels"]
+    if "loss_mask" in batch:
+        shift_labels = shift_labels.masked_fill(batch["loss_mask"] == 0, NO_LOSS)
     labels = torch.full_like(shift_labels, NO_LOSS)
     labels[:, 1:] = shift_labels[:, :-1]
-    fields = {
-        "input_ids": batch["tokens"],
-        "position_ids": batch["position_ids"],
-        "labels": labels,
-        "shift_labels": shift_labels,
-    }
-    if DATASET_ID in batch:
-        fields[DATASET_ID] = batch[DATASET_ID]
+    fields = {"input_ids": batch["tokens"], "labels": labels, "shift_labels": shift_labels}
+    for name in ("position_ids", DATASET_ID):
+        if name in batch:
+            fields[name] = batch[name]
     return fields
 
 
@@ -128,7 +126,10 @@ class StreamTrainerMixin:
         _check(stream)
         if "rampup" in (stream_options or {}):
             raise ConfigError("the steps of the Trainer have one size: leave out rampup")
-        self._stream = stream
+        used = {"tokens", "labels", "loss_mask", "cu_seqlens", DATASET_ID}
+        if stream.reset_position_ids or stream.inter_document_masking:
+            used.add("position_ids")  # these models count from 0 by themselves
+        self._stream = with_used_fields(stream, used)
         self._stream_options = dict(stream_options or {})
         self._stream_valid: StreamDataLoader | None = None
         self._source_losses: SourceLosses | None = None

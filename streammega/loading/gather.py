@@ -20,7 +20,7 @@ from streammega.samples.derived_fields import Allocate, Batch, Samples, make_fie
 from streammega.samples.excluded import ExclusionMask
 from streammega.samples.loss_masks import Seams, as_asked, seams_between
 from streammega.samples.packed import are_packed
-from streammega.samples.source import masks_by_files
+from streammega.samples.source import field_names, masks_by_files
 from streammega.samples.token_file import Runs, clear_by_modes
 
 TAIL_ID = 0
@@ -166,7 +166,7 @@ class Assembler:
 
     def __init__(self, steps: MicroSteps, plan: ReadPlan, allocate: Allocate | None) -> None:
         self._config = steps.config
-        self._names = steps.config.field_names
+        self._names = field_names(steps.samples)
         self._batch_rows = steps.micro_batch_size * plan.planner.kept.rows_of_sample
         self._is_packed = are_packed(plan.files)
         self._allocate = allocate

@@ -18,7 +18,7 @@ from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import bytes_of_field
 from streammega.samples.packed import are_packed
-from streammega.samples.source import all_files, masks_by_files
+from streammega.samples.source import all_files, field_names, masks_by_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import whole_pages
@@ -134,9 +134,8 @@ def _batch_size(
     learned_bytes = ids if masks_by_files(steps.samples) else 0
     fields: tuple[int, ...] = ()
     if not ids_only:
-        fields = tuple(
-            rows * bytes_of_field(name, config.sequence_length) for name in config.field_names
-        )
+        names = field_names(steps.samples)
+        fields = tuple(rows * bytes_of_field(name, config.sequence_length) for name in names)
     return BatchSize(
         samples=steps.micro_batch_size,
         sample_tokens=sample_tokens,

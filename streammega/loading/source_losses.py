@@ -20,7 +20,7 @@ class SourceLosses:
         losses = SourceLosses.of(config, device=device)
         for batch in loader:                                # of DataConfig(dataset_ids=True)
             loss = cross_entropy(..., reduction="none")     # of each token, [batch, S]
-            losses.add(batch["dataset_id"], loss.detach(), batch["loss_mask"])
+            losses.add(batch["dataset_id"], loss.detach(), batch.get("loss_mask"))
             if step % 10 == 0:
                 log(losses.means(prefix="train/loss/"))
 
@@ -48,10 +48,11 @@ class SourceLosses:
         """
         return cls(source_names(config, split), device)
 
-    def add(self, dataset_id: Tensor, losses: Tensor, mask: Tensor) -> None:
+    def add(self, dataset_id: Tensor, losses: Tensor, mask: Tensor | None = None) -> None:
         """Add a micro-batch: dataset_id int64 [batch], the loss of each token [batch, S], and what
-        counts of it, [batch, S]: tokens with 0 do not, whatever their loss.
+        counts of it, [batch, S]: tokens with 0 do not, whatever their loss. None: all tokens count.
         """
+        mask = torch.ones_like(losses) if mask is None else mask
         counted = mask.to(losses.device).double()
         # chosen, not multiplied: 0 times an infinite loss is none
         loss_of_token = torch.where(counted != 0, losses.detach().double() * counted, 0.0)

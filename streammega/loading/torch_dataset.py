@@ -41,7 +41,8 @@ AHEAD = 2
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
-    [micro_batch_size, S]; with reset_attention_mask also "cu_seqlens", the bounds of documents,
+    [micro_batch_size, S]; in the stream order only tokens and labels, if every label has a loss and
+    positions only count up (see `fields` of DataConfig). With reset_attention_mask also "cu_seqlens", the bounds of documents,
     int32 [micro_batch_size, most documents + 1]; with dataset_ids "dataset_id", int64
     [micro_batch_size]; with inter_document_masking "cu_seqlens" and
     "max_seqlen" as it says.

@@ -27,7 +27,7 @@ from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.derived_fields import plain_mask, plain_positions
 from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.packed import are_packed
-from streammega.samples.source import all_files, masks_by_files
+from streammega.samples.source import all_files, field_names, masks_by_files
 
 NARROW = (np.uint16, np.uint32)
 """What ids are sent as, where they fit."""
@@ -65,7 +65,7 @@ def is_sent_unseen(dataset: object) -> bool:
 def ids_tell_fields(steps: MicroSteps) -> bool:
     """Whether the fields of all batches can be made of ids, but for padding."""
     config = steps.config
-    names = config.field_names
+    names = field_names(steps.samples)
     if "position_ids" in names and (config.reset_position_ids or config.inter_document_masking):
         return False
     if "loss_mask" in names and (
@@ -85,9 +85,10 @@ def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
     Raises FormatError for an id outside of the vocabulary.
     """
     ids = fields["ids"]
+    names = field_names(steps.samples)
     if _all_are_tokens(ids, fields["valid"], steps):
-        return IdBatch(ids, steps.config.field_names)
-    return WorkerBatch(fields_of_ids(ids, fields["valid"], steps.config))
+        return IdBatch(ids, names)
+    return WorkerBatch(fields_of_ids(ids, fields["valid"], steps.config, names=names))
 
 
 def _all_are_tokens(ids: Tensor, valid: Tensor, steps: MicroSteps) -> bool:

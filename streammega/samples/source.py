@@ -161,7 +161,7 @@ class SegmentSource(ABC):
             samples = samples._replace(pieces=(extents.row_splits, extents.stop - extents.start))
         if config.dataset_ids:
             samples = samples._replace(dataset_id=self.dataset_ids[first_datasets(extents)])
-        names = config.field_names
+        names = field_names(self)
         if not (bounds or config.inter_document_masking):
             names = tuple(name for name in names if name != "cu_seqlens")
         (batch,) = make_fields(samples, config, names, new_memory, packed=are_packed(files))
@@ -325,10 +325,28 @@ def masks_by_files(source: SampleSource | SegmentSource) -> bool:
     return source.skipped is not None or has_modes(all_files(source.files))
 
 
+def _masks_by_data(source: SampleSource | SegmentSource) -> bool:
+    """Whether the data itself leaves some labels without loss."""
+    return masks_by_files(source) or are_packed(all_files(source.files))
+
+
 def check_fields(source: SampleSource) -> None:
     """Raise ConfigError if the data has labels without loss, and the config leaves out loss_mask."""
-    if masks_by_files(source) or are_packed(all_files(source.files)):
+    if _masks_by_data(source):
         check_mask_is_there(source.config.field_names)
+
+
+def field_names(source: SampleSource | SegmentSource) -> tuple[str, ...]:
+    """The fields that batches have, in their order. By default those of the stream order have no mask
+    of ones, nor positions that only count up.
+    """
+    config = source.config
+    names = config.field_names
+    if config.fields is not None or config.order != "stream":
+        return names
+    if not config.has_plain_fields or _masks_by_data(source):
+        return names
+    return tuple(name for name in names if name not in ("loss_mask", "position_ids"))
 
 
 def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:

