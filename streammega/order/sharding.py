@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError, StateError
 from streammega.kernels.packing import deal
 
+Integers = NDArray[np.int64]
+
 
 def check_batch_sizes(
     global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
@@ -114,9 +116,6 @@ def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, in
     return bounds
 
 
-Integers = NDArray[np.int64]
-
-
 def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Integers:
     """Which samples of a global batch each micro-step, rank and row reads, by their places in it:
     int64 [micro-steps, dp_size, micro_batch_size].
@@ -129,19 +128,3 @@ def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Int
     places = np.empty((micro_steps, dp_size, micro_batch_size), np.int64)
     deal(costs, by_cost, dp_size, micro_batch_size, places)
     return places
-
-
-def pace(costs: Integers) -> int:
-    """The cost of a global batch where ranks wait for each other in every micro-step: the sum of the
-    highest costs of a rank.
-
-    costs: int64 [micro-steps, dp_size, micro_batch_size].
-    """
-    return int(costs.sum(axis=2).max(axis=1).sum())
-
-
-def longest_rank(costs: Integers) -> int:
-    """The cost of a global batch where ranks wait for each other only at its end. costs: as in
-    `pace`.
-    """
-    return int(costs.sum(axis=(0, 2)).max())

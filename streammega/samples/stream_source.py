@@ -73,8 +73,10 @@ class StreamSegment(SegmentSource):
         if dataset_ids is not None:
             self.dataset_ids = dataset_ids
         # divided by the largest first: the sum of huge weights would be infinite
-        relative = np.array(order.weights, np.float64) / max(order.weights)
-        self.shares: list[float] = (relative / relative.sum()).tolist()
+        largest = max(order.weights)
+        relative = [weight / largest for weight in order.weights]
+        total = sum(relative)
+        self.shares = [weight / total for weight in relative]
         self.tokens_per_epoch = [dataset.tokens for dataset in order.datasets]
         self._all_files = all_files(files)
         self._is_packed = are_packed(self._all_files)
@@ -97,8 +99,6 @@ class StreamSegment(SegmentSource):
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest of each dataset with its share."""
         order = self.order
-        shares = sample_shares(order.weights)
-        digests = digests_of(order, self.files)
         packed = {"packed": True} if self._is_packed else {}
         return packed | {
             "order": "stream",
@@ -109,24 +109,29 @@ class StreamSegment(SegmentSource):
             "seed": order.seed,
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
-            "datasets": [
-                f"{digest}*{share}" for digest, share in zip(digests, shares, strict=True)
-            ],
+            "datasets": self._described_datasets(),
         }
 
     def later_identity(self) -> dict[str, Any]:
         """What defines a later segment: each dataset is "number:digest*share"."""
         order = self.order
         numbers = order.dataset_numbers.tolist()
-        digests = digests_of(order, self.files)
-        datasets = zip(numbers, digests, sample_shares(order.weights), strict=True)
+        datasets = zip(numbers, self._described_datasets(), strict=True)
         restart = {"restart": sorted(order.restart)} if order.restart else {}
         return restart | {
             "first_sample": order.first_sample,
             "sequence_length": order.sequence_length,
             "lanes": order.lanes,
-            "datasets": [f"{number}:{digest}*{share}" for number, digest, share in datasets],
+            "datasets": [f"{number}:{dataset}" for number, dataset in datasets],
         }
+
+    def _described_datasets(self) -> list[str]:
+        """A digest of each of its datasets, and its share in eight digits: weights 3 and 7 are the
+        order of 0.3 and 0.7.
+        """
+        digests = digests_of(self.order, self.files)
+        pairs = zip(digests, self.shares, strict=True)
+        return [f"{digest}*{share:.8g}" for digest, share in pairs]
 
     def usage(self, spans: Sequence[Span]) -> Records:
         """Counted from the order alone: no sample is located."""
@@ -276,15 +281,6 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
     if shared is not None:
         raise ConfigError(shared)
     return lanes
-
-
-def sample_shares(weights: Sequence[float]) -> list[str]:
-    """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
-    # divided by the largest first: the sum of huge weights would be infinite
-    largest = max(weights)
-    relative = [weight / largest for weight in weights]
-    total = sum(relative)
-    return [f"{weight / total:.8g}" for weight in relative]
 
 
 def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:

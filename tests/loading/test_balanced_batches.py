@@ -20,11 +20,11 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.loading.micro_steps import BalancedBatches, attention_costs
 from streammega.loading.read_plan import plan_reading
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.sharding import pace
 from streammega.samples.provenance import Provenance
 from tests.support.builders import write_dataset
 from tests.support.servers import S3
 from tests.support.streams import rank_loaders
+from tools.bench.balance import pace
 
 EOD = 0
 GLOBAL = 24

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.kernels.documents import add_document_costs
-from streammega.order.sharding import balanced_places, longest_rank, pace
+from streammega.order.sharding import balanced_places
+from tools.bench.balance import longest_rank, pace
 
 
 @st.composite

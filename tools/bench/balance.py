@@ -16,17 +16,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega import DataConfig, StreamingDataset
 from streammega.loading.micro_steps import attention_costs
-from streammega.order.sharding import longest_rank, pace
 from tools.bench import corpus, harness
 
 BATCHES = 64
 DOCUMENTS = 20_000
 LAYOUTS = ((8, 1, 256, 4096), (64, 1, 256, 4096), (64, 4, 256, 4096), (64, 1, 256, 32768))
 """Ranks, samples of a micro-batch and of a global batch, tokens of a sample."""
+
+
+def pace(costs: NDArray[np.int64]) -> int:
+    """The cost of a global batch where ranks wait for each other in every micro-step: the sum of the
+    highest costs of a rank.
+
+    costs: int64 [micro-steps, dp_size, micro_batch_size].
+    """
+    return int(costs.sum(axis=2).max(axis=1).sum())
+
+
+def longest_rank(costs: NDArray[np.int64]) -> int:
+    """The cost of a global batch where ranks wait for each other only at its end. costs: as in
+    `pace`.
+    """
+    return int(costs.sum(axis=(0, 2)).max())
 
 
 def main() -> None:
