@@ -13,7 +13,7 @@ from streammega.errors import ConfigError
 from streammega.order.megatron import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
-from streammega.samples.gpt import GPTDataset, check_numbering, num_units_of
+from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_bins
 from streammega.samples.segments import SplitBlend, split_blend
 from streammega.samples.source import OPENERS
@@ -92,9 +92,7 @@ def _single(
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
     indexed = opened[prefix]
-    num_units = num_units_of(indexed)
-    check_numbering(prefix, num_units)
-    bounds = split_bounds(shares, num_units)[split]
+    bounds = split_bounds(shares, num_units_of(indexed))[split]
     if bounds is None:
         return None
     sequence_ids = np.arange(*bounds, dtype=np.int32)

@@ -67,20 +67,18 @@ def shared_folder(config: DataConfig) -> SharedFolder | None:
     return SharedFolder(url=config.shared_index_url, storage=config.storage)
 
 
-def check_numbering(name: str, sequences: int) -> None:
-    """Raise ConfigError if a dataset has more sequences than Megatron's int32 can number."""
-    if sequences > INT32_MAX:
-        raise ConfigError(
-            f"{name}: has {sequences:,} sequences, and the Megatron order numbers them by 32 bits "
-            f"({INT32_MAX:,} at most); use order='stream', or a blend of parts of the dataset"
-        )
-
-
 def num_units_of(indexed: IndexedDataset) -> int:
-    """How many units are shuffled and split: sequences, or the bins of a packed dataset."""
-    # stand-ins for a dataset may have a number of sequences alone
-    is_packed = getattr(indexed, "bin_tokens", None) is not None
-    return indexed.num_bins if is_packed else len(indexed)
+    """How many units are shuffled and split: sequences, or the bins of a packed dataset.
+
+    Raises ConfigError if they are more than Megatron's int32 can number.
+    """
+    num_units = len(indexed) if indexed.bin_tokens is None else indexed.num_bins
+    if num_units > INT32_MAX:
+        raise ConfigError(
+            f"{redact_urls(indexed.prefix)}: has {num_units:,} sequences, and the Megatron order numbers them by 32 "
+            f"bits ({INT32_MAX:,} at most); use order='stream', or a blend of parts of the dataset"
+        )
+    return num_units
 
 
 def _checked_ids(
@@ -137,7 +135,6 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         check_bins([(indexed.prefix, indexed.bin_tokens)], config)
         self.is_packed = indexed.bin_tokens is not None
         num_units = num_units_of(indexed)
-        check_numbering(indexed.prefix, num_units)
         self.sequence_ids: NDArray[np.int32] = np.arange(num_units, dtype=np.int32)
         if sequence_ids is not None:
             self.sequence_ids = _checked_ids(indexed, num_units, sequence_ids)

@@ -134,6 +134,7 @@ def test_sequence_ids_that_are_not_the_datasets_are_refused(
 def test_more_sequences_than_the_megatron_order_can_number_are_refused(config: DataConfig) -> None:
     class Many:
         prefix = "many"
+        bin_tokens = None
 
         def __len__(self) -> int:
             return 2**31 + 1
