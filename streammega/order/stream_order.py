@@ -67,18 +67,23 @@ class BlendTree(NamedTuple):
 class DatasetProgress(NamedTuple):
     """How far earlier phases have drawn a dataset.
 
-    layout: the dataset alone, in the samples and lanes in which it was drawn last. remainder: what was
-    unread when these began. draws: of each lane since then; the remainder's come first.
+    order, column: of the last phase that has it. draws: of each lane since it has these samples and
+    lanes; those of its remainder come first.
     """
 
-    layout: EpochLayout
-    remainder: EpochRemainder | None
+    order: StreamOrder
+    column: int
     draws: Integers
 
     @property
+    def remainder(self) -> EpochRemainder | None:
+        """What was unread when it got these samples and lanes."""
+        return self.order.remainders[self.column]
+
+    @property
     def first_epoch(self) -> int:
-        """The number in keys of its first epoch in this layout."""
-        return int(self.layout.datasets["first_epoch"][0])
+        """The number in keys of the epoch that its draws began with."""
+        return int(self.order.first_epochs[self.column])
 
     @property
     def next_epoch(self) -> int:
@@ -86,11 +91,12 @@ class DatasetProgress(NamedTuple):
         draws = self.draws
         if self.remainder is not None:
             draws = np.maximum(draws - self.remainder.lane_counts, 0)
-        return self.first_epoch + self.layout.epochs_begun(draws, 0)
+        return self.first_epoch + self.order.layout.epochs_begun(draws, self.column)
 
     def unread(self, length: int, lanes: int) -> EpochRemainder | None:
         """The unread part of its epochs, in samples of `length` and so many lanes."""
-        return remainder_of(self.layout, self.remainder, self.draws, length=length, lanes=lanes)
+        layout = self.order.layout.of_dataset(self.column)
+        return remainder_of(layout, self.remainder, self.draws, length=length, lanes=lanes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,14 +275,12 @@ class StreamOrder:
             return {}
         # from the first on: the last alone would recurse through hundreds of phases
         for order in self.earlier:
-            _ = order.progress
+            _ = order.progress, order.remainders, order.first_epochs
         last = self.earlier[-1]
         draws = last.counts(self.first_sample - last.first_sample)
         progress = dict(last.progress)
         for column, number in enumerate(last.dataset_numbers.tolist()):
-            progress[number] = DatasetProgress(
-                last.layout.of_dataset(column), last.remainders[column], draws[:, column]
-            )
+            progress[number] = DatasetProgress(last, column, draws[:, column])
         return progress
 
     def _continues(self, number: int) -> bool:
@@ -284,8 +288,8 @@ class StreamOrder:
         before = self.progress.get(number)
         if before is None or number in self.restart:
             return False
-        row = before.layout.datasets[0]
-        return bool(row["length"] == self.sequence_length and row["lanes"] == self.lanes)
+        order = before.order
+        return order.sequence_length == self.sequence_length and order.lanes == self.lanes
 
     @cached_property
     def has_remainders(self) -> bool:
