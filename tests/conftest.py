@@ -222,7 +222,9 @@ def bucket(s3: S3) -> str:
 
 @pytest.fixture(params=["obstore", "fsspec"])
 def s3_storage(request: pytest.FixtureRequest, s3: S3) -> StorageConfig:
-    return StorageConfig(transport=request.param, storage_options=s3.options, timeout=20, retries=2)
+    return StorageConfig(
+        transport=request.param, storage_options=s3.options, request_timeout=20, max_retries=2
+    )
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ layers = 4
 heads = 5
 
 [train]
-iters = {iters}
+train_iters = {iters}
 micro_batch_size = 4
 global_batch_size = 16
 lr = 3e-3
@@ -66,7 +66,7 @@ save_interval = 10
 eval_interval = {eval_interval}
 eval_iters = 2
 log_interval = 10
-hash_batches = true
+log_batch_hash = true
 device = "cpu"
 out_dir = "{out_dir}"
 """
@@ -380,7 +380,7 @@ def prove(work: Path, config: RunConfig, entropy: float) -> bool:
     expected = loader_hashes(config)
     seen = {record["step"] for record in records}
     equal = sum(expected[record["step"] - 1] == record["batch_hash"] for record in records)
-    exact = equal == len(records) and seen == set(range(1, config.train.iters + 1))
+    exact = equal == len(records) and seen == set(range(1, config.train.train_iters + 1))
     repeated = len(records) - len(seen)
     print(
         f"    {equal} of {len(records)} global batches ({len(seen)} steps, {repeated} of them repeated after kills) are equal,"

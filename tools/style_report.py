@@ -1,6 +1,6 @@
 """The size and shape of the package, room by room; and the gate that keeps it from splintering.
 
-python tools/style_report.py [--files] [--gate] [folder]        (default: streammega)
+python tools/style_report.py [--files] [--words] [--gate] [folder]        (default: streammega)
 
     files       Python files, without __init__.py and __main__.py
     code        lines of code: no docstrings, comments or blank lines
@@ -8,7 +8,9 @@ python tools/style_report.py [--files] [--gate] [folder]        (default: stream
     median p90  lines of a function, from its `def` to its end
     taken       names that some other file imports from a file of the room
 
---files prints a line for each file too. --gate fails (exit 1) for
+--files prints a line for each file too. --words prints each place where a name, a comment, a docstring, a
+message or a page of docs has a word of PRIVATE_WORDS or PRIVATE_NAMES: a reader has to learn those first.
+--gate fails (exit 1) for
 
     a module of fewer than 60 code lines that only one other module imports: it belongs into that one
     a Protocol that no two classes implement: one class is enough
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import statistics
 import sys
 import tokenize
@@ -42,6 +45,32 @@ NO_CODE = (
     tokenize.ENDMARKER,
 )
 
+PRIVATE_NAMES = frozenset(
+    [
+        "told",
+        "given",
+        "asked",
+        "seen",
+        "former",
+        "found",
+        "left",
+        "own",
+        "said",
+        "most",
+        "least",
+        "beside",
+        "whole",
+    ]
+)
+"""Pronouns, participles and adjectives that say nothing when they are a whole name."""
+PRIVATE_WORDS = re.compile(
+    r"\b(anew|beside|lest|whoever|nobody|somebody|told|spelt|seldom|lies?|in vain|is none|are none|"
+    r"heard of|(?:pass|passes|passed) over|(?:give|gives|given|gave) up|stands? for|(?:becomes?|became) of|"
+    r"of which)\b",
+    re.IGNORECASE,
+)
+"""Words and turns that a reader with school English has to read twice."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -51,6 +80,7 @@ class Module:
 
     name: str
     path: str
+    source: str
     tree: ast.Module
     code_lines: int
 
@@ -78,6 +108,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--words", action="store_true")
     parser.add_argument("--gate", action="store_true")
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "streammega")
     options = parser.parse_args()
@@ -89,6 +120,10 @@ def main() -> int:
     if not modules:
         print(f"{options.folder}: no Python files; name a folder that has some", file=sys.stderr)
         return 1
+    if options.words:
+        found = [*private_words(modules), *private_words_of_pages()]
+        print("\n".join([*found, f"{len(found)} places"]))
+        return 1 if found else 0
     print("\n".join(table(modules, files=options.files)))
     if not options.gate:
         return 0
@@ -110,6 +145,7 @@ def read_modules(folder: Path) -> list[Module]:
             Module(
                 name=".".join(part for part in parts if part != "__init__"),
                 path=inside.as_posix(),
+                source=source,
                 tree=ast.parse(source),
                 code_lines=count_code_lines(source),
             )
@@ -219,6 +255,50 @@ def lone_protocols(modules: Sequence[Module]) -> dict[str, str]:
         if count < 2:
             refused[f"{module.path}:{protocol.name}"] = f"a Protocol of {count} classes"
     return refused
+
+
+def private_words(modules: Sequence[Module]) -> Iterator[str]:
+    """path:line: word, of each private name, and each private word of a text or comment."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                is_doc = node.value.startswith("Of ")
+                places = [(node.lineno, "Of ...")] if is_doc else []
+                for number, line in enumerate(node.value.splitlines()):
+                    places += [(node.lineno + number, word) for word in PRIVATE_WORDS.findall(line)]
+            elif isinstance(node, ast.stmt | ast.expr | ast.arg):
+                name = _name_of(node)
+                places = [(node.lineno, name)] if name in PRIVATE_NAMES else []
+            else:
+                places = []
+            yield from (f"{module.path}:{line}: {word}" for line, word in places)
+        for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+            if token.type == tokenize.COMMENT:
+                for word in PRIVATE_WORDS.findall(token.string):
+                    yield f"{module.path}:{token.start[0]}: {word}"
+
+
+def private_words_of_pages() -> Iterator[str]:
+    """The same of README, CONTRIBUTING and the pages of docs that nothing generates."""
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for word in PRIVATE_WORDS.findall(line):
+                yield f"{path.relative_to(ROOT)}:{number}: {word}"
+
+
+def _name_of(node: ast.AST) -> str:
+    """The name that a node gives to something; empty: none."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    return node.name if isinstance(node, Function | ast.ClassDef) else ""
 
 
 def _bases(node: ast.ClassDef) -> list[str]:

@@ -98,7 +98,7 @@ def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str
 
     tokens: dict[str, list[int]] = {}
     for place, run in enumerate((one, two)):
-        for phase in sample_usage(run.provenance, samples, run.schedule.skipped):
+        for phase in sample_usage(run.provenance, samples, run.schedule.excluded):
             for dataset in phase.datasets:
                 tokens.setdefault(dataset.dataset, [0, 0])[place] += dataset.tokens
     return tokens
@@ -111,7 +111,7 @@ def _summary(report: Report) -> str:
         # a resume is refused by these, or they come into play after those samples
         return f"{same}; settings differ" if report["settings"] else same
     places = zip(report["first_steps"], report["runs"], strict=True)
-    steps = [f"step {'(skipped)' if step is None else step} of {run}" for step, run in places]
+    steps = [f"step {'(excluded)' if step is None else step} of {run}" for step, run in places]
     return (
         f"they differ from sample {first} on ({', '.join(steps)}); of {report['looked_at']:,} samples "
         f"from there on, {report['same_of_these']:,} are the same"
@@ -122,6 +122,6 @@ def _steps_of(run: TracedRunFile) -> Report:
     """What says which step takes a sample, and not which tokens it has."""
     return {
         "samples_of_a_step": [list(stage) for stage in run.schedule.stages],
-        "skip_samples": [list(span) for span in run.schedule.skips],
+        "exclude_samples": [list(span) for span in run.schedule.excluded_ranges],
         "names_of_datasets": run.provenance.dataset_names,
     }

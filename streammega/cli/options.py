@@ -64,7 +64,7 @@ def storage_config(
     """
     config = load_storage(file) if file else StorageConfig()
     if looks_only:
-        config = replace(config, give_up_after=min(config.give_up_after, GIVE_UP_LOOKING))
+        config = replace(config, retry_timeout=min(config.retry_timeout, GIVE_UP_LOOKING))
     options = dict(config.storage_options)
     for pair in pairs or ():
         name, equals, value = pair.partition("=")

@@ -101,8 +101,8 @@ def order_report(
             split=split,
             seed=seed,
             order=order,  # type: ignore[arg-type]  # checked by the config
-            lanes=lanes,
-            block_bytes=block_kib * 1024,
+            shuffle_lanes=lanes,
+            shuffle_block_bytes=block_kib * 1024,
             num_samples=(steps * global_batch_size, 0, 0),
             storage=storage_config(storage, storage_file, looks_only=True),
         )
@@ -245,7 +245,7 @@ def _measure(
             "fetched_bytes": plan.fetched_bytes,
             "fetched_for_each_byte_used": plan.amplification,
             "most_bytes_of_open_blocks": (
-                0 if order is None else order.lanes // dp_size * config.block_bytes
+                0 if order is None else order.lanes // dp_size * config.shuffle_block_bytes
             ),
         }
     drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
@@ -275,7 +275,7 @@ def _plan_of_a_rank(
     block_tokens = config.sequence_length
     if order is not None:
         holders = order.lane_of(ids)
-        block_tokens = config.block_bytes // itemsize
+        block_tokens = config.shuffle_block_bytes // itemsize
     extra_tokens = int(config.add_extra_token)
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 

@@ -29,7 +29,7 @@ def prepare(
 ) -> None:
     """Build all indices of a run ahead of it, without GPUs.
 
-    With data.shared_index_url they are published for the nodes.
+    With data.index_publish_url they are published for the nodes.
     """
     from dataclasses import replace
 
@@ -53,8 +53,8 @@ def prepare(
         typer.echo("the stream order needs no indices")
         return
     where = ""
-    if data.shared_index_url:
-        where = f", published in {redact_urls(data.shared_index_url)}"
+    if data.index_publish_url:
+        where = f", published in {redact_urls(data.index_publish_url)}"
     typer.echo(f"{pluralize(count, 'dataset')} prepared{where}")
 
 
@@ -172,12 +172,12 @@ def _load(dataset: str) -> None:
         "reset_position_ids": True,
         "eod_mask_loss": True,
         "create_attention_mask": True,
-        "balance_batches": True,
+        "balance_attention_cost": True,
     }
     blend = {"blend": ["0.3", dataset, "0.7", dataset]}
     # Read as objects are, and through a cache.
-    remote = StorageConfig(local="pread", cache_dir=f"{dataset}-cache")
-    reads = {"storage": remote, "vocab_size": 1000, "skip_documents": [f"{dataset}#0"]}
+    remote = StorageConfig(local_io="pread", cache_dir=f"{dataset}-cache")
+    reads = {"storage": remote, "vocab_size": 1000, "exclude_documents": [f"{dataset}#0"]}
     for order in ("stream", "megatron", "sequential"):
         for more in ({}, fields, blend, reads):
             config = DataConfig(**usual | more, order=order)

@@ -56,16 +56,18 @@ def trace(
             "--tokenizer, for which all tokens are looked through."
         ),
     ] = None,
-    skipped: Annotated[
+    excluded: Annotated[
         bool,
         typer.Option(
-            "--skipped",
-            help="The documents of skip_documents, and at which steps each was seen before.",
+            "--excluded",
+            help="The documents of exclude_documents, and at which steps each was seen before.",
         ),
     ] = False,
     last_step: Annotated[
         int | None,
-        typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
+        typer.Option(
+            help="With --find and --excluded: up to this step; by default the run's last."
+        ),
     ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
@@ -95,9 +97,9 @@ def trace(
     """
     from streammega.train.config import load_run
 
-    _check_asked(step, sample, find, skipped, tokens)
+    _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
-    _check_belongs("--last-step", last_step, "--find or --skipped", find or skipped or None)
+    _check_belongs("--last-step", last_step, "--find or --excluded", find or excluded or None)
     settings = _chosen_run(load_run(config, overrides or []), validation)
     run = open_run(settings, "valid" if validation else split, ranks)
     for name, number in (("--step", step), ("--last-step", last_step)):
@@ -105,8 +107,8 @@ def trace(
     model = _load(tokenizer)
     last = run.last_step if last_step is None else last_step
     try:
-        if skipped:
-            report = skipped_report(run, last)
+        if excluded:
+            report = excluded_report(run, last)
         elif find is not None:
             report = uses_report(run, _documents(run, find, model), last)
         else:
@@ -115,26 +117,26 @@ def trace(
             report = trace_report(run, samples, _range(tokens), decode)
     except IndexError as error:  # a number that no sample or document has, as it was given
         raise ConfigError(str(error)) from None
-    chosen = {"step": step, "sample": sample, "find": find, "skipped": skipped or None}
+    chosen = {"step": step, "sample": sample, "find": find, "excluded": excluded or None}
     what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
-    title = f"trace of {config}: {'skipped documents' if skipped else what}"
+    title = f"trace of {config}: {'excluded documents' if excluded else what}"
     show_report({"run": config, **report}, as_json=as_json, html=html, title=title)
 
 
 def _check_asked(
-    step: int | None, sample: int | None, find: str | None, skipped: bool, tokens: str | None
+    step: int | None, sample: int | None, find: str | None, excluded: bool, tokens: str | None
 ) -> None:
     """Raise ConfigError unless one thing is to be explained, by options that belong to it."""
     from streammega.config import MOST_SAMPLES
 
-    chosen = [name for name in (step, sample, find, skipped or None) if name is not None]
+    chosen = [name for name in (step, sample, find, excluded or None) if name is not None]
     if len(chosen) != 1:
         raise ConfigError(
-            "give one of --step, --sample, --find and --skipped: what is to be explained"
+            "give one of --step, --sample, --find and --excluded: what is to be explained"
         )
     if sample is not None and sample >= MOST_SAMPLES:
         raise ConfigError(f"--sample {sample}: no run has so many samples")
-    if (find is not None or skipped) and tokens is not None:
+    if (find is not None or excluded) and tokens is not None:
         raise ConfigError("--tokens is of the samples of --step and --sample, and of nothing else")
 
 
@@ -150,7 +152,7 @@ def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
         return
     how_to_look_further = ""
     if step > run.last_step:
-        setting = "train.iters" if run.split == "train" else "train.eval_iters"
+        setting = "train.train_iters" if run.split == "train" else "train.eval_iters"
         how_to_look_further = f"; to look further, add {setting}={step}"
     raise ConfigError(
         f"{option} {step}: steps are counted from 1, and the run's last is {run.last_step}"
@@ -292,7 +294,7 @@ class TracedRunFile:
         schedule = self.schedule
         config = self.provenance.config
         first = sample - schedule.offset_at(sample)
-        if config.balance_batches:
+        if config.balance_attention_cost:
             dealt = self._balanced.sample_ids(first, schedule.size_at(sample))
             _, (rank,), _ = np.nonzero(dealt == sample)
             return int(rank)
@@ -323,11 +325,13 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     data = data_of(run, split)
     sizes = batch_sizes(run, split)
     train = run.train
-    schedule = training_schedule(data, split, train.global_batch_size, sizes.get("rampup"))
+    schedule = training_schedule(
+        data, split, train.global_batch_size, sizes.get("rampup_batch_size")
+    )
     if ranks is not None:
         schedule.check(train.micro_batch_size, 0, ranks)
     # An evaluation begins with the first sample every time.
-    last_step = train.iters if split == "train" else max(1, train.eval_iters)
+    last_step = train.train_iters if split == "train" else max(1, train.eval_iters)
     return TracedRunFile(
         provenance=Provenance(data, split, train.global_batch_size),
         schedule=schedule,
@@ -353,12 +357,12 @@ def trace_report(
         runs = []
         for part in sample.runs:
             entry = _run_entry(part)
-            if decode is not None and stored is not None and not part.skipped:
+            if decode is not None and stored is not None and not part.excluded:
                 columns = slice(part.column, part.column + part.stop - part.start)
                 entry["text"] = decode(stored[row, columns].tolist())
             runs.append(entry)
-        seams = {"seams": list(sample.seams)} if sample.seams else {}
-        listed.append({**run.place(sample.sample), **seams, "runs": runs})
+        joins = {"joins": list(sample.joins)} if sample.joins else {}
+        listed.append({**run.place(sample.sample), **joins, "runs": runs})
     return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
 
 
@@ -368,24 +372,24 @@ def uses_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: in
     documents = []
     for name in names:
         entry = document_entry(run.provenance, name)
-        since = run.provenance.skipped_from(name)
+        since = run.provenance.excluded_from(name)
         entry["uses"] = _uses(run, name, end, since)
         documents.append(entry)
     return {"split": run.split, "last_step": last_step, "documents": documents}
 
 
-def skipped_report(run: TracedRunFile, last_step: int) -> Report:
-    """Which documents are skipped, from where on, and in which steps each was seen before, up to a
+def excluded_report(run: TracedRunFile, last_step: int) -> Report:
+    """Which documents are excluded, from where on, and in which steps each was seen before, up to a
     step.
     """
     end = run.end_of(last_step)
     documents = []
-    for name, since in run.provenance.skipped_documents().items():
+    for name, since in run.provenance.excluded_documents().items():
         uses = _uses(run, name, min(since, end), None)
         documents.append(
             {
                 **document_entry(run.provenance, name),
-                "skipped_from": run.place(since),
+                "excluded_from": run.place(since),
                 "tokens_seen": _distinct([tuple(use["tokens"]) for use in uses]),
                 "uses": uses,
             }
@@ -394,7 +398,7 @@ def skipped_report(run: TracedRunFile, last_step: int) -> Report:
     return {
         "split": run.split,
         "last_step": last_step,
-        "skipped_documents": len(documents),
+        "excluded_documents": len(documents),
         "seen_before": len(seen),
         "tokens_seen": sum(document["tokens_seen"] for document in seen),
         "documents": documents,
@@ -408,12 +412,12 @@ def _uses(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -
     uses = []
     for use in run.provenance.uses(name, end):
         place = run.place(use.sample)
-        # Of samples that are skipped, nothing is seen.
+        # Of samples that are excluded, nothing is seen.
         if place["step"] is None:
             continue
         entry = {**place, "tokens": [use.start, use.stop]}
         if since is not None and use.sample >= since:
-            entry["skipped"] = True
+            entry["excluded"] = True
         uses.append(entry)
     return uses
 
@@ -461,7 +465,7 @@ def _run_entry(part: TracedRun) -> Report:
         "document_tokens": part.document_tokens,
         **_origin_entry(part.origin),
         **({"ends_document": True} if part.stop == part.document_tokens else {}),
-        **({"skipped": True} if part.skipped else {}),
+        **({"excluded": True} if part.excluded else {}),
     }
 
 
@@ -471,7 +475,7 @@ def _shares(traced: Sequence[Any]) -> Report:
     documents: dict[str, set[DocumentName]] = {}
     for sample in traced:
         for part in sample.runs:
-            if part.skipped:
+            if part.excluded:
                 continue
             tokens[part.dataset] = tokens.get(part.dataset, 0) + part.stop - part.start
             documents.setdefault(part.dataset, set()).add(part.name)
@@ -488,7 +492,7 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
     if available is not None:
         end = min(end, available)
     phases = []
-    for dealt in sample_usage(run.provenance, end, run.schedule.skipped):
+    for dealt in sample_usage(run.provenance, end, run.schedule.excluded):
         entry = asdict(dealt)
         datasets = entry.pop("datasets")
         steps = run.schedule.steps_between(dealt.first_sample, dealt.stop)

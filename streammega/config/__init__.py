@@ -2,7 +2,7 @@
 
 from streammega.config.blends import MOST_DATASETS, Blend, parse_blend
 from streammega.config.data import FIELD_NAMES, MOST_SAMPLES, DataConfig, FieldsConfig, Order
-from streammega.config.phases import FollowConfig, PhaseConfig, Segment, SkippedList, SkippedNames
+from streammega.config.phases import ExcludedList, ExcludedNames, FollowConfig, PhaseConfig, Segment
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
 
@@ -18,8 +18,8 @@ __all__ = [
     "Order",
     "PhaseConfig",
     "Segment",
-    "SkippedList",
-    "SkippedNames",
+    "ExcludedList",
+    "ExcludedNames",
     "StorageConfig",
     "Transport",
     "load_storage",

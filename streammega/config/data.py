@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from streammega.config.blends import Blend, check_schedule, parse_blend
 from streammega.config.phases import (
+    ExcludedList,
+    ExcludedNames,
     FollowConfig,
     PhaseConfig,
     Segment,
-    SkippedList,
-    SkippedNames,
     check_follow,
     check_phases,
     check_ranges,
-    skipped_lists,
-    skipped_names,
+    excluded_lists,
+    excluded_names,
 )
 from streammega.config.storage import MiB, StorageConfig, with_prefixes
 from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder, refuse_unknown
@@ -45,7 +45,7 @@ MADE_BY = {
     "cu_seqlens": "reset_attention_mask or inter_document_masking",
     "max_seqlen": "inter_document_masking",
     "attention_mask": "create_attention_mask",
-    "dataset_id": "dataset_ids",
+    "dataset_id": "return_dataset_ids",
 }
 """The settings that add a field. The other fields are always made."""
 NO_MASK = (
@@ -182,6 +182,21 @@ class FieldsConfig:
 class DataConfig(FieldsConfig):
     """What is read, and in which order."""
 
+    RENAMED: ClassVar[dict[str, str]] = {
+        "dataset_ids": "return_dataset_ids",
+        "surplus": "mid_level_dataset_surplus",
+        "lanes": "shuffle_lanes",
+        "block_bytes": "shuffle_block_bytes",
+        "seams": "sample_joins",
+        "loss_from_modes": "mask_loss_by_mode",
+        "mix_tokenizers": "allow_mixed_tokenizers",
+        "skip_documents": "exclude_documents",
+        "skip_samples": "exclude_samples",
+        "balance_batches": "balance_attention_cost",
+        "shared_index_url": "index_publish_url",
+    }
+    """Settings of earlier versions, and their names now."""
+
     blend: Blend | None = None
     """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b".
 
@@ -218,7 +233,7 @@ class DataConfig(FieldsConfig):
     Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
     "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
     """
-    dataset_ids: bool = False
+    return_dataset_ids: bool = False
     """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
     phases, in the order in which they first appear. For losses by source: SourceLosses.
     """
@@ -230,50 +245,50 @@ class DataConfig(FieldsConfig):
     """Drop the last, partial sample of valid (train and test always do)."""
     full_validation: bool = False
     """Valid is one epoch of everything, whatever num_samples says."""
-    loss_from_modes: bool | None = None
+    mask_loss_by_mode: bool | None = None
     """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose
     manifest names such modes (that of `convert --chat` does); True: in every dataset, those without
     such a manifest learning all modes but 0; False: never.
     """
-    mix_tokenizers: bool = False
+    allow_mixed_tokenizers: bool = False
     """Blend datasets whose manifests name different tokenizers, whose ids mean different things;
     else that is an error.
     """
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
-    surplus: Annotated[float, Ge(0)] = 0.005
+    mid_level_dataset_surplus: Annotated[float, Ge(0)] = 0.005
     """Megatron order: share by which a blend asks its datasets for more samples than it will
     take.
     """
-    lanes: Annotated[int | None, Ge(1)] = None
+    shuffle_lanes: Annotated[int | None, Ge(1)] = None
     """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
     kept in the state.
     """
-    block_bytes: Annotated[int, Ge(1)] = MiB // 4
+    shuffle_block_bytes: Annotated[int, Ge(1)] = MiB // 4
     """Stream order: bytes that are shuffled as one."""
-    skip_samples: Sequence[tuple[int, int]] = ()
+    exclude_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
-    skip_documents: SkippedNames | Sequence[tuple[int, SkippedNames]] = ()
+    exclude_documents: ExcludedNames | Sequence[tuple[int, ExcludedNames]] = ()
     """Documents that training does not see: eod_id stands for each of their tokens, and there is no
     loss on it. The path of a file of names, one a line; a list of names; either by dataset, as
     {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/orders.md.
     """
-    seams: Literal["joined", "masked", "apart"] = "joined"
-    """Stream order: what becomes of the seams in samples that join several runs of tokens, as some do
-    after a phase has changed their length. `joined`: nothing; `masked`: no loss on the label over a
-    seam; `apart`: moreover a document ends there, for reset_attention_mask and reset_position_ids, one
-    of which must be set. Those in every batch: StreamingDataset.seams.
+    sample_joins: Literal["keep", "mask_loss", "separate"] = "keep"
+    """Stream order: what to do where a sample joins several runs of tokens, as some do after a phase
+    has changed their length. `keep`: nothing; `mask_loss`: no loss on the label across a join;
+    `separate`: also end a document there, which needs reset_attention_mask or reset_position_ids.
+    StreamingDataset.sample_joins says where the joins are.
     """
-    balance_batches: bool = False
+    balance_attention_cost: bool = False
     """Deal the samples of a global batch out to ranks and micro-batches so that attention over
     their documents costs all the same, by the lengths in the `.idx`; for configs with
     reset_attention_mask or inter_document_masking. Global batches stay the same sets.
     """
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
-    shared_index_url: str | None = None
+    index_publish_url: str | None = None
     """A folder, beside the data for instance, that `streammega prepare` fills with built indices
     for nodes to download.
     """
@@ -282,7 +297,7 @@ class DataConfig(FieldsConfig):
     storage_by_prefix: Mapping[str, StorageConfig] = field(default_factory=dict)
     """Storage of another account, endpoint or region: {"s3://other/": StorageConfig}. The longest
     prefix that a URL begins with counts; for all other URLs it is `storage`. A value says transport,
-    storage_options, timeout, stall_timeout and upload_part_bytes; the rest is `storage`'s, for it
+    storage_options, timeout, read_timeout and multipart_part_bytes; the rest is `storage`'s, for it
     counts for the whole loader.
     """
 
@@ -293,18 +308,18 @@ class DataConfig(FieldsConfig):
         super().__post_init__()
         object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
         self._check_blends()
-        self._check_seams()
+        self._check_joins()
         if self.inter_document_masking:
             self._check_masking()
-        if self.balance_batches and not self.documents_are_apart:
+        if self.balance_attention_cost and not self.documents_are_apart:
             raise ConfigError(
-                "balance_batches goes by the lengths of documents that do not see each other; set "
+                "balance_attention_cost goes by the lengths of documents that do not see each other; set "
                 "reset_attention_mask or inter_document_masking, without which all samples cost "
                 "the same"
             )
-        check_ranges(self.skip_samples)
+        check_ranges(self.exclude_samples)
         self._check_changes()
-        self._check_skipped_documents()
+        self._check_excluded_documents()
         if self.index_cache_dir:
             object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
@@ -312,7 +327,7 @@ class DataConfig(FieldsConfig):
         made = super()._made_fields()
         if self.inter_document_masking:
             made += ["cu_seqlens", "max_seqlen"]
-        if self.dataset_ids:
+        if self.return_dataset_ids:
             made.append("dataset_id")
         return made
 
@@ -327,17 +342,17 @@ class DataConfig(FieldsConfig):
         may_mask = (
             self.eod_mask_loss
             or self.effective_pad_id >= 0
-            or self.seams != "joined"
+            or self.sample_joins != "keep"
             or not self.add_extra_token
             or self.follow is not None
-            or bool(self.skips_of("train"))
+            or bool(self.exclusions_of("train"))
         )
         return not may_mask and not self._restarts_positions()
 
     def _check_all_is_learned(self) -> None:
         super()._check_all_is_learned()
-        if self.seams != "joined":
-            raise ConfigError(NO_MASK.format("seams"))
+        if self.sample_joins != "keep":
+            raise ConfigError(NO_MASK.format("sample_joins"))
         if not self.add_extra_token:
             raise ConfigError(NO_MASK.format("add_extra_token=False"))
 
@@ -369,7 +384,7 @@ class DataConfig(FieldsConfig):
             datasets=datasets,
             weights=weights,
             sequence_length=self.sequence_length,
-            lanes=self.lanes,
+            lanes=self.shuffle_lanes,
         )
         if split != "train":
             return [first]
@@ -380,15 +395,15 @@ class DataConfig(FieldsConfig):
             segments.append(segments[-1].followed_by(phase))
         return segments
 
-    def skips_of(self, split: str) -> list[SkippedList]:
+    def exclusions_of(self, split: str) -> list[ExcludedList]:
         """The documents that a split does not see. Those of training alone: validation stays the
         same.
         """
         if split != "train":
             return []
-        lists = skipped_lists(self.skip_documents)
+        lists = excluded_lists(self.exclude_documents)
         for phase in self.phases:
-            lists += skipped_names(phase.skip_documents, phase.first_sample)
+            lists += excluded_names(phase.exclude_documents, phase.first_sample)
         return lists
 
     def _check_blends(self) -> None:
@@ -416,16 +431,18 @@ class DataConfig(FieldsConfig):
         if self.follow is not None:
             check_follow(self.order, self.blend_schedule is not None)
 
-    def _check_seams(self) -> None:
-        if self.seams != "joined" and self.order != "stream":
+    def _check_joins(self) -> None:
+        if self.sample_joins != "keep" and self.order != "stream":
             raise ConfigError(
-                'seams are of phases, which belong to the stream order: set order="stream", or leave '
-                "seams out"
+                'sample_joins has an effect only in phases, which need order="stream"; set it, or leave '
+                "sample_joins out"
             )
-        if self.seams == "apart" and not (self.reset_attention_mask or self.reset_position_ids):
+        if self.sample_joins == "separate" and not (
+            self.reset_attention_mask or self.reset_position_ids
+        ):
             raise ConfigError(
-                'seams="apart" ends documents for reset_attention_mask and reset_position_ids, of which '
-                'neither is set; set one of them, or seams="masked", which has no loss there'
+                'sample_joins="separate" ends documents for reset_attention_mask and reset_position_ids, of which '
+                'neither is set; set one of them, or sample_joins="mask_loss", which has no loss there'
             )
 
     def _check_masking(self) -> None:
@@ -443,8 +460,8 @@ class DataConfig(FieldsConfig):
                 'or order="megatron"'
             )
 
-    def _check_skipped_documents(self) -> None:
-        if self.skips_of("train") and self.eod_id is None:
+    def _check_excluded_documents(self) -> None:
+        if self.exclusions_of("train") and self.eod_id is None:
             raise ConfigError(
-                "skip_documents needs eod_id, the id that stands for tokens which are not seen"
+                "exclude_documents needs eod_id, the id that stands for tokens which are not seen"
             )

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
 from streammega.config.validate import Ge, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls, redacted_repr
 
-SkippedNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+ExcludedNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """Names of documents: a file of them, one a line; a list; or either for each of some datasets."""
 
 
-class SkippedList(NamedTuple):
+class ExcludedList(NamedTuple):
     """Names of documents that are not seen in samples `first_sample` and later.
 
     names: the names, or the path of a file of them. dataset: the prefix whose documents they are;
@@ -28,24 +28,24 @@ class SkippedList(NamedTuple):
     dataset: str | None = None
 
 
-def skipped_lists(given: Any) -> list[SkippedList]:
-    """The lists in skip_documents of a run. Raises ConfigError for other forms."""
+def excluded_lists(given: Any) -> list[ExcludedList]:
+    """The lists in exclude_documents of a run. Raises ConfigError for other forms."""
     if isinstance(given, Sequence) and given and not isinstance(given[0], str):
-        lists: list[SkippedList] = []
+        lists: list[ExcludedList] = []
         for entry in given:
             is_pair = isinstance(entry, Sequence) and len(entry) == 2
             if not is_pair or type(entry[0]) is not int or entry[0] < 0:
                 raise ConfigError(
-                    f"skip_documents holds {redact_urls(repr(entry))}; it takes names of documents, or several lists "
+                    f"exclude_documents holds {redact_urls(repr(entry))}; it takes names of documents, or several lists "
                     "of them, each as (first sample, names)"
                 )
             first_sample, names = entry
-            lists += skipped_names(names, first_sample)
+            lists += excluded_names(names, first_sample)
         return lists
-    return skipped_names(given, 0)
+    return excluded_names(given, 0)
 
 
-def skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
+def excluded_names(given: Any, first_sample: int) -> list[ExcludedList]:
     """One list of names, or one for each dataset. Raises ConfigError for other forms."""
     by_dataset = given if isinstance(given, Mapping) else {None: given}
     lists = []
@@ -57,27 +57,27 @@ def skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
         are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
         if not are_names or not isinstance(dataset, str | None):
             raise ConfigError(
-                f"skip_documents is {redact_urls(repr(given))}; it takes the path of a file of names, a list of "
+                f"exclude_documents is {redact_urls(repr(given))}; it takes the path of a file of names, a list of "
                 "names, or either for each dataset, as {prefix: names}"
             )
         if len(names):
             names = names if isinstance(names, str) else tuple(names)
-            lists.append(SkippedList(first_sample=first_sample, names=names, dataset=dataset))
+            lists.append(ExcludedList(first_sample=first_sample, names=names, dataset=dataset))
     return lists
 
 
-def check_ranges(skipped: Any) -> None:
-    """Raise ConfigError for skip_samples that are not ranges."""
+def check_ranges(excluded: Any) -> None:
+    """Raise ConfigError for exclude_samples that are not ranges."""
     try:
-        ranges = [(start, stop, 0 <= start < stop) for start, stop in skipped]
+        ranges = [(start, stop, 0 <= start < stop) for start, stop in excluded]
     except (TypeError, ValueError):
         raise ConfigError(
-            f"skip_samples is {skipped!r}; it takes ranges of sample ids, each as (start, stop)"
+            f"exclude_samples is {excluded!r}; it takes ranges of sample ids, each as (start, stop)"
         ) from None
     for start, stop, runs_upwards in ranges:
         if not runs_upwards:
             raise ConfigError(
-                f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
+                f"exclude_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
             )
 
 
@@ -85,6 +85,13 @@ def check_ranges(skipped: Any) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
     """What holds from a sample of the stream on; what is not given stays as in the phase before."""
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "lanes": "shuffle_lanes",
+        "restart": "restart_datasets",
+        "skip_documents": "exclude_documents",
+    }
+    """Settings of earlier versions, and their names now."""
 
     first_sample: int = 0
     """The global sample it begins at: the end of a step of the phase before. Or first_step or
@@ -95,7 +102,7 @@ class PhaseConfig:
     sample 0 on, its ramp-up and its skips.
     """
     first_token: int | None = None
-    """How many tokens the samples before it have, skipped ones too; a step must end there."""
+    """How many tokens the samples before it have, excluded ones too; a step must end there."""
     blend: Blend | None = None
     """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
     was, and so does one that comes back; one that is new begins its first epoch.
@@ -104,15 +111,15 @@ class PhaseConfig:
     """Samples of one optimizer step over all ranks."""
     sequence_length: Annotated[int | None, Ge(1)] = None
     """Tokens of a sample. What epochs in progress have left is cut anew, so that nothing is lost."""
-    lanes: Annotated[int | None, Ge(1)] = None
+    shuffle_lanes: Annotated[int | None, Ge(1)] = None
     """Lanes, a multiple of the global batch. As of `sequence_length`."""
-    restart: Sequence[str] = ()
+    restart_datasets: Sequence[str] = ()
     """Prefixes of the blend that begin a new epoch here. What is left of the one before is passed
     over.
     """
-    skip_documents: SkippedNames = ()
+    exclude_documents: ExcludedNames = ()
     """Documents that are not seen from this phase on, beside those of the phases before it: as
-    `skip_documents` of the run.
+    `exclude_documents` of the run.
     """
 
     def __repr__(self) -> str:
@@ -123,7 +130,7 @@ class PhaseConfig:
         self._check_start()
         if self.blend is not None:
             parse_blend(self.blend)
-        skipped_names(self.skip_documents, self.first_sample)
+        excluded_names(self.exclude_documents, self.first_sample)
 
     @property
     def is_in_samples(self) -> bool:
@@ -183,8 +190,8 @@ class Segment(NamedTuple):
             weights=weights,
             sequence_length=phase.sequence_length or self.sequence_length,
             global_batch_size=phase.global_batch_size or self.global_batch_size,
-            lanes=phase.lanes or self.lanes,
-            restart=phase.restart,
+            lanes=phase.shuffle_lanes or self.lanes,
+            restart=phase.restart_datasets,
         )
 
 
@@ -237,8 +244,8 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
             f"phase {number} sets global_batch_size, which is the same in all phases of the Megatron "
             'order, as with --phase-transition-iterations; leave it out, or set order="stream"'
         )
-    if phase.lanes is not None or phase.restart:
-        name = "lanes" if phase.lanes is not None else "restart"
+    if phase.shuffle_lanes is not None or phase.restart_datasets:
+        name = "shuffle_lanes" if phase.shuffle_lanes is not None else "restart_datasets"
         raise ConfigError(
             f"phase {number} sets {name}, which is of the stream order; in that of Megatron every "
             "phase begins its datasets anew: leave it out"
@@ -250,11 +257,17 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
 class FollowConfig:
     """Take in by itself what is appended to datasets that the blend names by a version (`web@7`)."""
 
-    every_samples: Annotated[int, Ge(1)]
+    RENAMED: ClassVar[dict[str, str]] = {
+        "every_samples": "check_every_samples",
+        "record": "log_url",
+    }
+    """Settings of earlier versions, and their names now."""
+
+    check_every_samples: Annotated[int, Ge(1)]
     """Newer versions are looked for at each multiple of so many samples of training, or where the
     step ends that holds it. What they have more joins there, in a phase.
     """
-    record: str | None = None
+    log_url: str | None = None
     """A folder, path or URL, of small files that say what joined at which sample. Every rank,
     worker and resume of the run goes by them: all must see it, and it must keep conditional writes.
     None: `follow` in train.out_dir, in runs of streammega.train.
@@ -265,11 +278,11 @@ class FollowConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "follow.")
-        if self.record is not None:
-            object.__setattr__(self, "record", os.fspath(self.record).rstrip("/"))
-            if not self.record:
+        if self.log_url is not None:
+            object.__setattr__(self, "log_url", os.fspath(self.log_url).rstrip("/"))
+            if not self.log_url:
                 raise ConfigError(
-                    "follow.record is empty; name a folder of the run's own, path or URL"
+                    "follow.log_url is empty; name a folder of the run's own, path or URL"
                 )
 
 

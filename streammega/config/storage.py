@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from streammega.config.validate import (
     Ge,
@@ -27,9 +27,9 @@ MiB = 1 << 20
 SETTINGS_OF_A_STORE = (
     "transport",
     "storage_options",
-    "timeout",
-    "stall_timeout",
-    "upload_part_bytes",
+    "request_timeout",
+    "read_timeout",
+    "multipart_part_bytes",
 )
 """Fields of StorageConfig that each account or endpoint may have for itself."""
 _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
@@ -40,11 +40,29 @@ _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
 
+    RENAMED: ClassVar[dict[str, str]] = {
+        "part_bytes": "max_request_bytes",
+        "max_requests": "max_concurrent_requests",
+        "in_flight_bytes": "max_in_flight_bytes",
+        "coalesce_bytes": "coalesce_gap_bytes",
+        "cache_bytes": "cache_max_bytes",
+        "chunk_bytes": "cache_chunk_bytes",
+        "timeout": "request_timeout",
+        "stall_timeout": "read_timeout",
+        "upload_part_bytes": "multipart_part_bytes",
+        "give_up_after": "retry_timeout",
+        "first_answer_within": "connect_deadline",
+        "retries": "max_retries",
+        "hedge": "hedge_requests",
+        "local": "local_io",
+    }
+    """Settings of earlier versions, and their names now."""
+
     transport: Transport = "auto"
     """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss,
     `fsspec` is oss2.
     """
-    local: Literal["mmap", "pread"] = "mmap"
+    local_io: Literal["mmap", "pread"] = "mmap"
     """How local files are read: mapped, or by reads, whose I/O errors (of NFS, of FUSE) are tried
     again, and end no process.
     """
@@ -52,17 +70,17 @@ class StorageConfig:
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
     `anon`, ...): docs/storage.md.
     """
-    part_bytes: Annotated[int, Ge(4096)] = 8 * MiB
+    max_request_bytes: Annotated[int, Ge(4096)] = 8 * MiB
     """Largest single range request."""
-    max_requests: Annotated[int, Ge(1)] = 384
+    max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Range requests in flight at once: what many small reads need."""
-    in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
+    max_in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
     """Bytes of range requests in flight at once: what few large reads need."""
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
     """All that a loader holds: what is fetched ahead or in flight, and what is ready. Too few for the
     open blocks of the stream order make it several times slower, and a warning says how many would do.
     """
-    coalesce_bytes: Annotated[int, Ge(0)] = 64 * 1024
+    coalesce_gap_bytes: Annotated[int, Ge(0)] = 64 * 1024
     """Ranges with at most this gap between them are fetched as one, while at most a seventh more is
     fetched than is used.
     """
@@ -70,35 +88,35 @@ class StorageConfig:
     """A folder on a local disk that keeps what was fetched, for all processes and runs of this
     node; None: no cache.
     """
-    cache_bytes: Annotated[int, Ge(0)] = 64 * 1024 * MiB
+    cache_max_bytes: Annotated[int, Ge(0)] = 64 * 1024 * MiB
     """Largest size of everything in `cache_dir`.
 
     The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth.
     """
-    chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
+    cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
     """Bytes of an object that are one file of the cache."""
-    timeout: Annotated[float, Gt(0)] = 60.0
+    request_timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds one request may take."""
-    stall_timeout: Annotated[float, Gt(0)] = 10.0
+    read_timeout: Annotated[float, Gt(0)] = 10.0
     """Seconds without a single byte after which a request is given up and tried again."""
-    upload_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
+    multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
     """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000
     parts: this times as much is the largest object. Conversions raise it by themselves where a
     shard will be larger.
     """
-    give_up_after: Annotated[float, Gt(0)] = 600.0
+    retry_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no
     answer, name not found) is tried again, with pauses that grow to 10 seconds, before its error is
     raised. Other errors are raised at once.
     """
-    first_answer_within: Annotated[float, Gt(0)] = 30.0
+    connect_deadline: Annotated[float, Gt(0)] = 30.0
     """Seconds after which an endpoint that has never answered this process is given up, if that is
-    less than `give_up_after`: a mistyped name is no outage. Any answer counts, of any bucket of the
+    less than `retry_timeout`: a mistyped name is no outage. Any answer counts, of any bucket of the
     endpoint; spawned workers know of their parent's.
     """
-    retries: Annotated[int | None, Ge(0)] = None
-    """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
-    hedge: bool = True
+    max_retries: Annotated[int | None, Ge(0)] = None
+    """Times a failed request is tried again at most; None: as often as `retry_timeout` allows."""
+    hedge_requests: bool = True
     """Send a second request for one that takes far longer than others did."""
     # Not a setting: `with_prefixes` sets it.
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))

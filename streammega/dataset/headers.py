@@ -112,7 +112,7 @@ def _open_datasets(
     """
     shards = [shard for dataset in datasets for shard in dataset]
     unknown = [shard for shard in shards if shard.version is None or shard.index_version is None]
-    at_once = min(READERS, storage.max_requests)
+    at_once = min(READERS, storage.max_concurrent_requests)
     _run([shard.look_up for shard in unknown], unknown, at_once)
     shown = [shard for shard in shards if shard.kind != "bin"]
     _run([shard.tokens for shard in shown], shown, at_once)
@@ -236,11 +236,11 @@ def _read_rows(
 
     parts = []
     if are_of_one_store and max(sizes) <= READ_WHOLE:
-        readers = min(SMALL_READERS, storage.max_requests)
+        readers = min(SMALL_READERS, storage.max_concurrent_requests)
         for first in range(0, len(shards), READ_TOGETHER):
             parts.append(_read_small(shards[first : first + READ_TOGETHER], readers, keep=keep))
     else:
-        headers = parallel_map(read_one, shards, min(READERS, storage.max_requests))
+        headers = parallel_map(read_one, shards, min(READERS, storage.max_concurrent_requests))
         parts.append(rows_of_headers(headers))
     read_ends(at_ends)
     ends = [shard.ends or 0 for shard in shards]

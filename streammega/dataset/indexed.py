@@ -141,10 +141,10 @@ class IndexedDataset(Sequence["Item"]):
             mmap = None
         storage = storage or StorageConfig()
         if mmap is not None:
-            storage = storage.changed(local="mmap" if mmap else "pread")
+            storage = storage.changed(local_io="mmap" if mmap else "pread")
         if object_storage_config is not None:
             folder, chunk_bytes = _read_object_storage_config(object_storage_config)
-            storage = storage.changed(chunk_bytes=chunk_bytes)
+            storage = storage.changed(cache_chunk_bytes=chunk_bytes)
             index_cache_dir = index_cache_dir or folder
         self._name = name
         self.prefix = strip_suffix(name)
@@ -323,7 +323,7 @@ class IndexedDataset(Sequence["Item"]):
     @property
     def mmap(self) -> bool:
         """Whether local tokens are mapped."""
-        return self.storage.local == "mmap"
+        return self.storage.local_io == "mmap"
 
     @property
     def index(self) -> IndexView:  # type: ignore[override]  # of Sequence it is a search

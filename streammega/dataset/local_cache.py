@@ -299,7 +299,7 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
             return False
         found.append((path, store, info))
     for path, store, info in found:
-        chunks = _download(store, info, published.storage.part_bytes)
+        chunks = _download(store, info, published.storage.max_request_bytes)
         write_atomically(path, chunks, info.size)
     return True
 
@@ -338,7 +338,7 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 def corrupt_cache_error(what: str) -> CacheError:
     """For a cached array that is not what was built."""
     return CacheError(
-        f"{what}; remove the file and start again (if it came from shared_index_url, publish it "
+        f"{what}; remove the file and start again (if it came from index_publish_url, publish it "
         "again)"
     )
 

@@ -83,7 +83,7 @@ class BucketedDataParallel(nn.Module):
         check_gradients: `finish_grad_sync` raises GradientError on every rank, before anything is
             stepped, where a gradient of some rank is not finite; that rank's error names the
             parameter. Not with torch.amp.GradScaler, which skips such steps by itself.
-        largest_gradient: with check_gradients, also for an element that is larger.
+        max_grad_value: with check_gradients, also for an element that is larger.
         main_grad: every parameter has `main_grad`, its place in the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
             Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
@@ -101,7 +101,7 @@ class BucketedDataParallel(nn.Module):
         overlap: bool = True,
         tied: Collection[str] = (),
         check_gradients: bool = True,
-        largest_gradient: float | None = None,
+        max_grad_value: float | None = None,
         main_grad: bool = False,
     ) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class BucketedDataParallel(nn.Module):
             buckets,
             group=self.group,
             tied_group=tied_group,
-            checks=GradientChecks(largest_gradient) if check_gradients else None,
+            checks=GradientChecks(max_grad_value) if check_gradients else None,
             scale=1.0 / self.size if average else 1.0,
             overlap=overlap,
             main_grad=main_grad,

@@ -72,7 +72,7 @@ class GradientChecks:
         return (
             f"the gradient of {self._names[first]} has an element of {norm:.4g}, more than "
             f"{self._max:.4g}; look at this step's batch and learning rate, or raise "
-            f"largest_gradient"
+            f"max_grad_value"
         )
 
     def _good(self) -> Tensor:

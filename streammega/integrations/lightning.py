@@ -48,7 +48,7 @@ class StreamDataHooks:
     at the first sample when the data has ended. Without a length (the stream order, no
     `num_samples`) the data has no end: give the Trainer `max_steps`.
 
-    With `dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
+    With `return_dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
     of each token, [micro_batch_size, S]}, "train/loss/NAME" and "val/loss/NAME" are logged of every
     dataset: exact means over tokens and ranks.
 
@@ -78,8 +78,8 @@ class StreamDataHooks:
         **options: Any,
     ) -> None:
         super().__init__()
-        if "rampup" in options:
-            raise ConfigError("the steps of Lightning have one size: leave out rampup")
+        if "rampup_batch_size" in options:
+            raise ConfigError("the steps of Lightning have one size: leave out rampup_batch_size")
         check_phases(config, "Lightning", global_batch_size)
         if (dp_rank is None) != (dp_size is None):
             raise ConfigError("dp_rank and dp_size go together: give both, or neither")
@@ -103,7 +103,7 @@ class StreamDataHooks:
             callbacks.insert(0, _callback(type(self), CountsTrained))
         # one of the data module before this has the names of other datasets
         callbacks[:] = [one for one in callbacks if not isinstance(one, LogsSourceLosses)]
-        if self._config.dataset_ids:
+        if self._config.return_dataset_ids:
             callbacks.insert(0, _callback(type(self), LogsSourceLosses, self._config))
 
     def train_dataloader(self) -> ConsumedBatches:
@@ -318,7 +318,7 @@ class LogsSourceLosses:
         elif not self._warned:
             self._warned = True
             log.warning(
-                'dataset_ids is set, and steps return no "%s": no loss is logged by source; return '
+                'return_dataset_ids is set, and steps return no "%s": no loss is logged by source; return '
                 '{"loss": loss, "%s": each.detach()}, each being the loss of each token, '
                 "[micro_batch_size, S]",
                 TOKEN_LOSSES,

@@ -211,14 +211,14 @@ def datasets_provider(
     *,
     order: Order = "megatron",
     storage: StorageConfig | None = None,
-    lanes: int | None = None,
-    block_bytes: int | None = None,
+    shuffle_lanes: int | None = None,
+    shuffle_block_bytes: int | None = None,
     prefetch: int = 4,
 ) -> Callable[..., Datasets]:
     """A provider for Megatron's `pretrain`, with what its command line has no arguments for.
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
-    bytes are fetched. lanes, block_bytes: of the stream order, as in DataConfig; lanes are otherwise
+    bytes are fetched. shuffle_lanes, shuffle_block_bytes: of the stream order, as in DataConfig; lanes are otherwise
     the smallest multiple of --global-batch-size of at least 1024: name them if that size will
     change. prefetch: micro-batches made ahead of the step.
     """
@@ -235,8 +235,8 @@ def datasets_provider(
             ),
             order=order,
             storage=storage,
-            lanes=lanes,
-            block_bytes=block_bytes,
+            shuffle_lanes=shuffle_lanes,
+            shuffle_block_bytes=shuffle_block_bytes,
             prefetch=prefetch,
         )
 
@@ -257,8 +257,8 @@ def datasets_of(
     place: Place,
     order: Order = "megatron",
     storage: StorageConfig | None = None,
-    lanes: int | None = None,
-    block_bytes: int | None = None,
+    shuffle_lanes: int | None = None,
+    shuffle_block_bytes: int | None = None,
     prefetch: int = 4,
 ) -> Datasets:
     """Train, valid and test of parsed arguments, for one process; None where a split has no share,
@@ -271,8 +271,8 @@ def datasets_of(
     _check(args, order)
     storage = storage or StorageConfig()
     options: dict[str, Any] = {"order": order}
-    if block_bytes is not None:
-        options["block_bytes"] = block_bytes
+    if shuffle_block_bytes is not None:
+        options["shuffle_block_bytes"] = shuffle_block_bytes
     blends = read_blends(args, storage)
     config = data_config(args, tokenizer, num_samples, storage=storage, blends=blends, **options)
     seat: dict[str, Any] = {
@@ -287,7 +287,7 @@ def datasets_of(
             return None
         sizes = _batch_sizes(args, split)
         return MegatronBatches(
-            _in_lanes(config, lanes, sizes["global_batch_size"]),
+            _in_lanes(config, shuffle_lanes, sizes["global_batch_size"]),
             split=split,
             micro_batch_size=sizes["micro_batch_size"],
             consumed_samples=_consumed_samples(args, split),
@@ -378,7 +378,7 @@ def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> 
     if config.order != "stream":
         return config
     rounds = -(-MIN_LANES // global_batch_size)
-    return replace(config, lanes=lanes or rounds * global_batch_size)
+    return replace(config, shuffle_lanes=lanes or rounds * global_batch_size)
 
 
 def _place(vp_stage: int | None, *, every_stage: bool) -> Place:

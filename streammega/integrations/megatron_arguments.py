@@ -85,7 +85,9 @@ def data_config(
         sequence_length=args.seq_length,
         num_samples=(train or 0, valid or 0, test or 0),
         full_validation=bool(getattr(args, "full_validation", False)),
-        surplus=getattr(args, "mid_level_dataset_surplus", DataConfig.surplus),
+        mid_level_dataset_surplus=getattr(
+            args, "mid_level_dataset_surplus", DataConfig.mid_level_dataset_surplus
+        ),
         index_cache_dir=getattr(args, "data_cache_path", None),
         storage=storage,
         **field_settings(

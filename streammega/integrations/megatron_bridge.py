@@ -73,13 +73,13 @@ def stream_dataset(
     """(a DatasetProvider for `config.dataset`, a Callback for `pretrain`) of Bridge.
 
     config: what is read; its num_samples are those that Bridge asks for. The stream order needs
-    `lanes`, a multiple of the global batch. prefetch: micro-batches made ahead of the step. Raises
+    `shuffle_lanes`, a multiple of the global batch. prefetch: micro-batches made ahead of the step. Raises
     ConfigError.
     """
-    if config.order == "stream" and config.lanes is None:
+    if config.order == "stream" and config.shuffle_lanes is None:
         raise ConfigError(
-            "the stream order goes on with other ranks only in the lanes it began in; set lanes in "
-            "the DataConfig, to a multiple of the global batch of at least 1024"
+            "the stream order goes on with other ranks only in the lanes it began in; set shuffle_lanes "
+            "in the DataConfig, to a multiple of the global batch of at least 1024"
         )
     check_phases(config, "Megatron", None, one_length=True)
     built: dict[str, BridgeBatches] = {}

@@ -151,10 +151,10 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
             "these are fields of the config itself, or torchtitan's"
         )
     data = DataConfig(**fields, **settings)
-    if data.dataset_ids:
+    if data.return_dataset_ids:
         raise ConfigError(
             "torchtitan's batches have no place for the datasets of their samples: leave "
-            "dataset_ids out, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
+            "return_dataset_ids out, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
             "which knows them by the order"
         )
     global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None
@@ -308,7 +308,7 @@ def _config_class(base_config: Any) -> Any:
         prefetch: int = 4
         """Batches made ahead."""
         settings: dict[str, Any] = field(default_factory=dict)
-        """Other fields of DataConfig, such as {"lanes": 4096, "storage": {"cache_dir": "/nvme"}}.
+        """Other fields of DataConfig, such as {"shuffle_lanes": 4096, "storage": {"cache_dir": "/nvme"}}.
         torchtitan writes configs to its logs: credentials belong into the environment."""
 
     Config.__qualname__ = "StreamDataLoader.Config"

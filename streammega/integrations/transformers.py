@@ -73,7 +73,7 @@ def add_losses(
     else:
         raise ConfigError(
             "losses by source are made of logits, and this model's outputs have none (a fused "
-            "loss): leave dataset_ids out"
+            "loss): leave return_dataset_ids out"
         )
 
 
@@ -98,7 +98,7 @@ class StreamTrainerMixin:
     epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation goes through
     the valid split of the stream, unless the Trainer is given an `eval_dataset` of its own.
 
-    With `dataset_ids` in the stream's config, each log of the loss also has "loss/NAME" of every
+    With `return_dataset_ids` in the stream's config, each log of the loss also has "loss/NAME" of every
     dataset that was trained on since the last one, and each evaluation of the stream "eval_loss/NAME"
     of those of its valid split: exact means over tokens and processes. What is logged that way is
     "train/loss/NAME" and "eval/loss/NAME" to TensorBoard and Weights & Biases.
@@ -124,8 +124,8 @@ class StreamTrainerMixin:
         **keywords: Any,
     ) -> None:
         _check(stream)
-        if "rampup" in (stream_options or {}):
-            raise ConfigError("the steps of the Trainer have one size: leave out rampup")
+        if "rampup_batch_size" in (stream_options or {}):
+            raise ConfigError("the steps of the Trainer have one size: leave out rampup_batch_size")
         used = {"tokens", "labels", "loss_mask", "cu_seqlens", DATASET_ID}
         if stream.reset_position_ids or stream.inter_document_masking:
             used.add("position_ids")  # these models count from 0 by themselves
@@ -139,7 +139,7 @@ class StreamTrainerMixin:
             keywords["eval_dataset"] = PlaceholderDataset(None)
         super().__init__(*arguments, **keywords)
         _check_cache(stream, getattr(self, "model", None))
-        if stream.dataset_ids:
+        if stream.return_dataset_ids:
             self._source_losses = SourceLosses.of(stream, device=self.accelerator.device)
         # otherwise a resume would read and drop everything before its position
         self.args.ignore_data_skip = True
@@ -225,7 +225,7 @@ class StreamTrainerMixin:
             raise ConfigError(
                 "the valid split has no end: give the DataConfig num_samples=(train, valid, test)"
             )
-        if self._stream.dataset_ids:
+        if self._stream.return_dataset_ids:
             device = self.accelerator.device
             self._valid_losses = SourceLosses.of(self._stream, split="valid", device=device)
         return loader

@@ -45,14 +45,14 @@ STATE_VERSION = 1
 COUNTS = ("consumed_samples", "batch_offset")
 STATE_KEYS = {"version", *COUNTS, "positions", "identity"}
 OF_DATASETS = (
-    "skip_documents",
-    "skip_samples",
+    "exclude_documents",
+    "exclude_samples",
     "phases",
     "follow",
     "blend_schedule",
     "inter_document_masking",
-    "dataset_ids",
-    "balance_batches",
+    "return_dataset_ids",
+    "balance_attention_cost",
 )
 """Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
 but that change what is trained on.

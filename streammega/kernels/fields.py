@@ -267,12 +267,12 @@ room for half a million files: `samples/excluded.py` asks both.
 
 
 @kernel
-def find_skipped(starts, stops, since, file, start, size, column, row, sample, found):
-    """Columns of samples that hold tokens of skipped stretches; returns how many stretches of them
+def find_excluded(starts, stops, since, file, start, size, column, row, sample, found):
+    """Columns of samples that hold tokens of excluded stretches; returns how many stretches of them
     there are.
 
     starts, stops (rising, disjoint), since [stretches]: tokens [starts[n], stops[n]) of all files,
-    FILE_STRIDE apart, are skipped in samples since[n] and later. Run r, of each a value: tokens
+    FILE_STRIDE apart, are excluded in samples since[n] and later. Run r, of each a value: tokens
     [start, start + size) of a file go to column `column` and on of a row; the row is the sample of
     that number. Fills found int64 [3, room]: the row, its first column, and the one behind the last,
     as far as there is room. Cost: a binary search for each run, then one step for each stretch in
@@ -301,7 +301,7 @@ def find_skipped(starts, stops, since, file, start, size, column, row, sample, f
 @kernel
 def fill_columns(found, before, behind, value, out) -> None:
     """Write `value` to out [rows, width] in columns [low - before, high + behind) of each found row,
-    as `find_skipped` gives them; columns outside of `out` are passed over.
+    as `find_excluded` gives them; columns outside of `out` are passed over.
     """
     width = out.shape[1]
     for k in range(found.shape[1]):

@@ -290,10 +290,12 @@ def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) ->
     """
     if not all(file.store.is_local for file in files):
         return Fetcher(storage, budget)
-    threads = min(storage.max_requests, num_threads())
+    threads = min(storage.max_concurrent_requests, num_threads())
     # A thread takes whole jobs: one read at a time, it would wait for the GIL after each.
     requests = threads * BATCH_REQUESTS
-    return Fetcher(replace(storage, max_requests=requests, hedge=False), budget, threads)
+    return Fetcher(
+        replace(storage, max_concurrent_requests=requests, hedge_requests=False), budget, threads
+    )
 
 
 @atexit.register

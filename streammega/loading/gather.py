@@ -18,7 +18,7 @@ from streammega.loading.planner import GatherGroup, Integers
 from streammega.loading.read_plan import ReadPlan
 from streammega.samples.derived_fields import Allocate, Batch, Samples, make_fields, torch_dtype
 from streammega.samples.excluded import ExclusionMask
-from streammega.samples.loss_masks import Seams, as_asked, seams_between
+from streammega.samples.loss_masks import SampleJoins, joins_between, joins_of_config
 from streammega.samples.packed import are_packed
 from streammega.samples.source import field_names, masks_by_files
 from streammega.samples.token_file import Runs, clear_by_modes
@@ -35,7 +35,7 @@ class ReadyGroup:
     fields are made of.
 
     ids: [samples, width] in the stored dtype, valid: int64 [samples]. learned: bool as ids; None: all
-    are. seams, dataset_id: of each sample, where the config asks for them. row_splits, size: of the
+    are. joins, dataset_id: of each sample, where the config asks for them. row_splits, size: of the
     rows that samples consist of.
     """
 
@@ -43,7 +43,7 @@ class ReadyGroup:
     ids: Tensor
     valid: Tensor
     learned: Tensor | None
-    seams: Seams | None
+    joins: SampleJoins | None
     row_splits: Integers
     size: Integers
     dataset_id: Integers | None
@@ -70,7 +70,7 @@ class Gatherer:
         self._plan = plan
         self._allocate = allocate
         self._has_learned = masks_by_files(steps.samples)
-        self._skipped = steps.samples.skipped
+        self._excluded = steps.samples.excluded
         files_of_dataset = [len(files) for files in steps.samples.files]
         self._dataset_of_file = np.repeat(steps.samples.segments[0].dataset_ids, files_of_dataset)
 
@@ -84,45 +84,45 @@ class Gatherer:
             fill_tails(ids.numpy(), valid.numpy(), TAIL_ID)
         window = group.window
         rows = group.rows
-        skipped = None
-        if self._skipped is not None:
+        excluded = None
+        if self._excluded is not None:
             sample_ids = window.sample_ids[group.first : group.last]
-            skipped = self._skipped.columns(_runs_of(group), sample_ids)
-        if skipped is not None:
+            excluded = self._excluded.columns(_runs_of(group), sample_ids)
+        if excluded is not None:
             assert self._config.eod_id is not None
-            skipped.overwrite(ids.numpy(), self._config.eod_id)
-        seams = None
-        if self._config.seams != "joined":
-            found = seams_between(
+            excluded.overwrite(ids.numpy(), self._config.eod_id)
+        joins = None
+        if self._config.sample_joins != "keep":
+            found = joins_between(
                 np.diff(group.row_splits),
                 window.file[rows],
                 window.start[rows],
                 window.size[rows],
                 window.column[rows],
             )
-            seams = as_asked(found, self._config)
+            joins = joins_of_config(found, self._config)
         dataset_id = None
-        if self._config.dataset_ids:
+        if self._config.return_dataset_ids:
             # that of its first row: all are of one dataset
             dataset_id = self._dataset_of_file[window.file[group.row_splits[:-1]]]
         return ReadyGroup(
             consumed=group.consumed,
             ids=ids,
             valid=valid,
-            learned=self._learned(group, skipped) if self._has_learned else None,
-            seams=seams,
+            learned=self._learned(group, excluded) if self._has_learned else None,
+            joins=joins,
             row_splits=group.row_splits - rows.start,
             size=window.size[rows],
             dataset_id=dataset_id,
         )
 
-    def _learned(self, group: GatherGroup, skipped: ExclusionMask | None) -> Tensor:
+    def _learned(self, group: GatherGroup, excluded: ExclusionMask | None) -> Tensor:
         """Which ids of a group are learned, bool [samples, width]."""
         learned = self._allocate((group.last - group.first, self._width), torch.bool)
         learned.numpy().fill(True)
         clear_by_modes(self._plan.files, _runs_of(group), learned.numpy())
-        if skipped is not None:
-            skipped.clear_learned(learned.numpy())
+        if excluded is not None:
+            excluded.clear_learned(learned.numpy())
         return learned
 
     def _copy_rows(self, group: GatherGroup, ids: Tensor, valid: Tensor) -> None:
@@ -201,14 +201,14 @@ class Assembler:
 
     def _samples(self, group: ReadyGroup, chosen: slice) -> Samples:
         """Some samples of a group."""
-        seams = None
-        if group.seams is not None:
-            low, high = np.searchsorted(group.seams.sample, [chosen.start, chosen.stop])
+        joins = None
+        if group.joins is not None:
+            low, high = np.searchsorted(group.joins.sample, [chosen.start, chosen.stop])
             if low < high:
-                seams = Seams(
-                    sample=group.seams.sample[low:high] - chosen.start,
-                    column=group.seams.column[low:high],
-                    apart=group.seams.apart,
+                joins = SampleJoins(
+                    sample=group.joins.sample[low:high] - chosen.start,
+                    column=group.joins.column[low:high],
+                    separate=group.joins.separate,
                 )
         pieces = None
         if self._config.inter_document_masking:
@@ -218,7 +218,7 @@ class Assembler:
             ids=group.ids[chosen].numpy(),
             valid=group.valid[chosen].numpy(),
             learned=None if group.learned is None else group.learned[chosen].numpy(),
-            seams=seams,
+            joins=joins,
             pieces=pieces,
             dataset_id=None if group.dataset_id is None else group.dataset_id[chosen],
         )

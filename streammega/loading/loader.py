@@ -58,7 +58,7 @@ class StreamLoader:
     read ahead; it is the same on every rank that took as many batches.
 
     Args:
-        config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
+        config, split, micro_batch_size, global_batch_size, rampup_batch_size: as in StreamingDataset.
         dp_rank, dp_size: this data-parallel rank; or mesh: a DeviceMesh, of which the dimension
             "dp" (or the only one) says both.
         prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched,
@@ -67,7 +67,7 @@ class StreamLoader:
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64
             [micro_batch_size], the ids of each sample that are not padding}, from which everything
             else can be derived on the device. Where modes make the loss mask, or documents are
-            skipped, also "learned", bool
+            excluded, also "learned", bool
             as "ids" are: no loss where a label is an id that is not learned.
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each
             sample: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is [2
@@ -95,7 +95,7 @@ class StreamLoader:
         dp_rank: int | None = None,
         dp_size: int | None = None,
         mesh: DeviceMesh | None = None,
-        rampup: tuple[int, int, int] | None = None,
+        rampup_batch_size: tuple[int, int, int] | None = None,
         prefetch: int = 4,
         evaluation: bool | None = None,
         ids_only: bool = False,
@@ -113,7 +113,7 @@ class StreamLoader:
             global_batch_size=global_batch_size,
             dp_rank=rank,
             dp_size=size,
-            rampup=rampup,
+            rampup_batch_size=rampup_batch_size,
         )
         if cp_size > 1 and not ids_only:
             raise ConfigError(
@@ -125,9 +125,9 @@ class StreamLoader:
                 "ids_only batches tell nothing of sequences, whose bounds inter_document_masking "
                 "asks for; leave one of them out, or set reset_attention_mask, which goes by eod_id"
             )
-        if ids_only and config.dataset_ids:
+        if ids_only and config.return_dataset_ids:
             raise ConfigError(
-                "ids_only batches tell nothing of datasets: leave dataset_ids out, and ask "
+                "ids_only batches tell nothing of datasets: leave return_dataset_ids out, and ask "
                 "loader.dataset.dataset_ids(consumed), which knows them on every rank"
             )
         self.ids_only = ids_only
@@ -212,7 +212,7 @@ class StreamLoader:
 
         Raises StopIteration after the last.
         """
-        # kept from call to call: each new one would look through the skipped ranges again
+        # kept from call to call: each new one would look through the excluded ranges again
         if self._following is None:
             self._following = self.dataset.positions()
         position = next(self._following)
@@ -246,11 +246,11 @@ class StreamLoader:
 
     @cached_property
     def has_modes(self) -> bool:
-        """Whether modes of a dataset make the loss mask, or documents are skipped: then "learned" is
+        """Whether modes of a dataset make the loss mask, or documents are excluded: then "learned" is
         beside "ids".
         """
         samples = self.dataset.samples
-        return samples.skipped is not None or has_modes(all_files(samples.files))
+        return samples.excluded is not None or has_modes(all_files(samples.files))
 
     @property
     def consumed_samples(self) -> int:
@@ -329,7 +329,7 @@ class StreamLoader:
         """Go where an iteration begins."""
         dataset = self.dataset
         untouched = dataset.is_where_it_was_put
-        # a position before the end may be followed by skipped samples alone
+        # a position before the end may be followed by excluded samples alone
         some_left = next(dataset.positions(), None) is not None
         if some_left and (untouched or not self.evaluation):
             return

@@ -96,7 +96,7 @@ class MemoryPlan:
     field_bytes: int
     fetch_bytes: int
     window_batches: int
-    coalesce_bytes: int
+    coalesce_gap_bytes: int
     whole: tuple[int, ...] = ()
     open_bytes: int = 0
     unfit: int = 0
@@ -186,7 +186,7 @@ def plan_memory(
     lanes: int,
     *,
     ahead: int,
-    coalesce_bytes: int,
+    coalesce_gap_bytes: int,
     is_remote: bool = True,
 ) -> MemoryPlan:
     """Divide `memory_bytes`.
@@ -224,7 +224,7 @@ def plan_memory(
     fitting = max(1, left // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
     if GROUPS_FETCHED * batch.fetched(groups.batches) > left:
-        coalesce_bytes = 0
+        coalesce_gap_bytes = 0
     return MemoryPlan(
         group_batches=groups.batches,
         field_batches=groups.field_batches,
@@ -233,7 +233,7 @@ def plan_memory(
         field_bytes=groups.field_bytes,
         fetch_bytes=fetch_bytes,
         window_batches=max(groups.batches, window_batches),  # a group is of one window
-        coalesce_bytes=coalesce_bytes,
+        coalesce_gap_bytes=coalesce_gap_bytes,
         whole=held.whole,
         open_bytes=held.open_bytes,
         unfit=held.unfit,

@@ -24,13 +24,13 @@ from streammega.order.sharding import balanced_places, check_resume, rank_sample
 from streammega.order.state import make_state
 from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import NO_SEAMS, Seams
+from streammega.samples.loss_masks import NO_JOINS, SampleJoins
 from streammega.samples.source import (
     SampleSource,
     SegmentSource,
     all_files,
     file_of_rows,
-    seams_of,
+    joins_of,
 )
 from streammega.samples.token_file import open_indices
 
@@ -132,10 +132,10 @@ class MicroSteps:
     dp_size: int
 
     def check(self) -> None:
-        """Raise ConfigError where skipped samples cut a global batch apart, or no global batch is
+        """Raise ConfigError where excluded samples cut a global batch apart, or no global batch is
         whole.
         """
-        self._check_skipped(0)
+        self._check_excluded(0)
         if self.num_samples == 0:
             raise ConfigError(
                 f"{self.split} holds {self.samples.num_samples} samples, "
@@ -143,17 +143,17 @@ class MicroSteps:
                 f"global_batch_size or ask for more samples"
             )
 
-    def _check_skipped(self, consumed: int) -> None:
-        """Raise ConfigError where samples skipped from `consumed` on cut a global batch apart."""
+    def _check_excluded(self, consumed: int) -> None:
+        """Raise ConfigError where samples excluded from `consumed` on cut a global batch apart."""
         schedule = self.schedule
         # steps after a range begin where a global batch does, as those before it
-        for start, stop in self.config.skip_samples:
+        for start, stop in self.config.exclude_samples:
             if stop <= consumed:
                 continue
             if schedule.offset_at(max(start, consumed)) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
                 raise ConfigError(
-                    f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart, "
+                    f"exclude_samples [{start}, {stop}) cuts a global batch of {size} samples apart, "
                     f"of those that are counted from sample {schedule.origin} on{self._says_size()}"
                 )
 
@@ -183,7 +183,7 @@ class MicroSteps:
         return self.samples.lanes
 
     def tokens_before(self, sample: int) -> int:
-        """Tokens of all samples before one, of those that are skipped too."""
+        """Tokens of all samples before one, of those that are excluded too."""
         return self.schedule.tokens_before(sample)
 
     def sequence_length_at(self, sample: int) -> int:
@@ -209,7 +209,7 @@ class MicroSteps:
     @cached_property
     def _balanced(self) -> BalancedBatches | None:
         """How global batches are dealt out by cost; None: by the numbers of samples."""
-        if not self.config.balance_batches:
+        if not self.config.balance_attention_cost:
             return None
         return BalancedBatches(
             samples=self.samples, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size
@@ -229,21 +229,21 @@ class MicroSteps:
         segment = self.samples.segment_at(consumed)
         return segment.sample_fields(self.sample_ids(consumed), bounds=True)
 
-    def seams(self, consumed: int) -> Seams:
+    def sample_joins(self, consumed: int) -> SampleJoins:
         """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
         run of tokens to another. Of the order alone.
         """
         self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
         if not segment.has_remainders:
-            return NO_SEAMS
-        return seams_of(segment.files, segment.locate(self.sample_ids(consumed)))
+            return NO_JOINS
+        return joins_of(segment.files, segment.locate(self.sample_ids(consumed)))
 
     def parts(self, start: int) -> Iterator[range]:
-        """The micro-steps from `start` on, as ranges between the skipped samples."""
+        """The micro-steps from `start` on, as ranges between the excluded samples."""
         num_samples = self.num_samples
         end = NO_END if num_samples is None else num_samples
-        for skip_start, skip_stop in sorted(self.config.skip_samples):
+        for skip_start, skip_stop in sorted(self.config.exclude_samples):
             if start < skip_start:
                 yield range(start, min(skip_start, end), self.step_samples)
             start = max(start, skip_stop)
@@ -280,7 +280,7 @@ class MicroSteps:
                 raise StateError(
                     f"newer versions joined at sample {first_sample}, ahead of sample {start}, and "
                     f"no step of these sizes ends there; resume with the former global_batch_size, "
-                    f"or remove the files of later samples from data.follow.record: versions are "
+                    f"or remove the files of later samples from data.follow.log_url: versions are "
                     f"then looked for anew"
                 )
 
@@ -319,7 +319,7 @@ class MicroSteps:
         """
         self.advance_to(consumed - 1)
         identity = self.samples.identity(consumed)
-        if self.config.balance_batches and self.schedule.offset_at(consumed):
+        if self.config.balance_attention_cost and self.schedule.offset_at(consumed):
             identity["balanced_batch"] = self.schedule.size_at(consumed)
         return identity
 
@@ -340,12 +340,12 @@ class MicroSteps:
 
     def check_ahead(self, consumed: int) -> None:
         """Raise StateError where steps of these sizes, from where they were resumed, would cut a
-        later phase's first sample off from the end of a step, or read some of what is skipped from
+        later phase's first sample off from the end of a step, or read some of what is excluded from
         `consumed` on.
         """
         try:
             self.schedule.check_segments()
-            self._check_skipped(consumed)
+            self._check_excluded(consumed)
         except ConfigError as error:
             raise StateError(
                 f"steps of these sizes from sample {self.schedule.origin} on do not fit what is "

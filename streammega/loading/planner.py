@@ -172,7 +172,7 @@ class Planner:
 
     Args:
         files: sizes and places of the files.
-        coalesce_bytes, part_bytes: as in StorageConfig.
+        coalesce_gap_bytes, part_bytes: as in StorageConfig.
         blocks: the open blocks of a reader of whole lanes; None: everything is fetched window by
             window.
         kept: which tokens of every sample are read.
@@ -181,7 +181,7 @@ class Planner:
     def __init__(
         self,
         files: FileTable,
-        coalesce_bytes: int,
+        coalesce_gap_bytes: int,
         part_bytes: int,
         blocks: OpenBlocks | None,
         kept: KeptColumns = WHOLE,
@@ -189,7 +189,7 @@ class Planner:
         self.files = files
         self.blocks = blocks
         self.kept = kept
-        self.coalesce_bytes = coalesce_bytes
+        self.coalesce_gap_bytes = coalesce_gap_bytes
         self.part_bytes = part_bytes
         self.table = BufferTable(len(files.itemsize))
 
@@ -344,7 +344,7 @@ class Planner:
         start = rows.start[unplaced]
         stop = rows.stop[unplaced]
         by_place = np.lexsort((start, file))
-        gap = largest_gap(file[by_place], start[by_place], stop[by_place], self.coalesce_bytes)
+        gap = largest_gap(file[by_place], start[by_place], stop[by_place], self.coalesce_gap_bytes)
         requests = coalesce(file, start, stop, by_place, gap=gap, largest=self.part_bytes)
         first_row = unplaced[_first_of_each(requests.of_row, len(requests))]
         slot_of_request = np.empty(len(requests), np.int64)

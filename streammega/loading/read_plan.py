@@ -83,7 +83,10 @@ def plan_reading(
     files = all_files(steps.samples.files)
     if storage.cache_dir is not None:
         cache = PageCache(
-            storage.cache_dir, storage.cache_bytes, storage.chunk_bytes, storage.timeout
+            storage.cache_dir,
+            storage.cache_max_bytes,
+            storage.cache_chunk_bytes,
+            storage.request_timeout,
         )
         files = [_cached(file, cache) for file in files]
     table = _table_of(files, steps)
@@ -99,7 +102,7 @@ def plan_reading(
         blocks,
         len(lanes),
         ahead=ahead,
-        coalesce_bytes=storage.coalesce_bytes,
+        coalesce_gap_bytes=storage.coalesce_gap_bytes,
         is_remote=not table.local.all(),
     )
     if memory.unfit:
@@ -117,7 +120,9 @@ def plan_reading(
         table=table,
         dtype=dtype,
         memory=memory,
-        planner=Planner(table, memory.coalesce_bytes, storage.part_bytes, prefetched, kept),
+        planner=Planner(
+            table, memory.coalesce_gap_bytes, storage.max_request_bytes, prefetched, kept
+        ),
         is_scattered=config.order != "sequential"
         and (prefetched is None or not prefetched.whole.all() or smallest < MIN_PAGED_BYTES),
     )
@@ -158,14 +163,14 @@ def _blocks_to_prefetch(
     if order.lanes % steps.step_samples:
         # this rank shares its lanes with others: a block would be fetched by each of them
         return nothing
-    if steps.config.balance_batches and not _balances_whole_lanes(steps, order):
+    if steps.config.balance_attention_cost and not _balances_whole_lanes(steps, order):
         return nothing
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
     # samples of a block lie end to end, the last with the token after it
-    block_bytes = (order.block_samples * order.sequence_length + order.extra) * itemsizes
+    shuffle_block_bytes = (order.block_samples * order.sequence_length + order.extra) * itemsizes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
-        BlockSize(dataset=dataset, stored=int(block_bytes[dataset]))
+        BlockSize(dataset=dataset, stored=int(shuffle_block_bytes[dataset]))
         for dataset in most_drawn_first
         if _can_be_whole(dataset, order, table)
     ]
@@ -201,7 +206,7 @@ def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[
     There are as many wherever it begins, if the lanes are a multiple of what the ranks take in a
     micro-step.
     """
-    if steps.config.balance_batches:
+    if steps.config.balance_attention_cost:
         return np.arange(order.lanes)  # the only reader takes all of them, in whatever order
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples)
     lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
@@ -213,7 +218,7 @@ def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:
     log.warning(
         "memory_bytes %s has no room for the open blocks of %d of the datasets: their samples are "
         "read one by one, in many small requests, which is several times slower. Set memory_bytes "
-        "of the storage to at least %s; less would do with fewer lanes or a smaller block_bytes, "
+        "of the storage to at least %s; less would do with fewer shuffle_lanes or a smaller shuffle_block_bytes, "
         "which are another order",
         f"{memory_bytes:,}",
         memory.unfit,
@@ -237,7 +242,7 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
         verified_at=np.ascontiguousarray(addresses[:, 0]),
         mapped_at=np.ascontiguousarray(addresses[:, 1]),
         page_bytes=PAGE_BYTES,
-        chunk_bytes=whole_pages(steps.config.storage.chunk_bytes),
+        chunk_bytes=whole_pages(steps.config.storage.cache_chunk_bytes),
     )
 
 

@@ -18,7 +18,7 @@ class SourceLosses:
     """Sums losses of samples by the dataset that each is of, until `means` is asked.
 
         losses = SourceLosses.of(config, device=device)
-        for batch in loader:                                # of DataConfig(dataset_ids=True)
+        for batch in loader:                                # of DataConfig(return_dataset_ids=True)
             loss = cross_entropy(..., reduction="none")     # of each token, [batch, S]
             losses.add(batch["dataset_id"], loss.detach(), batch.get("loss_mask"))
             if step % 10 == 0:

@@ -49,9 +49,9 @@ class Stager:
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
         self._closed = threading.Event()
-        self._longest_leave = min(CLOSE_TIMEOUT, storage.stall_timeout)
+        self._longest_leave = min(CLOSE_TIMEOUT, storage.read_timeout)
         self._policy = RetryPolicy.of(storage)
-        self._parts = _parts_of(files, storage.part_bytes)
+        self._parts = _parts_of(files, storage.max_request_bytes)
         self._passed_over: deque[_Part] = deque()
         self._lock = process_lock()
         self._threads = [

@@ -28,7 +28,7 @@ from streammega.loading.worker_transfer import (
 from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
 from streammega.samples.source import SampleSource, check_fields, dataset_of_samples
@@ -43,7 +43,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
     [micro_batch_size, S]; in the stream order only tokens and labels, if every label has a loss and
     positions only count up (see `fields` of DataConfig). With reset_attention_mask also "cu_seqlens", the bounds of documents,
-    int32 [micro_batch_size, most documents + 1]; with dataset_ids "dataset_id", int64
+    int32 [micro_batch_size, most documents + 1]; with return_dataset_ids "dataset_id", int64
     [micro_batch_size]; with inter_document_masking "cu_seqlens" and
     "max_seqlen" as it says.
 
@@ -69,7 +69,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         global_batch_size: samples of one optimizer step over all ranks; a multiple of
             micro_batch_size * dp_size.
         dp_rank, dp_size: this data-parallel rank.
-        rampup: (start, increment, samples): the global batch grows from start to global_batch_size
+        rampup_batch_size: (start, increment, samples): the global batch grows from start to global_batch_size
             over so many samples.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
@@ -84,11 +84,11 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         global_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
-        rampup: tuple[int, int, int] | None = None,
+        rampup_batch_size: tuple[int, int, int] | None = None,
     ) -> None:
         if split == "train":  # the others have no phases
-            config = resolve_phase_starts(config, global_batch_size, rampup)
-        schedule = training_schedule(config, split, global_batch_size, rampup)
+            config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
+        schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)
         schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config = config
         self.split = split
@@ -176,13 +176,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         extents = self.samples.locate(sample_ids.reshape(-1))
         return dataset_of_samples(self.samples, extents).reshape(sample_ids.shape)
 
-    def seams(self, consumed: int) -> Seams:
+    def sample_joins(self, consumed: int) -> SampleJoins:
         """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
         run of tokens to another: arrays `sample`, its row, and `column` of the first token of the
         other run. None but after a phase that changes the length or lanes. Of the order alone:
         nothing is read.
         """
-        return self.steps.seams(consumed)
+        return self.steps.sample_joins(consumed)
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
@@ -190,12 +190,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those
-        that are skipped.
+        that are excluded.
         """
         return self.steps.positions(self._consumed)
 
     def parts(self, start: int) -> Iterator[range]:
-        """The ranges of positions from `start` on, between the skipped ones."""
+        """The ranges of positions from `start` on, between the excluded ones."""
         return self.steps.parts(start)
 
     def advance(self, consumed: int) -> None:

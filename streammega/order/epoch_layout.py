@@ -113,7 +113,7 @@ def epoch_layout(
     length: int,
     extra: int,
     lanes: int,
-    block_bytes: int,
+    shuffle_block_bytes: int,
 ) -> EpochLayout:
     """The layout of datasets in samples of `length` tokens and `extra` after them. Draws begin with
     epoch 0.
@@ -132,7 +132,7 @@ def epoch_layout(
     sizes = np.diff(before_dataset)
     if not sizes.all():
         raise _no_sample(int(np.argmin(sizes)), datasets, length, extra)
-    blocks = [max(1, block_bytes // (length * dataset.itemsize)) for dataset in datasets]
+    blocks = [max(1, shuffle_block_bytes // (length * dataset.itemsize)) for dataset in datasets]
     rows = np.zeros(len(datasets), DATASET)
     rows["key"] = key
     rows["lanes"] = lanes

@@ -24,28 +24,28 @@ Stage = tuple[int, int]
 class TrainingSchedule:
     """The samples, steps and tokens of a run. Steps are counted from 1, as in metrics.jsonl.
 
-    global_batch_size: of the first segment. rampup: (start, increment, samples): it rises from
+    global_batch_size: of the first segment. rampup_batch_size: (start, increment, samples): it rises from
     `start` by `increment` over so many samples; equal shares of them are spent at each size before
     the last, counted from sample 0, and a step ends with the size it began with. segments: those of
-    the split, which may change sizes and lengths. skips: [start, stop) ranges of samples that no
+    the split, which may change sizes and lengths. excluded_ranges: [start, stop) ranges of samples that no
     step takes; whole global batches. origin: the start of some step, from which steps follow each
     other: 0, or where a run resumed with another batch size.
     """
 
     global_batch_size: int
-    rampup: tuple[int, int, int] | None = None
+    rampup_batch_size: tuple[int, int, int] | None = None
     segments: Sequence[Segment] = ()
-    skips: Sequence[tuple[int, int]] = ()
+    excluded_ranges: Sequence[tuple[int, int]] = ()
     origin: int = 0
 
     def __post_init__(self) -> None:
-        if self.rampup is None:
+        if self.rampup_batch_size is None:
             return
-        if len(self.rampup) != 3:
+        if len(self.rampup_batch_size) != 3:
             raise ConfigError(
-                f"rampup is {self.rampup}; it takes three numbers: (first size, increment, samples)"
+                f"rampup_batch_size is {self.rampup_batch_size}; it takes three numbers: (first size, increment, samples)"
             )
-        start, increment, samples = self.rampup
+        start, increment, samples = self.rampup_batch_size
         final = self.global_batch_size
         if start < 1 or increment < 1 or samples < 1 or start > final:
             raise ConfigError(
@@ -76,8 +76,8 @@ class TrainingSchedule:
         """The stages of a run whose first segment has no end."""
         stages: list[Stage] = []
         first_sample = self.origin
-        if self.rampup is not None:
-            start, increment, samples = self.rampup
+        if self.rampup_batch_size is not None:
+            start, increment, samples = self.rampup_batch_size
             count = (self.global_batch_size - start) // increment
             for number in range(count):
                 size = start + number * increment
@@ -153,7 +153,7 @@ class TrainingSchedule:
         if consumed >= self.origin:
             return self._stage_from(consumed)
         changes_size = any(segment.global_batch_size for segment in self.segments[1:])
-        if self.rampup is not None or changes_size:
+        if self.rampup_batch_size is not None or changes_size:
             return self._from_zero._stage_from(consumed)
         # Of one size, the steps before `origin` are those that lead up to it.
         aligned = replace(self, origin=self.origin % self.global_batch_size)
@@ -166,7 +166,7 @@ class TrainingSchedule:
     # Steps, of a run from sample 0 on.
 
     def samples_after(self, steps: int) -> int:
-        """Samples of the first so many global batches, those that are skipped too."""
+        """Samples of the first so many global batches, those that are excluded too."""
         stages = self._from_zero.stages
         for (first, size), (end, _) in pairwise(stages):
             steps_of_stage = (end - first) // size
@@ -180,9 +180,9 @@ class TrainingSchedule:
         """The samples of a step. Raises ConfigError for one below 1."""
         if step < 1:
             raise ConfigError(f"step is {step}; steps are counted from 1, as in metrics.jsonl")
-        # How many global batches there would be before it, were none skipped.
+        # How many global batches there would be before it, were none excluded.
         before = step - 1
-        for start, stop in self.skipped:
+        for start, stop in self.excluded:
             first = self._batches_before(start)
             if first > before:
                 break
@@ -191,9 +191,9 @@ class TrainingSchedule:
         return range(start, start + self._from_zero.size_at(start))
 
     def step_of(self, sample: int) -> int | None:
-        """The step that takes a sample; None where it is skipped."""
+        """The step that takes a sample; None where it is excluded."""
         batches = self._batches_before(sample - self._from_zero.offset_at(sample))
-        for start, stop in self.skipped:
+        for start, stop in self.excluded:
             if start <= sample < stop:
                 return None
             if stop <= sample:
@@ -202,12 +202,12 @@ class TrainingSchedule:
 
     def steps_between(self, start: int, stop: int) -> tuple[int, int] | None:
         """The first and the last step that take any of the samples [start, stop), which begin and
-        end with a global batch; None: all of them are skipped.
+        end with a global batch; None: all of them are excluded.
         """
-        for skip_start, skip_stop in self.skipped:
+        for skip_start, skip_stop in self.excluded:
             if skip_start <= start:
                 start = max(start, skip_stop)
-        for skip_start, skip_stop in reversed(self.skipped):
+        for skip_start, skip_stop in reversed(self.excluded):
             if stop <= skip_stop:
                 stop = min(stop, skip_start)
         first = self.step_of(start)
@@ -217,10 +217,10 @@ class TrainingSchedule:
         return first, last
 
     @cached_property
-    def skipped(self) -> list[tuple[int, int]]:
-        """The skipped ranges in their order, none of which overlaps another."""
+    def excluded(self) -> list[tuple[int, int]]:
+        """The excluded ranges in their order, none of which overlaps another."""
         apart: list[tuple[int, int]] = []
-        for start, stop in sorted(self.skips):
+        for start, stop in sorted(self.excluded_ranges):
             end_before = apart[-1][1] if apart else 0
             if stop > end_before:
                 apart.append((max(start, end_before), stop))
@@ -233,7 +233,7 @@ class TrainingSchedule:
             batches += max(0, min(end, sample) - first) // size
         return batches
 
-    # Tokens of samples, of those that are skipped too.
+    # Tokens of samples, of those that are excluded too.
 
     def tokens_before(self, sample: int) -> int:
         """Tokens of all samples before one."""
@@ -260,23 +260,25 @@ def training_schedule(
     config: DataConfig,
     split: str,
     global_batch_size: int,
-    rampup: tuple[int, int, int] | None = None,
+    rampup_batch_size: tuple[int, int, int] | None = None,
 ) -> TrainingSchedule:
-    """The schedule of a split. global_batch_size, rampup: of its first segment."""
+    """The schedule of a split. global_batch_size, rampup_batch_size: of its first segment."""
     return TrainingSchedule(
         global_batch_size=global_batch_size,
-        rampup=rampup,
+        rampup_batch_size=rampup_batch_size,
         segments=config.segments(split),
-        skips=config.skip_samples,
+        excluded_ranges=config.exclude_samples,
     )
 
 
 def resolve_phase_starts(
-    config: DataConfig, global_batch_size: int, rampup: tuple[int, int, int] | None = None
+    config: DataConfig,
+    global_batch_size: int,
+    rampup_batch_size: tuple[int, int, int] | None = None,
 ) -> DataConfig:
     """The config in which every phase has its `first_sample`.
 
-    global_batch_size, rampup: of the first phase, from sample 0 on, as in StreamingDataset. Raises
+    global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in StreamingDataset. Raises
     ConfigError for a token within a step, with those at which it begins and ends.
     """
     if all(phase.is_in_samples for phase in config.phases):
@@ -286,7 +288,7 @@ def resolve_phase_starts(
     phases: list[PhaseConfig] = []
     for phase in config.phases:
         before = replace(config, phases=tuple(phases))
-        schedule = training_schedule(before, "train", global_batch_size, rampup)
+        schedule = training_schedule(before, "train", global_batch_size, rampup_batch_size)
         first_sample = _start_of(phase, schedule)
         # without the others, which would repeat it if the config is changed later
         phases.append(replace(phase, first_sample=first_sample, first_step=None, first_token=None))

@@ -48,7 +48,7 @@ class SavedState:
     @property
     def lanes(self) -> int | None:
         """The lanes of a stream order; None for other orders."""
-        lanes = self.order.get("lanes")
+        lanes = self.order.get("shuffle_lanes")
         return lanes if type(lanes) is int and lanes > 0 else None
 
     def check(self, identity: Mapping[str, Any], names: Mapping[str, str] = NO_NAMES) -> None:

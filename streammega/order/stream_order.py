@@ -118,7 +118,7 @@ class StreamOrder:
     extra_token: bool
     seed: int
     lanes: int
-    block_bytes: int = DEFAULT_BLOCK_BYTES
+    shuffle_block_bytes: int = DEFAULT_BLOCK_BYTES
     first_sample: int = 0
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
@@ -224,7 +224,7 @@ class StreamOrder:
             length=self.sequence_length,
             extra=self.extra,
             lanes=self.lanes,
-            block_bytes=self.block_bytes,
+            shuffle_block_bytes=self.shuffle_block_bytes,
         )
 
     @cached_property

@@ -23,7 +23,7 @@ from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, ran
 from streammega.parallel.groups import Ranks, has_cpu_backend
 from streammega.samples.derived_fields import check_ids, check_mask_is_there, torch_dtype
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import Seams, as_asked
+from streammega.samples.loss_masks import SampleJoins, joins_of_config
 
 VALID_BYTES = 4
 """Of an int32. torch views bytes as int32 only where they begin on a multiple of it."""
@@ -116,7 +116,7 @@ class PendingBatch:
     consumed: int
     """The cursor after it."""
     spec: BatchSpec
-    seams: Seams | None = None
+    joins: SampleJoins | None = None
     """Of its samples, as the config asks for them."""
     message: Tensor | None = None
     work: dist.Work | None = None
@@ -195,8 +195,8 @@ class BatchBroadcast:
         if not self._fields:
             return pending
         # every rank knows the order, so no message says it
-        if dataset.config.seams != "joined":
-            pending.seams = as_asked(dataset.seams(position), dataset.config)
+        if dataset.config.sample_joins != "keep":
+            pending.joins = joins_of_config(dataset.sample_joins(position), dataset.config)
         if self._stream is None and self._group is None:
             assert raw is not None
             ids, valid = raw["ids"], raw["valid"]
@@ -260,7 +260,7 @@ class BatchBroadcast:
             numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
         else:
             spec = pending.spec
-            counts = documents_of(raw["ids"], raw["valid"], spec.config, spec.bounds, pending.seams)
+            counts = documents_of(raw["ids"], raw["valid"], spec.config, spec.bounds, pending.joins)
             numbers = torch.tensor(counts)
         if self._group is not None:
             dist.broadcast(numbers, self._source, group=self._group)
@@ -332,7 +332,7 @@ class BatchBroadcast:
             names=self._fields,
             documents=counts,
             learned=learned,
-            seams=pending.seams,
+            joins=pending.joins,
         )
         batch = RankBatch({name: fields[name] for name in fields if name in self._fields})
         if counts is not None:

@@ -18,7 +18,7 @@ from streammega.errors import ConfigError
 from streammega.samples.derived_fields import with_ends
 from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 
 Bounds = Sequence[tuple[int, int]]
 """[start, stop) of the parts of a sample that a rank keeps, in tokens."""
@@ -43,7 +43,7 @@ class DocumentCounts(NamedTuple):
 
 
 def documents_of(
-    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, seams: Seams | None = None
+    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, joins: SampleJoins | None = None
 ) -> DocumentCounts:
     """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the
     host.
@@ -55,7 +55,7 @@ def documents_of(
         is_padding = np.arange(length) >= valid.numpy()[:, None]
         tokens[is_padding] = config.effective_pad_id
     eod_id = NO_ID if config.eod_id is None else config.eod_id
-    whole = cu_seqlens(with_ends(tokens, eod_id, seams), eod_id)
+    whole = cu_seqlens(with_ends(tokens, eod_id, joins), eod_id)
     kept = whole if len(bounds) == 1 else split_cu_seqlens(whole, bounds)
     longest = int(whole.diff(dim=1).max())
     return DocumentCounts(whole.shape[1] - 1, kept.shape[1] - 1, longest)
@@ -71,7 +71,7 @@ def rank_fields(
     names: Sequence[str] | None = None,
     documents: DocumentCounts | None = None,
     learned: Tensor | None = None,
-    seams: Seams | None = None,
+    joins: SampleJoins | None = None,
 ) -> Batch:
     """The fields of the tokens that a rank keeps: tokens, labels, loss_mask, position_ids [samples,
     kept], and what the config adds.
@@ -87,32 +87,32 @@ def rank_fields(
             them.
         learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all
             are.
-        seams: of the whole samples, that have no loss on the label over them.
+        joins: of the whole samples, that have no loss on the label over them.
     """
     names = config.field_names if names is None else names
     if parts:
-        return _fields_of_parts(ids, valid, config, bounds, names, learned, seams)
-    batch = _fields(ids, valid, config, names, documents, learned, seams)
+        return _fields_of_parts(ids, valid, config, bounds, names, learned, joins)
+    batch = _fields(ids, valid, config, names, documents, learned, joins)
     if len(bounds) == 1:
         return batch
     return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
 
 
-def _in_parts(seams: Seams, bounds: Bounds) -> Seams | None:
-    """Seams of samples as those of their parts, each of which is a row: in the part that has the
+def _in_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
+    """Joins of samples as those of their parts, each of which is a row: in the part that has the
     label. None: no part has any.
     """
     rows = []
     columns = []
     for number, (start, stop) in enumerate(bounds):
-        label = seams.label_column
+        label = joins.label_column
         in_part = np.flatnonzero((label >= start) & (label < stop))
-        rows.append(seams.sample[in_part] * len(bounds) + number)
-        columns.append(seams.column[in_part] - start)
+        rows.append(joins.sample[in_part] * len(bounds) + number)
+        columns.append(joins.column[in_part] - start)
     row = np.concatenate(rows)
     if not len(row):
         return None
-    return Seams(sample=row, column=np.concatenate(columns), apart=seams.apart)
+    return SampleJoins(sample=row, column=np.concatenate(columns), separate=joins.separate)
 
 
 def _fields_of_parts(
@@ -122,7 +122,7 @@ def _fields_of_parts(
     bounds: Bounds,
     names: Sequence[str],
     learned: Tensor | None,
-    seams: Seams | None,
+    joins: SampleJoins | None,
 ) -> Batch:
     """The fields of rows that are parts of samples; those of a sample are laid end to end."""
     if needs_whole_samples(config):
@@ -136,7 +136,7 @@ def _fields_of_parts(
     samples = len(ids) // len(bounds)
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
-    of_parts = None if seams is None else _in_parts(seams, bounds)
+    of_parts = None if joins is None else _in_parts(joins, bounds)
     batch = _fields(ids, valid, part_config, names, None, learned, of_parts)
     kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
     if "position_ids" in names:
@@ -153,14 +153,14 @@ def _fields(
     names: Sequence[str],
     documents: DocumentCounts | None,
     learned: Tensor | None,
-    seams: Seams | None,
+    joins: SampleJoins | None,
 ) -> Batch:
     """The fields of samples, made where their ids are."""
     if ids.device.type == "cpu":
-        batch = fields_of_ids(ids, valid, config, names=names, seams=seams)
+        batch = fields_of_ids(ids, valid, config, names=names, joins=joins)
     else:
         most = documents.max_documents if documents else None
-        batch = device_fields(ids, valid, config, names, most=most, seams=seams)
+        batch = device_fields(ids, valid, config, names, most=most, joins=joins)
     if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch
@@ -197,7 +197,7 @@ def split_cu_seqlens(cu_seqlens: Tensor, parts: Bounds, max_documents: int | Non
 
     Args:
         cu_seqlens: int32 [samples, m], rising from 0 to S.
-        parts: [start, stop) of each kept part of a sample, in their order. The seam between two
+        parts: [start, stop) of each kept part of a sample, in their order. The join between two
             parts bounds a document, unless the parts are neighbours in the sample.
         max_documents: of a row, n - 1; None: asked of the device, which the host then waits for.
     """
@@ -228,18 +228,18 @@ def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
 def _drop_part_boundaries(
     bounds: Tensor, cu_seqlens: Tensor, parts: Bounds, kept_length: int
 ) -> Tensor:
-    """Bounds among the kept tokens without the seams of neighbours at which no document begins:
+    """Bounds among the kept tokens without the joins of neighbours at which no document begins:
     those become the kept length.
 
     Both neighbours see bounds there in any case: one those after its end, the other those before
     its start.
     """
-    seam = 0
+    join = 0
     for (start, stop), (next_start, _) in pairwise(parts):
-        seam += stop - start
+        join += stop - start
         if next_start == stop:
             document_begins = (cu_seqlens == next_start).any(1, keepdim=True)
-            bounds = bounds.masked_fill((bounds == seam) & ~document_begins, kept_length)
+            bounds = bounds.masked_fill((bounds == join) & ~document_begins, kept_length)
     return bounds
 
 

@@ -26,7 +26,7 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     """The StreamLoader of a rank: its data-parallel share, and of each sample only the parts it
     keeps, if no field needs more.
 
-    `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup, ...).
+    `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
     Every rank opens one, since the cursor is the same everywhere; only ranks that read will fetch
     tokens.
     """

@@ -124,7 +124,7 @@ class AppendLog:
         if written != json.loads(json.dumps(dict(run))):
             raise ConfigError(
                 f"{redact_urls(self.url)}: is the record of another run ({written}, and this one is "
-                f"{dict(run)}); name another folder by data.follow.record"
+                f"{dict(run)}); name another folder by data.follow.log_url"
             )
         # the second write must be refused: else two ranks could each write a check
         if self._create(0, raw or first):
@@ -176,5 +176,5 @@ def _no_conditions(url: str, reason: str) -> ConfigError:
     return ConfigError(
         f"{redact_urls(url)}: nothing can be written here on the condition that nothing is there "
         f"({reason}), so ranks could take in different versions; name another folder by "
-        f"data.follow.record, in s3:// for instance, or on a disk that all ranks see"
+        f"data.follow.log_url, in s3:// for instance, or on a disk that all ranks see"
     )

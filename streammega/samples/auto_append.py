@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 def log_of(config: DataConfig) -> AppendLog:
     """The log of a run. Raises ConfigError if the config names no place for it."""
     assert config.follow is not None
-    if config.follow.record is None:
+    if config.follow.log_url is None:
         raise ConfigError(
-            "follow.record is not given: name a folder that all ranks and resumes of the run see; it "
+            "follow.log_url is not given: name a folder that all ranks and resumes of the run see; it "
             "keeps what was appended, and at which sample"
         )
-    return AppendLog(config.follow.record, config.storage)
+    return AppendLog(config.follow.log_url, config.storage)
 
 
 def recorded(config: DataConfig, split: str = "train") -> DataConfig:
@@ -89,7 +89,7 @@ def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
         raise ConfigError(
             f"{where} versions were appended to a blend with other weights than the config now has there: "
             f"restore those weights, or remove the files of sample {logged.first_sample} and later ones "
-            "from data.follow.record, to check for versions again"
+            "from data.follow.log_url, to check for versions again"
         )
     prefix_of: dict[str, str] = {}
     are_same = len(before.datasets) == logged.num_before
@@ -257,7 +257,7 @@ class AutoAppendSource(SampleSource):
         Raises StorageError, FormatError, ConfigError.
         """
         assert self._named.follow is not None
-        every_samples = self._named.follow.every_samples
+        every_samples = self._named.follow.check_every_samples
         segments = self.segments
         while True:
             checked = self._checked.sample

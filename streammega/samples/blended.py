@@ -83,10 +83,10 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         sample = self.dataset_sample_index[number : number + 1]
         self._check(dataset, sample)
         dataset_id = int(dataset[0])
-        if self.skipped is None:
+        if self.excluded is None:
             fields = self.datasets[dataset_id][int(sample[0])]
         else:
-            # documents are skipped by the samples of the blend
+            # documents are excluded by the samples of the blend
             batch = self.sample_fields(np.array([number], np.int64))
             fields = {name: field[0] for name, field in batch.items()}
         if index is None:  # it pads a batch: without loss

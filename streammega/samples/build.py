@@ -120,7 +120,7 @@ def _blended(
     asked: Sequence[int | None] = [None] * len(prefixes)
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
-        asked = samples_asked(weights, num_samples, config.surplus)
+        asked = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
     parts = parallel_map(
         lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
         list(zip(prefixes, asked, strict=True)),
@@ -129,7 +129,7 @@ def _blended(
     datasets = [part for part in parts if part is not None]
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
     check_bins(bins, config)
-    if len(datasets) > 1 and not config.mix_tokenizers:
+    if len(datasets) > 1 and not config.allow_mixed_tokenizers:
         tokenizers = [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets]
         check_tokenizers(tokenizers, config)
     if len(datasets) < len(prefixes):

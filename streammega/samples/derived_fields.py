@@ -27,7 +27,7 @@ from streammega.kernels.fields import (
     zero_padding,
 )
 from streammega.samples.fields_torch import NO_ID
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 
 Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
@@ -46,7 +46,7 @@ class Samples(NamedTuple):
 
     ids: [samples, S + 1], or [samples, S] where the last token has no label. valid: int64 [samples],
     how many ids of each row are not padding. learned: bool of each id: there is no loss where a label
-    is not learned; None: all are. seams: places whose labels have no loss. pieces: (row_splits, size)
+    is not learned; None: all are. joins: places whose labels have no loss. pieces: (row_splits, size)
     of the sequences that samples consist of, for inter_document_masking: see `sequence_fields`.
     dataset_id: int64 [samples].
     """
@@ -54,7 +54,7 @@ class Samples(NamedTuple):
     ids: NDArray[Any]
     valid: NDArray[np.int64]
     learned: NDArray[np.bool_] | None = None
-    seams: Seams | None = None
+    joins: SampleJoins | None = None
     pieces: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     dataset_id: NDArray[np.int64] | None = None
 
@@ -81,7 +81,7 @@ def make_fields(
     shape = (len(samples.ids), length)
     pad = config.effective_pad_id
     eod = or_none(config.eod_id)
-    seams = samples.seams
+    joins = samples.joins
     ids = samples.ids
     width = ids.shape[1]
     has_padding = width == length
@@ -94,7 +94,7 @@ def make_fields(
         num_padding, lowest, highest = scan_ids(ids, pad)
         has_padding |= bool(num_padding)
         _check_vocabulary(lowest, highest, config.vocab_size)
-    has_mask = has_padding or config.eod_mask_loss or seams is not None
+    has_mask = has_padding or config.eod_mask_loss or joins is not None
     if has_mask or samples.learned is not None:
         check_mask_is_there(names)
     makes_mask = has_mask and "loss_mask" in names
@@ -120,13 +120,13 @@ def make_fields(
         labels[:, -1:] = pad
     if makes_mask:
         make_mask(tokens, labels, pad, eod, config.eod_mask_loss, mask)
-        if seams is not None:
-            mask[seams.sample, seams.label_column] = 0
+        if joins is not None:
+            mask[joins.sample, joins.label_column] = 0
     if samples.learned is not None and "loss_mask" in names:
         mask[:, : width - 1] *= samples.learned[:, 1:]
     bounds: list[Tensor] = []
     if bounded or restarts:
-        ends = with_ends(tokens, eod, seams)
+        ends = with_ends(tokens, eod, joins)
         if bounded:
             bounds = bounds_of(np.split(ends, batches), eod, allocate)
         if restarts and samples.pieces is None:
@@ -169,20 +169,20 @@ def check_mask_is_there(names: Sequence[str]) -> None:
     """Raise ConfigError where batches have labels, of which some have no loss, and no loss_mask."""
     if "labels" in names and "loss_mask" not in names:
         raise ConfigError(
-            "some labels have no loss (padding, eod_mask_loss, modes, documents that are skipped, or "
-            "seams), and fields leaves out loss_mask, which says which: add 'loss_mask' to fields"
+            "some labels have no loss (padding, eod_mask_loss, modes, documents that are excluded, or "
+            "joins), and fields leaves out loss_mask, which says which: add 'loss_mask' to fields"
         )
 
 
-def with_ends(tokens: Ids, eod: int, seams: Seams | None) -> Ids:
-    """Tokens [samples, S] in which documents end as the config says: at seams too, if they are
+def with_ends(tokens: Ids, eod: int, joins: SampleJoins | None) -> Ids:
+    """Tokens [samples, S] in which documents end as the config says: at joins too, if they are
     apart.
     """
-    if seams is None or not seams.apart or eod == NO_ID:
+    if joins is None or not joins.separate or eod == NO_ID:
         return tokens
     # what stands there is read by nobody but those who look for ends
     ends = tokens.copy()
-    ends[seams.sample, seams.label_column] = eod
+    ends[joins.sample, joins.label_column] = eod
     return ends
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, SkippedList, SkippedNames, StorageConfig
+from streammega.config import DataConfig, ExcludedList, ExcludedNames, StorageConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_skipped
+from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_excluded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage.object_ops import read_if_exists
@@ -79,7 +79,7 @@ class ExcludedRanges(NamedTuple):
 class ExcludedTokens:
     """Tokens of files that are not seen from some samples on.
 
-    starts, stops, since int64 [ranges]: see `find_skipped`. Ranges ascend, and touch only if they
+    starts, stops, since int64 [ranges]: see `find_excluded`. Ranges ascend, and touch only if they
     begin in different samples.
     """
 
@@ -102,13 +102,13 @@ class ExcludedTokens:
         self.since: Integers = since[low[is_excluded]]
 
     def columns(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
-        """Where the tokens of runs are skipped; None: nowhere. sample_ids: the sample of each row of the
+        """Where the tokens of runs are excluded; None: nowhere. sample_ids: the sample of each row of the
         batch.
         """
         found = np.empty((3, ROOM), np.int64)
         sample = sample_ids[runs.sample]
         while True:
-            count = find_skipped(
+            count = find_excluded(
                 self.starts, self.stops, self.since,
                 runs.file, runs.start, runs.size, runs.column, runs.sample, sample, found,
             )  # fmt: skip
@@ -117,7 +117,7 @@ class ExcludedTokens:
             found = np.empty((3, count), np.int64)
 
     def excluded_from(self, file: int, start: int) -> int | None:
-        """The sample from which on a token of a file is skipped; None: it never is."""
+        """The sample from which on a token of a file is excluded; None: it never is."""
         token = file * FILE_STRIDE + start
         number = int(np.searchsorted(self.stops, token, side="right"))
         if number == len(self.starts) or self.starts[number] > token:
@@ -153,7 +153,7 @@ class ExcludedTokens:
                 text = json.dumps([[dataset, digest] for dataset, _, digest in chosen])
                 digest = hashlib.blake2b(text.encode(), digest_size=DIGITS // 2).hexdigest()
                 entries.append([ranges.first_sample, f"{count} documents, {digest}"])
-        return {"skip_documents": entries} if entries else {}
+        return {"exclude_documents": entries} if entries else {}
 
 
 def excluded_tokens(
@@ -168,16 +168,16 @@ def excluded_tokens(
     ConfigError for names that no document has, and for too many or too long files; StorageError and
     FormatError for the files.
     """
-    skips = config.skips_of(split)
-    if not skips:
+    lists_of_names = config.exclusions_of(split)
+    if not lists_of_names:
         return None
     assert config.eod_id is not None
     check_limits(files)
     names = DocumentNames(prefixes, config)
     documents_of_first: dict[int, set[DocumentName]] = {}
-    for skipped in skips:
-        documents = documents_of_first.setdefault(skipped.first_sample, set())
-        documents.update(_documents_of_list(skipped, names, config.storage))
+    for excluded in lists_of_names:
+        documents = documents_of_first.setdefault(excluded.first_sample, set())
+        documents.update(_documents_of_list(excluded, names, config.storage))
     lists = [
         _ranges_of(first, documents, names.all_shards, files)
         for first, documents in sorted(documents_of_first.items())
@@ -190,48 +190,50 @@ def with_names_read(config: DataConfig, split: str) -> DataConfig:
     """The config with the names that its files of names hold now, so that it always excludes the same.
     Raises ConfigError for a file that is not there.
     """
-    lists: list[tuple[int, SkippedNames]] = []
-    for skipped in config.skips_of(split):
-        names = _names_of_list(skipped, config.storage)
-        of_dataset = {} if skipped.dataset is None else {skipped.dataset: names}
-        lists.append((skipped.first_sample, of_dataset or names))
+    lists: list[tuple[int, ExcludedNames]] = []
+    for excluded in config.exclusions_of(split):
+        names = _names_of_list(excluded, config.storage)
+        of_dataset = {} if excluded.dataset is None else {excluded.dataset: names}
+        lists.append((excluded.first_sample, of_dataset or names))
     if not lists:
         return config
-    phases = [replace(phase, skip_documents=()) for phase in config.phases]
-    return replace(config, skip_documents=lists, phases=phases)
+    phases = [replace(phase, exclude_documents=()) for phase in config.phases]
+    return replace(config, exclude_documents=lists, phases=phases)
 
 
-def _names_of_list(skipped: SkippedList, storage: StorageConfig) -> list[str]:
+def _names_of_list(excluded: ExcludedList, storage: StorageConfig) -> list[str]:
     """The names of a list, each once."""
-    if not isinstance(skipped.names, str):
-        return list(dict.fromkeys(skipped.names))
-    data = read_if_exists(skipped.names, storage)
-    where = redact_urls(skipped.names)
+    if not isinstance(excluded.names, str):
+        return list(dict.fromkeys(excluded.names))
+    data = read_if_exists(excluded.names, storage)
+    where = redact_urls(excluded.names)
     if data is None:
         raise ConfigError(
-            f"skip_documents: there is no file {where}; write one name a line into it, or give a few "
+            f"exclude_documents: there is no file {where}; write one name a line into it, or give a few "
             "names as a list"
         )
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"skip_documents: {where} is not UTF-8 text; save it as such") from None
+        raise ConfigError(
+            f"exclude_documents: {where} is not UTF-8 text; save it as such"
+        ) from None
     stripped = [line.strip() for line in lines]
     return list(dict.fromkeys(name for name in stripped if name))
 
 
 def _documents_of_list(
-    skipped: SkippedList, names: DocumentNames, storage: StorageConfig
+    excluded: ExcludedList, names: DocumentNames, storage: StorageConfig
 ) -> Iterator[DocumentName]:
     """The documents of a list. Raises ConfigError for names that no document has."""
-    wanted = _names_of_list(skipped, storage)
+    wanted = _names_of_list(excluded, storage)
     try:
-        found = names.find_all(wanted, skipped.dataset)
+        found = names.find_all(wanted, excluded.dataset)
         missing = [name for name in wanted if name not in found]
         if missing:
-            raise ConfigError(names.describe_missing(missing, skipped.dataset))
+            raise ConfigError(names.describe_missing(missing, excluded.dataset))
     except ConfigError as error:
-        raise ConfigError(f"skip_documents: {error}") from None
+        raise ConfigError(f"exclude_documents: {error}") from None
     return chain.from_iterable(found.values())
 
 
@@ -276,15 +278,15 @@ def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
     count = sum(map(len, files))
     if count > MAX_FILES:
         raise ConfigError(
-            f"skip_documents: the blend has {count:,} files, and documents are skipped in at most "
+            f"exclude_documents: the blend has {count:,} files, and documents are excluded in at most "
             f"{MAX_FILES:,}; merge shards into larger ones (streammega convert PREFIX OUT --shard-size 4G), "
-            "or leave skip_documents out"
+            "or leave exclude_documents out"
         )
     for file in chain.from_iterable(files):
         # a range up to the last number would touch the next file's first one
         if file.num_tokens >= FILE_STRIDE:
             raise ConfigError(
-                f"skip_documents: {file.url}: has {file.num_tokens:,} tokens, and documents are skipped "
+                f"exclude_documents: {file.url}: has {file.num_tokens:,} tokens, and documents are excluded "
                 f"in files of less than {FILE_STRIDE:,}; write it in smaller shards (streammega convert "
                 "PREFIX OUT --shard-size 4G); in the Megatron order, which joins those of a dataset, name "
                 "each in the blend"
@@ -294,7 +296,7 @@ def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
 def check_ids(
     starts: Sequence[NDArray[np.int64]], files: Sequence[Sequence[TokenFile]], eod_id: int
 ) -> None:
-    """Raise ConfigError if eod_id does not fit the dtype of a file with skipped tokens.
+    """Raise ConfigError if eod_id does not fit the dtype of a file with excluded tokens.
 
     starts: the first tokens of the ranges of each list.
     """
@@ -305,5 +307,5 @@ def check_ids(
         if eod_id > np.iinfo(file.dtype).max:
             raise ConfigError(
                 f"{file.url}: stores ids as {file.dtype}, and eod_id {eod_id} does not fit, so it "
-                "cannot replace documents that are skipped; is it the tokenizer's?"
+                "cannot replace documents that are excluded; is it the tokenizer's?"
             )

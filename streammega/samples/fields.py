@@ -31,7 +31,7 @@ from streammega.samples.derived_fields import (
     plain_positions,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
@@ -75,9 +75,9 @@ def fields_of_ids(
     config: FieldsConfig,
     *,
     names: Sequence[str] | None = None,
-    seams: Seams | None = None,
+    joins: SampleJoins | None = None,
 ) -> Batch:
-    """The same, of all that ids tell. names: of the fields; None: those of the config. seams: of
+    """The same, of all that ids tell. names: of the fields; None: those of the config. joins: of
     samples on the host, that have no loss on the label over them.
     """
     names = config.field_names if names is None else names
@@ -89,7 +89,7 @@ def fields_of_ids(
     counts = np.full(len(stored), stored.shape[1])
     if valid is not None:
         counts = _valid_counts(_array(valid, "valid"), stored.shape)
-    (batch,) = make_fields(Samples(stored, counts, seams=seams), config, names, new_memory)
+    (batch,) = make_fields(Samples(stored, counts, joins=joins), config, names, new_memory)
     return batch
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 
 NO_ID = -1
 """Stands for an eod_id or pad_id that there is not: no stored id."""
@@ -24,7 +24,7 @@ def device_fields(
     names: Sequence[str] | None = None,
     *,
     most: int | None = None,
-    seams: Seams | None = None,
+    joins: SampleJoins | None = None,
 ) -> dict[str, Tensor]:
     """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
     checked.
@@ -32,7 +32,7 @@ def device_fields(
     ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
     row that are not padding. names: of the fields; None: those of the config.
     most: documents of the row that has most; None: for cu_seqlens it is
-    asked of the device, which the host then waits for. seams: that have no loss on the label over
+    asked of the device, which the host then waits for. joins: that have no loss on the label over
     them, known to the host.
     """
     samples = len(ids)
@@ -50,11 +50,11 @@ def device_fields(
     no_loss = is_padding[:, 1:]
     if config.eod_mask_loss:
         no_loss = no_loss | ends_document
-    if seams is not None:
-        over_seam = _label_places(seams, no_loss)
-        no_loss = no_loss | over_seam
-        if seams.apart:
-            ends_document = ends_document | over_seam
+    if joins is not None:
+        over_join = _label_places(joins, no_loss)
+        no_loss = no_loss | over_join
+        if joins.separate:
+            ends_document = ends_document | over_join
     names = config.field_names if names is None else names
     batch = {}
     if "tokens" in names:
@@ -81,11 +81,11 @@ def device_fields(
     return batch
 
 
-def _label_places(seams: Seams, like: Tensor) -> Tensor:
-    """bool [samples, S] on the device of `like`, True at the label over each seam."""
+def _label_places(joins: SampleJoins, like: Tensor) -> Tensor:
+    """bool [samples, S] on the device of `like`, True at the label over each join."""
     # made on the host: a mask of a micro-batch is copied at once, and no index is looked at there
     places = torch.zeros(like.shape, dtype=torch.bool, pin_memory=like.is_cuda)
-    places.numpy()[seams.sample, seams.label_column] = True
+    places.numpy()[joins.sample, joins.label_column] = True
     return places.to(like.device, non_blocking=True)
 
 

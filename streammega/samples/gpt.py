@@ -62,9 +62,9 @@ def order_dir(config: DataConfig) -> Path:
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:
     """Where indices may have been published, if the config names a place."""
-    if not config.shared_index_url:
+    if not config.index_publish_url:
         return None
-    return SharedFolder(url=config.shared_index_url, storage=config.storage)
+    return SharedFolder(url=config.index_publish_url, storage=config.storage)
 
 
 def num_units_of(indexed: IndexedDataset) -> int:

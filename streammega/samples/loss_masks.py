@@ -1,8 +1,8 @@
-"""Which labels of a sample have a loss: by the modes of stored tokens, and at seams, where a sample of
+"""Which labels of a sample have a loss: by the modes of stored tokens, and at joins, where a sample of
 the stream order joins two runs of tokens.
 
-Only samples of remainders (`order/epoch_remainder.py`) have seams; other samples are single runs. The
-order alone says where seams are, on every rank and before a token is read.
+Only samples of remainders (`order/epoch_remainder.py`) have joins; other samples are single runs. The
+order alone says where joins are, on every rank and before a token is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_LEARNED = 0
 
 def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.bool_] | None:
     """Which modes of an open dataset have a loss by the config, bool [MODES]; None: all tokens have."""
-    if config.loss_from_modes is False:
+    if config.mask_loss_by_mode is False:
         return None
     return _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
 
@@ -38,7 +38,7 @@ def learned_modes_of_shards(
     name: str, shards: Sequence[Shard], config: DataConfig
 ) -> NDArray[np.bool_] | None:
     """The same for the shards of a dataset; no index is read."""
-    if config.loss_from_modes is False:
+    if config.mask_loss_by_mode is False:
         return None
     multimodal = all(shard.multimodal for shard in shards)
     labelled = [shard for shard in shards if shard.manifest is not None or shard.multimodal]
@@ -52,12 +52,12 @@ def _table(
 
     named: the learned modes that the data names; None: it names none.
     """
-    asked = config.loss_from_modes is True
+    asked = config.mask_loss_by_mode is True
     if named is None and not asked:
         return None
     if not multimodal:
         raise ConfigError(
-            f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); "
+            f"{redact_urls(name)}: has no modes to make a loss mask of (mask_loss_by_mode); "
             "convert it with --chat, or by KEY:MODE"
         )
     modes = np.arange(MIN_MODE, MIN_MODE + MODES)
@@ -68,47 +68,47 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seams:
+class SampleJoins:
     """Where samples join runs: token `column` of sample `sample` is the first of another run; int64
-    [seams] each, ascending. Its label is one column before.
+    [joins] each, ascending. Its label is one column before.
 
-    apart: documents end at seams too.
+    separate: documents end at joins too.
     """
 
     sample: Integers
     column: Integers
-    apart: bool = False
+    separate: bool = False
 
     def __len__(self) -> int:
         return len(self.sample)
 
     @property
     def label_column(self) -> Integers:
-        """Where that token is the label, int64 [seams]."""
+        """Where that token is the label, int64 [joins]."""
         return self.column - 1
 
 
-NO_SEAMS = Seams(sample=np.empty(0, np.int64), column=np.empty(0, np.int64))
+NO_JOINS = SampleJoins(sample=np.empty(0, np.int64), column=np.empty(0, np.int64))
 """Of samples that are single runs."""
 
 
-def seams_between(
+def joins_between(
     rows_of_sample: Integers, file: Integers, start: Integers, size: Integers, column: Integers
-) -> Seams:
-    """The seams of samples: where a row does not continue the row before it in the same file.
+) -> SampleJoins:
+    """The joins of samples: where a row does not continue the row before it in the same file.
 
     rows_of_sample: int64 [samples]. file, start, size, column [rows]: of each row the file, its first
     token, its tokens, and the column at which it begins.
     """
     goes_on = np.zeros(len(file), np.bool_)
     goes_on[1:] = (file[1:] == file[:-1]) & (start[1:] == start[:-1] + size[:-1])
-    seams = np.flatnonzero((column > 0) & ~goes_on)
+    joins = np.flatnonzero((column > 0) & ~goes_on)
     sample = np.repeat(np.arange(len(rows_of_sample)), rows_of_sample)
-    return Seams(sample=sample[seams], column=column[seams])
+    return SampleJoins(sample=sample[joins], column=column[joins])
 
 
-def as_asked(seams: Seams, config: DataConfig) -> Seams | None:
-    """Seams as the config's fields treat them; None: fields ignore them."""
-    if not len(seams) or config.seams == "joined":
+def joins_of_config(joins: SampleJoins, config: DataConfig) -> SampleJoins | None:
+    """The joins that change fields by `sample_joins`; None: none does."""
+    if not len(joins) or config.sample_joins == "keep":
         return None
-    return replace(seams, apart=config.seams == "apart")
+    return replace(joins, separate=config.sample_joins == "separate")

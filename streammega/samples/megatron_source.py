@@ -42,7 +42,7 @@ class MegatronSegment(SegmentSource):
         first_sample: where the phase begins.
         numbers: the number over all segments of each of its datasets.
         files: of the datasets of all segments.
-        skipped: the tokens of these that are not seen.
+        excluded: the tokens of these that are not seen.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class MegatronSegment(SegmentSource):
         first_sample: int,
         numbers: Sequence[int],
         files: Sequence[Sequence[TokenFile]],
-        skipped: ExcludedTokens | None,
+        excluded: ExcludedTokens | None,
     ) -> None:
         self.samples = samples
-        self.skipped = skipped
+        self.excluded = excluded
         self.config = samples.config
         self.split = samples.split
         self.first_sample = first_sample
@@ -111,15 +111,15 @@ def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> 
     datasets = [dataset_of_number[number] for number in sorted(dataset_of_number)]
     opened = [dataset.indexed for dataset in datasets]
     check_one_kind([(indexed.prefix, indexed.bin_tokens) for indexed in opened])
-    if not config.mix_tokenizers:
+    if not config.allow_mixed_tokenizers:
         check_tokenizers([(indexed.prefix, indexed.tokenizers) for indexed in opened], config)
     files = [dataset.files[0] for dataset in datasets]
     prefixes = [prefix for prefix, _ in dataset_names(segments)]
-    skipped = excluded_tokens(config, split, prefixes, files)
+    excluded = excluded_tokens(config, split, prefixes, files)
     return SampleSource(
         config,
         [
-            MegatronSegment(samples, segment.segment.first_sample, segment.numbers, files, skipped)
+            MegatronSegment(samples, segment.segment.first_sample, segment.numbers, files, excluded)
             for samples, segment in zip(built, segments, strict=True)
         ],
     )
@@ -164,8 +164,10 @@ def _built(
 
 
 def _config_of(config: DataConfig, split: str, segment: Segment) -> DataConfig:
-    """The config of one segment alone, without skip_documents: those count samples of the whole run."""
-    alone = replace(config, phases=(), skip_documents=(), sequence_length=segment.sequence_length)
+    """The config of one segment alone, without exclude_documents: those count samples of the whole run."""
+    alone = replace(
+        config, phases=(), exclude_documents=(), sequence_length=segment.sequence_length
+    )
     if config.blend_per_split is None:
         return replace(alone, blend=segment.blend)
     blends = list(config.blend_per_split)

@@ -58,7 +58,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
             f"{split}"
         )
-    _ = samples.skipped  # now: raises for names that no document has
+    _ = samples.excluded  # now: raises for names that no document has
     return SampleSource(config, [samples])
 
 
@@ -104,7 +104,7 @@ class Prepared:
 def prepare(config: DataConfig) -> Iterator[Prepared]:
     """Build the indices of all splits and datasets, several at once; yields each when it is done.
 
-    With `shared_index_url` each is also published there, for nodes to download. The stream order
+    With `index_publish_url` each is also published there, for nodes to download. The stream order
     needs no indices.
     """
     if config.order == "stream":

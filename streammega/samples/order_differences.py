@@ -55,8 +55,8 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
         extents = one.source.locate(ids)
         other_extents = other.source.locate(ids)
         differs = _differing(extents, other_extents, names)
-        gone = _skipped(one.source, ids, extents)
-        other_gone = _skipped(other.source, ids, other_extents)
+        gone = _excluded(one.source, ids, extents)
+        other_gone = _excluded(other.source, ids, other_extents)
         differs[_in_one_alone(gone, other_gone)] = True
         if differs.any():
             first = int(np.argmax(differs))
@@ -110,12 +110,12 @@ def _datasets_of(provenance: Provenance) -> list[tuple[str, str]]:
     ]
 
 
-def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
+def _excluded(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
     """The columns of samples that are not seen, int64 [3, ranges]: see `ExclusionMask`."""
     nothing = np.empty((3, 0), np.int64)
-    if source.skipped is None:
+    if source.excluded is None:
         return nothing
-    found = source.skipped.columns(runs_of(source.files, extents), ids)
+    found = source.excluded.columns(runs_of(source.files, extents), ids)
     return nothing if found is None else found.merged()
 
 

@@ -24,10 +24,10 @@ from streammega.order.extents import cut_extents
 from streammega.samples.auto_append import recorded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
-from streammega.samples.loss_masks import NO_SEAMS
+from streammega.samples.loss_masks import NO_JOINS
 from streammega.samples.open import locate_checked, open_source
 from streammega.samples.segments import prefixes_of, split_blend
-from streammega.samples.source import SampleSource, seams_of
+from streammega.samples.source import SampleSource, joins_of
 
 Integers = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class TracedRun:
     dataset, shard: names, without secrets. name: the document. start, stop: its tokens, of
     `document_tokens`. column: the token of the sample at which they begin. shard_start: the token of
     the shard at which they begin. origin: where the document came from, if the shard keeps that.
-    skipped: training does not see them (skip_documents).
+    excluded: training does not see them (exclude_documents).
     """
 
     dataset: str
@@ -51,21 +51,21 @@ class TracedRun:
     column: int
     shard_start: int
     origin: DocumentOrigin | None = None
-    skipped: bool = False
+    excluded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSample:
     """A sample of the global stream and its tokens, in order. The extra token, only a label, is last.
 
-    phase: the number of its phase. seams: the columns at which it joins two runs of tokens, after a
+    phase: the number of its phase. joins: the columns at which it joins two runs of tokens, after a
     change of lengths or lanes.
     """
 
     sample: int
     runs: tuple[TracedRun, ...]
     phase: int = 0
-    seams: tuple[int, ...] = ()
+    joins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,17 +128,17 @@ class Provenance:
                     "smaller range"
                 )
             extents = cut_extents(extents, [(first_column, min(last_column, width))])
-        has_seams = self.source.has_remainders  # the Megatron order joins documents everywhere
-        seams = seams_of(self.source.files, extents) if has_seams else NO_SEAMS
+        has_joins = self.source.has_remainders  # the Megatron order joins documents everywhere
+        joins = joins_of(self.source.files, extents) if has_joins else NO_JOINS
         samples = []
         for number, sample in enumerate(ids.tolist()):
-            own_seams = seams.column[seams.sample == number] + first_column
+            own_joins = joins.column[joins.sample == number] + first_column
             samples.append(
                 TracedSample(
                     sample=sample,
                     runs=tuple(self._runs_of(extents, number, first_column, sample)),
                     phase=self.source.segment_number(sample),
-                    seams=tuple(own_seams.tolist()),
+                    joins=tuple(own_joins.tolist()),
                 )
             )
         return samples
@@ -205,27 +205,27 @@ class Provenance:
         """The shards of a dataset, opened once."""
         return self.names.shards(dataset)
 
-    def skipped_from(self, name: DocumentName) -> int | None:
-        """The sample from which on a document is skipped; None: it never is."""
-        skipped = self.source.skipped
+    def excluded_from(self, name: DocumentName) -> int | None:
+        """The sample from which on a document is excluded; None: it never is."""
+        excluded = self.source.excluded
         runs = self.shards(name.dataset)[name.shard].tokens_of(name.document)
-        if skipped is None or not runs:
+        if excluded is None or not runs:
             return None
         file = self._first_files[name.dataset]
         token = runs[0].file_start
         if self.source.has_file_per_shard:
-            return skipped.excluded_from(file + name.shard, token)
-        return skipped.excluded_from(
+            return excluded.excluded_from(file + name.shard, token)
+        return excluded.excluded_from(
             file, token + int(self._token_bounds(name.dataset)[name.shard])
         )
 
-    def skipped_documents(self) -> dict[DocumentName, int]:
-        """The skipped documents, and the sample from which on each is skipped."""
+    def excluded_documents(self) -> dict[DocumentName, int]:
+        """The excluded documents, and the sample from which on each is excluded."""
         found: dict[DocumentName, int] = {}
-        skipped = self.source.skipped
-        if skipped is None:
+        excluded = self.source.excluded
+        if excluded is None:
             return found
-        for file, start, stop, since in skipped.ranges():
+        for file, start, stop, since in excluded.ranges():
             dataset = bisect_right(self._first_files, file) - 1
             in_dataset = file - self._first_files[dataset]
             for name in self._documents_at(dataset, in_dataset, start, stop):
@@ -272,7 +272,7 @@ class Provenance:
     ) -> TracedRun:
         name = DocumentName(dataset=dataset, shard=shard, document=run.document)
         # most configs skip nothing
-        since = None if self.source.skipped is None else self.skipped_from(name)
+        since = None if self.source.excluded is None else self.excluded_from(name)
         return TracedRun(
             dataset=self.dataset_name(dataset),
             shard=self.shard_name(dataset, shard),
@@ -283,7 +283,7 @@ class Provenance:
             column=column,
             shard_start=run.file_start,
             origin=self.origin(name),
-            skipped=since is not None and since <= sample,
+            excluded=since is not None and since <= sample,
         )
 
     def _token_bounds(self, dataset: int) -> Integers:
@@ -350,7 +350,7 @@ def _stretches(documents: ShardDocuments, at_once: int, longest: int) -> Iterato
     dtype = documents.dtype
     itemsize = dtype.itemsize
     tokens = info.size // itemsize
-    part = documents.files.storage.part_bytes
+    part = documents.files.storage.max_request_bytes
     for first in range(0, tokens, at_once):
         stop = min(tokens, first + at_once + longest - 1)
         starts = list(range(first * itemsize, stop * itemsize, part))

@@ -55,9 +55,9 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         encode: Callable[[str], Sequence[int]] | ConversationEncoder,
         config: DataConfig,
     ) -> None:
-        if config.skips_of("train"):
+        if config.exclusions_of("train"):
             raise ConfigError(
-                "skip_documents names documents of converted datasets, but these conversations are lines "
+                "exclude_documents names documents of converted datasets, but these conversations are lines "
                 "of files; delete the lines there"
             )
         self.config = config

@@ -36,7 +36,7 @@ from streammega.samples.excluded import (
     excluded_tokens,
 )
 from streammega.samples.fetch import Ids, fetch_ids, rows_of
-from streammega.samples.loss_masks import Seams, as_asked, seams_between
+from streammega.samples.loss_masks import SampleJoins, joins_between, joins_of_config
 from streammega.samples.packed import are_packed
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
@@ -128,7 +128,7 @@ class SegmentSource(ABC):
         return np.arange(len(self.files))
 
     @cached_property
-    def skipped(self) -> ExcludedTokens | None:
+    def excluded(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are seen. Raises ConfigError for names that no document
         of these datasets has.
         """
@@ -137,29 +137,29 @@ class SegmentSource(ABC):
     def read(self, sample_ids: Integers) -> tuple[Ids, Integers]:
         """Token ids of samples, [n, S + extra] in the widest stored dtype, and how many each has."""
         extents = self.locate(sample_ids)
-        return self._read(extents, self._skipped_columns(sample_ids, extents))
+        return self._read(extents, self._excluded_columns(sample_ids, extents))
 
     def sample_fields(self, sample_ids: Integers, *, bounds: bool = False) -> Batch:
         """The fields of samples, as `batch_fields` makes them. There is no loss on tokens that modes
-        leave out, nor on skipped documents. With inter_document_masking they have its fields too.
+        leave out, nor on excluded documents. With inter_document_masking they have its fields too.
         """
         config = self.config
         extents = self.locate(sample_ids)
-        skipped = self._skipped_columns(sample_ids, extents)
-        ids, valid = self._read(extents, skipped)
+        excluded = self._excluded_columns(sample_ids, extents)
+        ids, valid = self._read(extents, excluded)
         files = all_files(self.files)
         samples = Samples(ids, valid)
-        if config.seams != "joined":
-            samples = samples._replace(seams=as_asked(seams_of(self.files, extents), config))
+        if config.sample_joins != "keep":
+            samples = samples._replace(joins=joins_of_config(joins_of(self.files, extents), config))
         if masks_by_files(self):
             learned = np.ones(ids.shape, np.bool_)
             clear_by_modes(files, runs_of(self.files, extents), learned)
-            if skipped is not None:
-                skipped.clear_learned(learned)
+            if excluded is not None:
+                excluded.clear_learned(learned)
             samples = samples._replace(learned=learned)
         if config.inter_document_masking:
             samples = samples._replace(pieces=(extents.row_splits, extents.stop - extents.start))
-        if config.dataset_ids:
+        if config.return_dataset_ids:
             samples = samples._replace(dataset_id=self.dataset_ids[first_datasets(extents)])
         names = field_names(self)
         if not (bounds or config.inter_document_masking):
@@ -167,20 +167,20 @@ class SegmentSource(ABC):
         (batch,) = make_fields(samples, config, names, new_memory, packed=are_packed(files))
         return batch
 
-    def _skipped_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
+    def _excluded_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
         """Where samples have tokens that are not seen; None: nowhere."""
-        if self.skipped is None:
+        if self.excluded is None:
             return None
-        return self.skipped.columns(runs_of(self.files, extents), sample_ids)
+        return self.excluded.columns(runs_of(self.files, extents), sample_ids)
 
-    def _read(self, extents: Extents, skipped: ExclusionMask | None) -> tuple[Ids, Integers]:
+    def _read(self, extents: Extents, excluded: ExclusionMask | None) -> tuple[Ids, Integers]:
         config = self.config
         width = config.sequence_length + int(config.add_extra_token)
         file_of_row = file_of_rows(self.files, extents)
         ids, valid = fetch_ids(all_files(self.files), file_of_row, extents, width, config.storage)
-        if skipped is not None:
+        if excluded is not None:
             assert config.eod_id is not None
-            skipped.overwrite(ids, config.eod_id)
+            excluded.overwrite(ids, config.eod_id)
         return ids, valid
 
 
@@ -225,9 +225,9 @@ class SampleSource:
         return self.segments[0].files
 
     @property
-    def skipped(self) -> ExcludedTokens | None:
+    def excluded(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are seen."""
-        return self.segments[0].skipped
+        return self.segments[0].excluded
 
     @property
     def num_samples(self) -> int | None:
@@ -300,8 +300,8 @@ class SampleSource:
         drawn = {*first.dataset_numbers.tolist()}
         drawn.update(*(segment.dataset_numbers.tolist() for segment in begun.values()))
         identity = first.identity(consumed)
-        if self.skipped is not None:
-            identity |= self.skipped.identity(consumed, drawn)
+        if self.excluded is not None:
+            identity |= self.excluded.identity(consumed, drawn)
         # equal to the identity of a run without phases, as long as none has begun
         phases = {str(number): segment.later_identity() for number, segment in begun.items()}
         return identity | {PHASES: phases} if phases else identity
@@ -321,8 +321,8 @@ class SampleSource:
 
 
 def masks_by_files(source: SampleSource | SegmentSource) -> bool:
-    """Whether modes or skipped documents leave some tokens without loss."""
-    return source.skipped is not None or has_modes(all_files(source.files))
+    """Whether modes or excluded documents leave some tokens without loss."""
+    return source.excluded is not None or has_modes(all_files(source.files))
 
 
 def _masks_by_data(source: SampleSource | SegmentSource) -> bool:
@@ -364,10 +364,10 @@ def dataset_of_samples(source: SampleSource, extents: Extents) -> Integers:
     return source.segments[0].dataset_ids[first_datasets(extents)]
 
 
-def seams_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Seams:
+def joins_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> SampleJoins:
     """Where samples join two runs of tokens."""
     rows = rows_of(extents)
-    return seams_between(
+    return joins_between(
         np.diff(extents.row_splits),
         file_of_rows(files, extents),
         extents.start,

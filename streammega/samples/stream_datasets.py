@@ -57,7 +57,7 @@ def open_datasets(
     missing = [name for name in prefixes if name not in opened_of_name]
     shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
 
-    compares_tokenizers = not config.mix_tokenizers and (
+    compares_tokenizers = not config.allow_mixed_tokenizers and (
         len(prefixes) > 1 or config.follow is not None
     )
 
@@ -71,7 +71,7 @@ def open_datasets(
     datasets = list(zip(missing, shards_of, strict=True))
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
     # whole datasets need no pointers: threads would not help
-    at_once = 1 if is_whole else min(READERS, config.storage.max_requests)
+    at_once = 1 if is_whole else min(READERS, config.storage.max_concurrent_requests)
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:
@@ -92,7 +92,7 @@ def _cut_dataset(
             f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
     learned = learned_modes_of_shards(name, shards, config)
-    needs_index = bin_tokens is not None or learned is not None or config.balance_batches
+    needs_index = bin_tokens is not None or learned is not None or config.balance_attention_cost
     content = content_of(shards)
     files = [
         TokenFile(

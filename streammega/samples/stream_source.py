@@ -60,7 +60,7 @@ class StreamSegment(SegmentSource):
         split: str,
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
-        skipped: ExcludedTokens | None = None,
+        excluded: ExcludedTokens | None = None,
         dataset_ids: Integers | None = None,
     ) -> None:
         self.config = config
@@ -68,7 +68,7 @@ class StreamSegment(SegmentSource):
         self.files = files
         self.order: StreamOrder = order
         self.first_sample = order.first_sample
-        self.skipped = skipped
+        self.excluded = excluded
         self.dataset_numbers = order.dataset_numbers
         if dataset_ids is not None:
             self.dataset_ids = dataset_ids
@@ -108,7 +108,7 @@ class StreamSegment(SegmentSource):
             "add_extra_token": order.extra_token,
             "seed": order.seed,
             "lanes": order.lanes,
-            "block_bytes": order.block_bytes,
+            "shuffle_block_bytes": order.shuffle_block_bytes,
             "datasets": self._described_datasets(),
         }
 
@@ -197,7 +197,7 @@ class StreamSource(SampleSource):
 
     def with_lanes(self, lanes: int) -> StreamSource:
         """The same datasets in the lanes of a saved state, unless the config names its own."""
-        if self.config.lanes is not None or lanes in (0, self.lanes):
+        if self.config.shuffle_lanes is not None or lanes in (0, self.lanes):
             return self
         # not an error: the phase may have begun, and its samples must stay where they are
         shared = _shared_lanes(self.config, self._split, lanes, self._global_batch_size)
@@ -241,7 +241,7 @@ class StreamSource(SampleSource):
                 extra_token=extra_token,
                 seed=config.seed,
                 lanes=segment.lanes or lanes,
-                block_bytes=config.block_bytes,
+                shuffle_block_bytes=config.shuffle_block_bytes,
                 first_sample=segment.first_sample,
                 numbers=numbers if orders else None,
                 earlier=tuple(orders),
@@ -271,12 +271,12 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
     """The lanes of the first segment. Raises ConfigError for lanes that a global batch does not
     divide.
     """
-    if config.lanes is not None and config.lanes % global_batch_size:
+    if config.shuffle_lanes is not None and config.shuffle_lanes % global_batch_size:
         raise ConfigError(
-            f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
+            f"lanes {config.shuffle_lanes} is not a multiple of global_batch_size {global_batch_size}; "
             "change one of them"
         )
-    lanes = config.lanes or default_lanes(global_batch_size)
+    lanes = config.shuffle_lanes or default_lanes(global_batch_size)
     shared = _shared_lanes(config, split, lanes, global_batch_size)
     if shared is not None:
         raise ConfigError(shared)
@@ -314,7 +314,7 @@ def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size:
             divided = -(-lanes // size) * size
             return (
                 f"phase {number}: global_batch_size {size} does not divide its {lanes} lanes; take "
-                f"one that does, give the phase lanes = {divided}, or begin the run with `lanes` "
+                f"one that does, give the phase shuffle_lanes = {divided}, or begin the run with `shuffle_lanes` "
                 "that every batch size divides"
             )
     return None

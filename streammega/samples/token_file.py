@@ -112,7 +112,7 @@ def check_tokenizers(
     """Raise ConfigError if two datasets have different tokenizers, naming both. datasets: (name,
     tokenizers); datasets without any pass.
     """
-    if config.mix_tokenizers:
+    if config.allow_mixed_tokenizers:
         return
     by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
     for name, tokenizers in datasets:
@@ -126,5 +126,5 @@ def check_tokenizers(
             f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: "
             "their ids mean different things; "
             "convert the text of one with the other's tokenizer, "
-            "or set mix_tokenizers if you know that they agree"
+            "or set allow_mixed_tokenizers if you know that they agree"
         )

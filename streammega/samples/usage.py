@@ -36,14 +36,14 @@ class DatasetUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUsage:
-    """Samples [first_sample, stop) of one phase, and what they take from its datasets. skipped: how many
+    """Samples [first_sample, stop) of one phase, and what they take from its datasets. excluded: how many
     of them no step reads.
     """
 
     phase: int
     first_sample: int
     stop: int
-    skipped: int
+    excluded: int
     sequence_length: int
     lanes: int | None
     datasets: tuple[DatasetUsage, ...]
@@ -51,11 +51,13 @@ class PhaseUsage:
     @property
     def samples(self) -> int:
         """How many samples are read."""
-        return self.stop - self.first_sample - self.skipped
+        return self.stop - self.first_sample - self.excluded
 
 
-def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -> list[PhaseUsage]:
-    """What each phase takes from its datasets up to sample `end`. skips: ranges that no step reads, and
+def sample_usage(
+    provenance: Provenance, end: int, excluded_ranges: Sequence[Span] = ()
+) -> list[PhaseUsage]:
+    """What each phase takes from its datasets up to sample `end`. excluded_ranges: ranges that no step reads, and
     that do not overlap.
 
     Cost: some milliseconds a phase in the stream order; in Megatron's a pass over the index of a
@@ -71,7 +73,7 @@ def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -
         if first >= stop:
             continue
         length = segment.config.sequence_length
-        spans = list(_unskipped(first, stop, skips))
+        spans = list(_unexcluded(first, stop, excluded_ranges))
         usage = segment.usage(spans)
         datasets = []
         numbers = segment.dataset_numbers.tolist()
@@ -95,7 +97,7 @@ def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -
                 phase=phase,
                 first_sample=first,
                 stop=stop,
-                skipped=stop - first - sum(last - start for start, last in spans),
+                excluded=stop - first - sum(last - start for start, last in spans),
                 sequence_length=length,
                 lanes=segment.lanes or None,
                 datasets=tuple(datasets),
@@ -104,9 +106,9 @@ def sample_usage(provenance: Provenance, end: int, skips: Sequence[Span] = ()) -
     return found
 
 
-def _unskipped(first: int, stop: int, skips: Sequence[Span]) -> Iterator[Span]:
-    """The spans of [first, stop) that are not skipped, in order."""
-    for skip_start, skip_stop in sorted(skips):
+def _unexcluded(first: int, stop: int, excluded_ranges: Sequence[Span]) -> Iterator[Span]:
+    """The spans of [first, stop) that are not excluded, in order."""
+    for skip_start, skip_stop in sorted(excluded_ranges):
         if skip_stop <= first or skip_start >= stop:
             continue
         if first < skip_start:

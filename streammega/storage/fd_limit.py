@@ -72,7 +72,7 @@ def fd_limit_message() -> str:
     remedy = "raise `ulimit -n`"
     if soft != hard:
         remedy += f" (up to {hard:,} without asking anybody)"
-    return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_requests"
+    return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_concurrent_requests"
 
 
 def open_files() -> int:

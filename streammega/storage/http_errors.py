@@ -102,7 +102,7 @@ def truncated(url: str, reason: str) -> ShortReadError:
 def throttled(url: str, reason: str) -> EndpointError:
     """The error for an endpoint that asks for fewer requests."""
     error = EndpointError(
-        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on "
+        f"{url}: the endpoint is overloaded or limits requests; lower max_concurrent_requests if this goes on "
         f"({reason})"
     )
     error.throttled = True

@@ -90,10 +90,10 @@ class RetryPolicy:
     def of(cls, config: StorageConfig, endpoint: bytes = b"") -> RetryPolicy:
         """The policy that a config asks for."""
         return cls(
-            retries=config.retries,
-            deadline=config.give_up_after,
+            retries=config.max_retries,
+            deadline=config.retry_timeout,
             endpoint=endpoint,
-            first_answer=config.first_answer_within if endpoint else math.inf,
+            first_answer=config.connect_deadline if endpoint else math.inf,
         )
 
     @property
@@ -124,14 +124,14 @@ class RetryPolicy:
             tries = "1 try" if failures == 1 else f"{failures} tries"
             note = f" [given up after {tries} in {elapsed:.1f} s]"
             if never_answered and self.first_answer < self.deadline:
-                note += "; this endpoint never answered (first_answer_within)"
+                note += "; this endpoint never answered (connect_deadline)"
             if error.args:
                 # An inner policy may have appended its note already.
                 message = str(error.args[0]).partition(" [given up after")[0]
                 error.args = (message + note, *error.args[1:])
             raise error from None
         if elapsed >= WARN_AFTER_S:
-            setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
+            setting = "retry_timeout" if deadline == self.deadline else "connect_deadline"
             until = f"{deadline:.0f} s ({setting})"
             if self.retries is not None:
                 until += f" or {self.retries} retries"

@@ -238,16 +238,20 @@ class WrapperStore(Store):
         self.inner.unmap()
 
 
-def read_many(store: Store, parts: Sequence[Part], max_requests: int) -> list[Buffer]:
+def read_many(store: Store, parts: Sequence[Part], max_concurrent_requests: int) -> list[Buffer]:
     """Parts of several objects, each of the version of its `ObjectInfo`. Raises as `Store.read`."""
 
     def read_group(group: Sequence[Part]) -> list[Buffer]:
         return [store.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in group]
 
     # Several to a thread at a time: to hand one over costs as much as a small answer does.
-    size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_requests)))
+    size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_concurrent_requests)))
     groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-    return [body for bodies in parallel_map(read_group, groups, max_requests) for body in bodies]
+    return [
+        body
+        for bodies in parallel_map(read_group, groups, max_concurrent_requests)
+        for body in bodies
+    ]
 
 
 @contextmanager

@@ -111,6 +111,6 @@ def loader_hashes(config: RunConfig) -> list[str]:
             if before % config.train.global_batch_size == 0:
                 hashes.append(global_batch_hash(digests))
                 digests = {}
-            if len(hashes) == config.train.iters:
+            if len(hashes) == config.train.train_iters:
                 break
     return hashes

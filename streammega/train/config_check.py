@@ -26,14 +26,14 @@ MAY_DIFFER = {
     "storage",
     "storage_by_prefix",
     "index_cache_dir",
-    "shared_index_url",
+    "index_publish_url",
     "out_dir",
     "blend",
     "blend_per_split",
     "validation",
     "follow",
     "phases",
-    "skip_documents",
+    "exclude_documents",
 }
 """Places of data may differ from node to node. Its content may not: its fingerprint is compared."""
 MAX_RANKS = 8
@@ -54,11 +54,12 @@ def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
     # Without names of datasets and files, which may differ from node to node.
     phases = [
-        replace(phase, blend=None, restart=(), skip_documents=()) for phase in config.data.phases
+        replace(phase, blend=None, restart_datasets=(), exclude_documents=())
+        for phase in config.data.phases
     ]
     facts["data.phases"] = repr(phases)
     if config.data.follow is not None:
-        facts["data.follow.every_samples"] = repr(config.data.follow.every_samples)
+        facts["data.follow.check_every_samples"] = repr(config.data.follow.check_every_samples)
     # The identity of all samples, with the data of later phases: they are not compared again.
     for name, value in loader.dataset.samples.identity().items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)

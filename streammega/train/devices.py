@@ -60,7 +60,7 @@ def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
         device, _ = pick_device(process, config)
         _use(device)
         return device, Watchdog(None, 0, 1)
-    timeout = timedelta(seconds=max(train.timeout, START_TIMEOUT))
+    timeout = timedelta(seconds=max(train.collective_timeout, START_TIMEOUT))
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
@@ -82,7 +82,7 @@ def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
         # A variable is missing or wrong; the address is taken, or somebody does not come.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the ranks cannot meet ({reason}): {SET_VARIABLES}") from None
-    return device, Watchdog(PrefixStore("watch", store), rank, world_size, train.timeout)
+    return device, Watchdog(PrefixStore("watch", store), rank, world_size, train.collective_timeout)
 
 
 def process_info(environment: Mapping[str, str]) -> ProcessInfo:

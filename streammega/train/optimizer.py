@@ -39,7 +39,7 @@ class LearningRate:
     def __init__(self, config: RunConfig, tokens_before: Callable[[int], int]) -> None:
         self._train = config.train
         self._schedule = config.schedule
-        by_tokens = config.train.decay_by == "tokens"
+        by_tokens = config.train.lr_decay_unit == "tokens"
         self._before: Callable[[int], int] = tokens_before if by_tokens else int
 
     def at(self, step: int, sample: int) -> float:
@@ -48,8 +48,8 @@ class LearningRate:
         if step < train.warmup_iters:
             # More than 0 also in the first step: a step of 0 would be wasted.
             return train.lr * (step + 1) / train.warmup_iters
-        if train.decay_by == "steps":
-            first, last = train.warmup_iters, train.iters
+        if train.lr_decay_unit == "steps":
+            first, last = train.warmup_iters, train.train_iters
             position = step
         else:
             first, last = self._decay_span
@@ -59,19 +59,19 @@ class LearningRate:
             "cosine": 0.5 * (1 + math.cos(math.pi * done)),
             "linear": 1 - done,
             "constant": 1.0,
-        }[train.decay]
+        }[train.lr_decay_style]
         return train.lowest_lr + (train.lr - train.lowest_lr) * remaining
 
     @cached_property
     def _decay_span(self) -> tuple[int, int]:
         """Where the decay begins and ends, in samples or tokens."""
         first_step = self._schedule.samples_of_step(self._train.warmup_iters + 1)
-        last_step = self._schedule.samples_of_step(self._train.iters)
+        last_step = self._schedule.samples_of_step(self._train.train_iters)
         return self._amount_before(first_step.start), self._amount_before(last_step.stop)
 
     def _amount_before(self, sample: int) -> int:
         """Samples or tokens that steps use before a sample, without those that are skipped."""
         amount = self._before(sample)
-        for start, stop in self._schedule.skipped:
+        for start, stop in self._schedule.excluded:
             amount -= self._before(min(stop, sample)) - self._before(min(start, sample))
         return amount

@@ -44,7 +44,7 @@ class ParallelModel:
         self.device = device
         parallel = config.parallel
         self.is_sharded = parallel.optimizer == "sharded"
-        self.num_stages = parallel.pp * parallel.virtual_stages
+        self.num_stages = parallel.pp * parallel.virtual_pipeline_stages
         # Interleaved: rank r has the stages r, r + pp, r + 2 * pp and so on.
         self.stage_ids = list(range(ranks.at["pp"], self.num_stages, parallel.pp))
         self.chunks, self.all_names = make_stages(
@@ -62,7 +62,7 @@ class ParallelModel:
                 bucket_size=parallel.bucket_size,
                 average=False,
                 tied=tied if self.num_stages > 1 else (),
-                largest_gradient=config.train.largest_gradient,
+                max_grad_value=config.train.max_grad_value,
             )
         self._inputs = ModelInputs(config, ranks, device)
         self._pipeline = Pipeline(
@@ -144,7 +144,7 @@ class ParallelModel:
         if self.num_stages > 1 and embedding is not None and embedding.grad is not None:
             # Add the gradient of the last stage, where it is the head.
             self.ranks.all_reduce(local_part(embedding.grad), "embedding")
-        largest = self.config.train.largest_gradient
+        largest = self.config.train.max_grad_value
         if largest is not None:
             check_largest(local_grads(parameters), largest)
         groups = [self.ranks.group("dp-cp"), self.ranks.group("pp")]

@@ -85,7 +85,7 @@ class Pipeline:
             stages: Any = self._stages[length]
             # Gradients are sums over all micro-batches. torch would divide them by their number.
             options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-            if self._config.parallel.virtual_stages > 1:
+            if self._config.parallel.virtual_pipeline_stages > 1:
                 schedule: Any = ScheduleInterleaved1F1B(stages, num_micro_batches, **options)
             else:
                 schedule = Schedule1F1B(stages[0], num_micro_batches, **options)

@@ -35,7 +35,7 @@ def position_of(
     if ahead:
         position["phases_ahead"] = ahead
     if rewinds:
-        # A restart with one of these values of train.rewind continues from here.
+        # A restart with one of these values of train.resume_from_step continues from here.
         position["rewinds"] = rewinds
     if record is not None:
         position["record"] = finite(record)
@@ -85,7 +85,7 @@ def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: 
 
 
 def with_rewind(rewinds: Sequence[int], rewind: int | None) -> list[int]:
-    """All values of train.rewind so far, once each."""
+    """All values of train.resume_from_step so far, once each."""
     values = set(rewinds)
     if rewind is not None:
         values.add(rewind)

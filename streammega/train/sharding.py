@@ -108,7 +108,7 @@ def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
     if name is not None:
         raise GradientError(
             f"the gradient of {name}, summed over the ranks, is not finite, or has an element "
-            f"above {largest:.4g}; {MEND}, or raise largest_gradient"
+            f"above {largest:.4g}; {MEND}, or raise max_grad_value"
         )
 
 

@@ -26,7 +26,7 @@ def open_plain(config: RunConfig) -> StreamLoader:
     # a whole run with these settings, from its first sample to its last
     if data.num_samples is None:
         train, valid, test = config.num_samples()
-        train += sum(stop - start for start, stop in data.skip_samples)
+        train += sum(stop - start for start, stop in data.exclude_samples)
         data = replace(data, num_samples=(train, valid, test))
     return StreamLoader(data, split="train", dp_rank=0, dp_size=1, **batch_sizes(config, "train"))
 
@@ -55,7 +55,7 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         blend_schedule=None,
         phases=(),
         follow=None,
-        skip_samples=(),
+        exclude_samples=(),
     )
     return replace(config, data=data, validation={})
 
@@ -73,14 +73,14 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
     if data.num_samples is None and data.order != "stream":
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
-        return replace(data, skip_samples=())
+        return replace(data, exclude_samples=())
     needed, _, _ = config.num_samples()
     if data.num_samples is not None:
         requested, _, _ = data.num_samples
         if requested < needed:
             raise ConfigError(
                 f"data.num_samples asks {requested} training samples, but "
-                f"train.iters x train.global_batch_size is {needed}; "
+                f"train.train_iters x train.global_batch_size is {needed}; "
                 f"raise the one or lower the other"
             )
     return data
@@ -95,7 +95,7 @@ def batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
     }
     # Evaluations use whole global batches, also during the ramp-up of training.
     if split == "train":
-        sizes["rampup"] = train.rampup
+        sizes["rampup_batch_size"] = train.rampup_batch_size
     return sizes
 
 

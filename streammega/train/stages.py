@@ -71,7 +71,7 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
     tp = layout.tp
     pp = layout.pp
     model = config.model
-    is_interleaved = config.parallel.virtual_stages > 1
+    is_interleaved = config.parallel.virtual_pipeline_stages > 1
     for _, batch_samples in config.schedule.stages:
         micro_batches = batch_samples // (config.train.micro_batch_size * layout.dp)
         # The interleaved schedule takes pp micro-batches at a time through each stage.

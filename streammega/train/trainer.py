@@ -93,11 +93,11 @@ class Trainer:
         parallel = config.parallel
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         layout = ParallelLayout.of_world(
-            world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
+            world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.rank_order
         )
         check_layout(config, layout)
         margin = NCCL_MARGIN if device.type == "cuda" else 0.0
-        self.ranks = Ranks(layout, timedelta(seconds=train.timeout + margin))
+        self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout + margin))
         self.watchdog = watchdog or Watchdog(None, self.ranks.rank, layout.world_size)
         self.loader = open_split(config, "train", self.ranks)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
@@ -112,14 +112,14 @@ class Trainer:
             CheckpointStore.open(train.out_dir, config.data.storage),
             device,
             train.keep_checkpoints,
-            train.timeout,
+            train.collective_timeout,
             before_publish=self._upload_log,
         )
         self.step = 0
         self.saved_step = 0
         """Of the last checkpoint that this run saved or resumed from."""
         self.rewinds: list[int] = []
-        """The values of train.rewind that this run, and those it continues, have applied."""
+        """The values of train.resume_from_step that this run, and those it continues, have applied."""
         self.run_log: RunLog | None = None
         """On the first rank only."""
         if self.ranks.rank != 0:
@@ -128,7 +128,7 @@ class Trainer:
         self.run_log = RunLog(
             train.out_dir,
             config.data.storage,
-            iters=train.iters,
+            iters=train.train_iters,
             log_interval=train.log_interval,
             tensorboard=train.tensorboard,
         )
@@ -143,10 +143,10 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights,
+        """Load the newest sound checkpoint (with train.resume_from_step, the newest up to there): weights,
         optimizer, and the cursor.
         """
-        rewind = self.config.train.rewind
+        rewind = self.config.train.resume_from_step
 
         def accept(position: dict[str, Any]) -> None:
             check_model(self.config, position)
@@ -182,12 +182,12 @@ class Trainer:
         """
         train = self.config.train
         is_first_rank = self.ranks.rank == 0
-        if self.step >= train.iters and is_first_rank:
+        if self.step >= train.train_iters and is_first_rank:
             log.info(
-                "step %d: train.iters = %d is reached, and nothing left to train; "
+                "step %d: train.train_iters = %d is reached, and nothing left to train; "
                 "raise it to go on",
                 self.step,
-                train.iters,
+                train.train_iters,
             )
         elif not train.save_interval and is_first_rank:
             log.warning(
@@ -195,7 +195,7 @@ class Trainer:
                 "SIGTERM or Ctrl-C; if it is killed or fails, the run starts at step 0 again"
             )
         with self.watchdog.stop_requests.graceful(announce=is_first_rank):
-            while self.step < train.iters:
+            while self.step < train.train_iters:
                 try:
                     record, stop_signal = self.train_step()
                 except DataEnded:
@@ -204,12 +204,12 @@ class Trainer:
                     self.close()
                     raise
                 self.step += 1
-                if stop_signal is not None and self.step < train.iters:
+                if stop_signal is not None and self.step < train.train_iters:
                     self._stop_here(record, stop_signal)
                 evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
                 if self._is_save_due(record):
                     self.save(
-                        background=train.async_save and self.step < train.iters,
+                        background=train.async_save and self.step < train.train_iters,
                         record=record if evaluates else None,
                     )
                 try:
@@ -235,8 +235,8 @@ class Trainer:
         first_sample = next(itertools.chain.from_iterable(dataset.parts(consumed)), None)
         if first_sample is None:
             raise DataEnded(
-                f"the data ends at sample {consumed}, after step {self.step} of {train.iters}: "
-                f"data.skip_samples passed over the rest; raise data.num_samples"
+                f"the data ends at sample {consumed}, after step {self.step} of {train.train_iters}: "
+                f"data.exclude_samples passed over the rest; raise data.num_samples"
             )
         num_samples = dataset.schedule.size_at(first_sample)
         num_micro_batches = dataset.schedule.micro_batches_at(
@@ -250,7 +250,7 @@ class Trainer:
             group["lr"] = lr
 
         batches = StepBatches(
-            self.batches, num_micro_batches, self.watchdog, self.step + 1, keep=train.hash_batches
+            self.batches, num_micro_batches, self.watchdog, self.step + 1, keep=train.log_batch_hash
         )
         # Losses are summed over tokens. In fp16 a sum of so many would overflow, so they are divided
         # by all tokens of the global batch before backward.
@@ -278,7 +278,7 @@ class Trainer:
             record["loss_scale"] = self.scale.value
         if totals.loss_of_source:
             record["source_loss"] = totals.loss_of_source
-        if train.hash_batches:
+        if train.log_batch_hash:
             record["batch_hash"] = hash_over_ranks(
                 batches.kept,
                 sample_ids,
@@ -356,7 +356,7 @@ class Trainer:
         """Whether this step ends an interval, or is the last. 0: never."""
         if interval == 0:
             return False
-        return self.step % interval == 0 or self.step == self.config.train.iters
+        return self.step % interval == 0 or self.step == self.config.train.train_iters
 
     def _is_save_due(self, record: dict[str, Any]) -> bool:
         """Whether the interval of saves has passed, or the run ends.
@@ -365,7 +365,7 @@ class Trainer:
         checkpoint of it would push out an older one. The next step is saved instead.
         """
         interval = self.config.train.save_interval
-        if interval == 0 or self.step == self.config.train.iters:
+        if interval == 0 or self.step == self.config.train.train_iters:
             return interval > 0
         was_taken = math.isfinite(record["grad_norm"])
         return was_taken and self.step // interval > self.saved_step // interval

@@ -184,7 +184,7 @@ def test_a_public_corpus_goes_into_a_bucket_of_ones_own(
     (folder / "a.txt").write_text("a public document")
     account = tmp_path / "account.toml"
     lines = [f'{name} = "{value}"' for name, value in other_s3.options.items()]
-    account.write_text("\n".join(["max_requests = 16", "[storage_options]", *lines]))
+    account.write_text("\n".join(["max_concurrent_requests = 16", "[storage_options]", *lines]))
     with running(tmp_path / "served") as server:
         public = tmp_path / "public.toml"
         public.write_text(f'storage_options = {{anon = true, endpoint_url = "{server.endpoint}"}}')
@@ -214,11 +214,11 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_request = 3", "did you mean max_requests"),
+        ("max_request = 3", "did you mean max_concurrent_requests"),
         ('key = "hidden-value"', "storage_options"),
         ('storage_options = "hidden-value"', "storage_options must be of type"),
-        ("max_requests = 0", "at least 1"),
-        ("max_requests = [hidden-value", "no valid TOML"),
+        ("max_concurrent_requests = 0", "at least 1"),
+        ("max_concurrent_requests = [hidden-value", "no valid TOML"),
         ('timeout = "hidden-value"', "timeout"),
     ],
 )

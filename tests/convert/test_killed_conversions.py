@@ -59,7 +59,9 @@ class Scene:
 
     @property
     def storage(self) -> StorageConfig:
-        return StorageConfig(storage_options=self.server.options if self.server else {}, timeout=20)
+        return StorageConfig(
+            storage_options=self.server.options if self.server else {}, request_timeout=20
+        )
 
     def files(self) -> dict[str, bytes]:
         """All that is stored, temporary files of killed writers aside, which are removed a day

@@ -400,7 +400,7 @@ def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
     if where == "remote":
         server = request.getfixturevalue("moto")
         root = f"s3://{server.new_bucket()}"
-        storage = StorageConfig(storage_options=server.options, timeout=60)
+        storage = StorageConfig(storage_options=server.options, request_timeout=60)
     named = ([str(tmp_path / "in.jsonl")], f"{root}/web")
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "storage": storage}
     convert(*named, provenance=True, **options)
@@ -458,7 +458,7 @@ def test_the_command_keeps_them_and_trace_prints_and_finds_them(
     )
     Path("run.toml").write_text(
         '[data]\nblend = "a"\nsplit = "1,0,0"\nsequence_length = 4\n[model]\nvocab_size = 300\n'
-        '[train]\niters = 2\nmicro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/a"\n'
+        '[train]\ntrain_iters = 2\nmicro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/a"\n'
     )
     capsys.readouterr()
     assert main(["trace", "run.toml", "--step", "1"]) == 0

@@ -382,8 +382,8 @@ def config_of(prefix: str, order: Order, tmp_path: Path, **settings: Any) -> Dat
         num_samples=(48, 0, 0),
         seed=3,
         index_cache_dir=tmp_path / "cache",
-        lanes=8 if order == "stream" else None,
-        block_bytes=256,
+        shuffle_lanes=8 if order == "stream" else None,
+        shuffle_block_bytes=256,
         **settings,
     )
 
@@ -557,7 +557,7 @@ def test_phases_are_of_packed_datasets_of_their_length(packed: str, tmp_path: Pa
                 assert tuple(tokens[:filled].tolist()) in bins[number >= 4]
     for wrong, match in (
         (replace(phase, sequence_length=None), f"bins of {2 * PACK} tokens"),
-        (replace(phase, blend=None, restart=[packed]), f"bins of {PACK} tokens"),
+        (replace(phase, blend=None, restart_datasets=[packed]), f"bins of {PACK} tokens"),
         (replace(phase, blend=[str(tmp_path / "in")]), "is not"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -614,7 +614,12 @@ def test_balanced_batches_count_documents_of_bins_and_no_padding(
     packed: str, tmp_path: Path
 ) -> None:
     config = config_of(
-        packed, "stream", tmp_path, eod_id=EOD, reset_attention_mask=True, balance_batches=True
+        packed,
+        "stream",
+        tmp_path,
+        eod_id=EOD,
+        reset_attention_mask=True,
+        balance_attention_cost=True,
     )
     lengths = lengths_of_bins(packed)
     with StreamLoader(config, micro_batch_size=2, global_batch_size=8) as loader:

@@ -501,8 +501,8 @@ def test_a_phase_takes_in_what_was_appended_and_repeats_nothing(made: Path, tmp_
         sequence_length=8,
         order="stream",
         split="1,0,0",
-        lanes=4,
-        block_bytes=64,
+        shuffle_lanes=4,
+        shuffle_block_bytes=64,
         index_cache_dir=tmp_path / "cache",
     )
 
@@ -569,7 +569,7 @@ def test_of_producers_at_the_same_moment_all_shards_are_in(
     storage = StorageConfig()
     if place == "bucket":
         root = f"s3://{moto.new_bucket()}"
-        storage = StorageConfig(storage_options=moto.options, timeout=60)
+        storage = StorageConfig(storage_options=moto.options, request_timeout=60)
     web = put(made, f"{root}/web", storage)
     shares = [
         [put(made, f"{root}/web-{producer}-{number}", storage) for number in range(3)]
@@ -685,7 +685,7 @@ def producers_that_die(
     """Producers of one bucket, a process each, with SIGKILL at a request (its number, whether it is
     answered before), or after so many seconds; what is there is whole after each. How many died.
     """
-    storage = StorageConfig(storage_options=moto.options, timeout=60)
+    storage = StorageConfig(storage_options=moto.options, request_timeout=60)
     context = multiprocessing.get_context("forkserver")
     root = f"s3://{moto.new_bucket()}"
     web = put(made, f"{root}/web", storage)
@@ -738,7 +738,9 @@ def test_versions_in_a_bucket(made: Path, moto: S3, tmp_path: Path, transport: A
     root = f"memory://{tmp_path.name}"
     has_conditional_writes = transport != "memory"
     if has_conditional_writes:
-        storage = StorageConfig(transport=transport, storage_options=moto.options, timeout=60)
+        storage = StorageConfig(
+            transport=transport, storage_options=moto.options, request_timeout=60
+        )
         root = f"s3://{moto.new_bucket()}"
     web, first, second = (put(made, f"{root}/{n}", storage) for n in ("web", "web-a", "web-b"))
     assert unreferenced_shards(web, storage) == [first, second]

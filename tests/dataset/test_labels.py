@@ -90,11 +90,11 @@ def test_a_blend_of_two_tokenizers_is_refused_and_names_both(
     blend = [(by.format(sets[name]), 0.5) for name in ("first", "second")]
     sizes = {"micro_batch_size": 2, "global_batch_size": 4}
     with pytest.raises(
-        ConfigError, match=r"first.*first\.json.*second.*second\.json.*mix_tokenizers"
+        ConfigError, match=r"first.*first\.json.*second.*second\.json.*allow_mixed_tokenizers"
     ):
         StreamLoader(DataConfig(blend=blend, **settings), **sizes)  # type: ignore[arg-type]
     for config in (
-        DataConfig(blend=blend, mix_tokenizers=True, **settings),
+        DataConfig(blend=blend, allow_mixed_tokenizers=True, **settings),
         DataConfig(blend=blend[:1], **settings),
     ):
         with StreamLoader(config, **sizes) as loader:  # type: ignore[arg-type]

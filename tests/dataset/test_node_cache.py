@@ -82,7 +82,7 @@ def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) 
     stored[-20] ^= 1
     published.write_bytes(stored)
     for _ in range(2):
-        with pytest.raises(CacheError, match=r"checksum.*shared_index_url, publish it again"):
+        with pytest.raises(CacheError, match=r"checksum.*index_publish_url, publish it again"):
             fetched("damaged")
 
 

@@ -274,7 +274,7 @@ def test_one_client_serves_all_of_an_opening(
     for number, name in enumerate(("bin/web-00000-of-00060", "bin/web", "zst/")):
         config = config_of(server, name, order, tmp_path)
         # Settings of its own: whoever has a dataset open by the same ones shares their client.
-        storage = replace(config.storage, timeout=40.0 + number)
+        storage = replace(config.storage, request_timeout=40.0 + number)
         config = replace(config, storage=storage)
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
         assert len(made) == number + 1, "connections are made anew for each part of it"

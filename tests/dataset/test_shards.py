@@ -104,8 +104,8 @@ def config_of(
         sequence_length=32,
         order=order,  # type: ignore[arg-type]
         num_samples=(400, 0, 0),
-        lanes=8 if order == "stream" else None,
-        block_bytes=512,
+        shuffle_lanes=8 if order == "stream" else None,
+        shuffle_block_bytes=512,
         index_cache_dir=cache,
         storage=storage or StorageConfig(),
     )

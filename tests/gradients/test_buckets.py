@@ -189,7 +189,7 @@ def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
 ) -> None:
     """The gradient of one layer is `value` somewhere on rank 1."""
     net: Any = make_net()
-    model = BucketedDataParallel(net, bucket_size=700, largest_gradient=limit)
+    model = BucketedDataParallel(net, bucket_size=700, max_grad_value=limit)
     handle = net.layers[1].weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
     )

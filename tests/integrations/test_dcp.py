@@ -27,7 +27,7 @@ SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
 
 @pytest.fixture
 def stream(config: DataConfig) -> DataConfig:
-    return replace(config, order="stream", lanes=16, num_samples=None)
+    return replace(config, order="stream", shuffle_lanes=16, num_samples=None)
 
 
 @pytest.mark.guarantee("datastate-entry-distributed")

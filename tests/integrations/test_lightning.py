@@ -288,8 +288,8 @@ def test_what_cannot_be_right_is_refused_before_the_first_batch(
     folder = folder_of(tmp_path, "run")
     with pytest.raises(ConfigError, match="accumulate_grad_batches=4"):
         lightning_fit(0, endless, folder, 1, accumulate=2, max_steps=2)
-    with pytest.raises(ConfigError, match="leave out rampup"):
-        StreamDataModule(endless, rampup=(4, 4, 16), **SIZES)
+    with pytest.raises(ConfigError, match="leave out rampup_batch_size"):
+        StreamDataModule(endless, rampup_batch_size=(4, 4, 16), **SIZES)
     with pytest.raises(ConfigError, match="go together"):
         StreamDataModule(endless, dp_rank=1, **SIZES)
     with pytest.raises(AttributeError, match="no attribute 'Other'"):

@@ -58,7 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         eod_id=EOD,
         eod_mask_loss=True,
         index_cache_dir=root / "cache",
-        dataset_ids=True,
+        return_dataset_ids=True,
     )
 
 
@@ -390,15 +390,15 @@ def test_losses_of_lightning_are_of_the_data_module_that_is_trained_on(config: D
     from streammega.integrations.lightning import LogsSourceLosses, StreamDataModule
 
     callbacks: list[Any] = []
-    first = replace(config, phases=(), dataset_ids=True)
+    first = replace(config, phases=(), return_dataset_ids=True)
     second = replace(first, seed=first.seed + 1)
-    for settings in (first, second, replace(first, dataset_ids=False)):
+    for settings in (first, second, replace(first, return_dataset_ids=False)):
         data = StreamDataModule(settings, micro_batch_size=1, global_batch_size=GLOBAL_BATCH)
         data.trainer = SimpleNamespace(callbacks=callbacks)
         for stage in ("fit", "validate"):
             data.setup(stage)
         told = [one._config for one in callbacks if isinstance(one, LogsSourceLosses)]
-        assert told == ([settings] if settings.dataset_ids else [])
+        assert told == ([settings] if settings.return_dataset_ids else [])
 
 
 @pytest.mark.guarantee("lightning-fabric-accelerate")

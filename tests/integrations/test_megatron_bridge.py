@@ -81,7 +81,7 @@ def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
     config: DataConfig, order: Any
 ) -> None:
     lanes = 1024 if order == "stream" else None
-    config = dataclasses.replace(config, order=order, lanes=lanes)
+    config = dataclasses.replace(config, order=order, shuffle_lanes=lanes)
     asked = dataclasses.replace(config, num_samples=(80, 16, 0))
     reference = MegatronBatches(asked, split="train", micro_batch_size=2)
     whole = rows(reference, 40)
@@ -168,5 +168,7 @@ def test_a_killed_run_goes_on_exactly(
 ) -> None:
     """Bridge's iterators, callbacks, training step and counts, on as many ranks or fewer."""
     lanes = 1024 if order == "stream" else None
-    masked = dataclasses.replace(config, order=order, lanes=lanes, create_attention_mask=True)
+    masked = dataclasses.replace(
+        config, order=order, shuffle_lanes=lanes, create_attention_mask=True
+    )
     check_killed(gang, tmp_path, killed, goes_on, train, masked)

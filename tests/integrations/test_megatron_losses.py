@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> DataConfig:
         index_cache_dir=tmp_path / "cache",
         eod_id=3,
         eod_mask_loss=True,
-        dataset_ids=True,
+        return_dataset_ids=True,
     )
 
 

@@ -29,7 +29,7 @@ def phased(**phase: int) -> DataConfig:
         blend=["mock://tokens=4000"],
         sequence_length=LENGTH,
         order="stream",
-        lanes=16,
+        shuffle_lanes=16,
         phases=[PhaseConfig(**told)],
     )
 
@@ -66,7 +66,7 @@ def by_torchtitan(config: DataConfig) -> Any:
         eod_id=-1,
         infinite=True,
         repeat=True,
-        settings={"lanes": 16, "phases": config.phases},
+        settings={"shuffle_lanes": 16, "phases": config.phases},
     )
     return titan_data(asked, TitanBatch(length=LENGTH, rows=2, flat=False), None)
 
@@ -116,5 +116,5 @@ def test_a_step_is_no_beginning_where_its_samples_are_not_known() -> None:
 def test_a_ramp_up_is_refused_by_a_trainer_of_transformers() -> None:
     with pytest.raises(ConfigError, match="the steps of the Trainer have one size: leave out"):
         StreamTrainerMixin(
-            stream=replace(phased(), phases=()), stream_options={"rampup": (4, 4, 16)}
+            stream=replace(phased(), phases=()), stream_options={"rampup_batch_size": (4, 4, 16)}
         )

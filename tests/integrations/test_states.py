@@ -28,7 +28,7 @@ def opened(request: pytest.FixtureRequest, endless: DataConfig) -> Iterator[Open
     made: list[Adapter] = []
 
     def open_adapter(**other: Any) -> Adapter:
-        made.append(ADAPTERS[request.param](replace(endless, lanes=16, **other)))
+        made.append(ADAPTERS[request.param](replace(endless, shuffle_lanes=16, **other)))
         return made[-1]
 
     yield open_adapter

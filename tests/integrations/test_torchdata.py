@@ -36,7 +36,7 @@ TOTAL = 7
 
 @pytest.fixture
 def stream(config: DataConfig) -> DataConfig:
-    return replace(config, order="stream", lanes=16, num_samples=None)
+    return replace(config, order="stream", shuffle_lanes=16, num_samples=None)
 
 
 @pytest.fixture

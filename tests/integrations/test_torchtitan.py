@@ -79,12 +79,18 @@ def test_both_contracts_ask_for_the_same_samples() -> None:
 
 @pytest.mark.guarantee("torchtitan-two-contracts")
 def test_fields_of_the_config_become_those_of_the_data() -> None:
-    storage = {"cache_dir": "/nvme", "max_requests": 7}
-    config = config_of(blend="0.7 a 0.3 b", eod_id=-1, settings={"lanes": 64, "storage": storage})
+    storage = {"cache_dir": "/nvme", "max_concurrent_requests": 7}
+    config = config_of(
+        blend="0.7 a 0.3 b", eod_id=-1, settings={"shuffle_lanes": 64, "storage": storage}
+    )
     data = titan_data(config, ROWS, 3)
     assert data.blend == "0.7 a 0.3 b"
     assert (data.sequence_length, data.eod_id, data.reset_position_ids) == (16, 3, True)
-    assert (data.lanes, data.storage.max_requests, data.num_samples) == (64, 7, None)
+    assert (data.shuffle_lanes, data.storage.max_concurrent_requests, data.num_samples) == (
+        64,
+        7,
+        None,
+    )
     data = titan_data(config_of(blend="a", positions="samples", eod_id=-1), ROWS, None)
     assert (data.eod_id, data.reset_position_ids) == (None, False)
     data = titan_data(config_of(blend="a", part="valid", num_samples=80), ROWS, 3)
@@ -105,7 +111,10 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
         ({"blend": "a", "infinite": False}, "an end, which the stream order has only"),
         ({"blend": "a", "repeat": False}, "an end, which the stream order has only"),
         ({"blend": "a", "settings": {"seed": 3}}, "settings of the dataloader config name seed"),
-        ({"blend": "a", "settings": {"dataset_ids": True}}, "torchtitan's batches have no place"),
+        (
+            {"blend": "a", "settings": {"return_dataset_ids": True}},
+            "torchtitan's batches have no place",
+        ),
     ],
 )
 def test_what_would_be_ignored_or_meant_otherwise_is_refused(
@@ -129,7 +138,10 @@ def test_samples_one_after_another_need_positions() -> None:
 @pytest.mark.parametrize("flat", [False, True])
 def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
     given = config_of(
-        blend=pair, num_samples=12, settings={"lanes": 4, "eod_mask_loss": True}, infinite=False
+        blend=pair,
+        num_samples=12,
+        settings={"shuffle_lanes": 4, "eod_mask_loss": True},
+        infinite=False,
     )
     seat: Any = {"dp_rank": 0, "dp_size": 1, "eos_id": None}
     with (
@@ -152,7 +164,7 @@ def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
 
 @pytest.mark.guarantee("torchtitan-two-contracts")
 def test_passes_follow_each_other_and_a_loader_that_moved_is_no_end_of_data(pair: str) -> None:
-    given = config_of(blend=pair, num_samples=8, settings={"lanes": 4})
+    given = config_of(blend=pair, num_samples=8, settings={"shuffle_lanes": 4})
     with open_titan_loader(given, ROWS, dp_rank=0, dp_size=1, eos_id=None) as loader:
         pairs = pairs_of(loader, repeat=True)
         first = [next(pairs)[1].clone() for _ in range(4)]
@@ -224,7 +236,7 @@ def test_torchtitans_trainer_is_killed_and_goes_on_exactly(
     assert gang.run_until(due, before, titan_train, pair, tokenizer, folder, 1000)
     step = max(int(path.parent.name[5:]) for path in checkpoint.glob("*/.metadata"))
     gang.run(after, titan_train, pair, tokenizer, folder, step + 3)
-    given = config_of(blend=pair, global_batch_size=8, settings={"lanes": 16})
+    given = config_of(blend=pair, global_batch_size=8, settings={"shuffle_lanes": 16})
     with open_titan_loader(given, ROWS, dp_rank=0, dp_size=1, eos_id=None) as loader:
         whole = []
         pairs = pairs_of(loader)

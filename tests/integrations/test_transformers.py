@@ -237,7 +237,7 @@ def test_losses_by_source_are_logged_and_make_up_the_loss(
 
     (prefix,) = config.blend or ()
     stream_config = replace(
-        config, blend=[(str(prefix), 3.0), (str(prefix), 1.0)], dataset_ids=True
+        config, blend=[(str(prefix), 3.0), (str(prefix), 1.0)], return_dataset_ids=True
     )
     arguments = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 2)
     arguments.logging_strategy = "steps"

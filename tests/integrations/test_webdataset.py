@@ -54,7 +54,7 @@ def test_a_loader_is_the_first_stage_of_a_pipeline(config: DataConfig) -> None:
 def test_a_killed_run_behind_a_pipeline_goes_on_exactly(
     gang: Gang, config: DataConfig, tmp_path: Path, before: int, after: int
 ) -> None:
-    endless = replace(config, order="stream", lanes=16, num_samples=None)
+    endless = replace(config, order="stream", shuffle_lanes=16, num_samples=None)
     check_kills(gang, StageFeed, endless, tmp_path / "run", before, after)
 
 
@@ -243,9 +243,9 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ConfigError, match=words):
             TextStream(shards, encode, FIELDS, **(sizes | given_))
     settings: dict[str, Any] = {
-        "skip_documents": ["a#1"],
-        "skip_samples": [(4, 8)],
-        "dataset_ids": True,
+        "exclude_documents": ["a#1"],
+        "exclude_samples": [(4, 8)],
+        "return_dataset_ids": True,
     }
     for name, value in settings.items():
         of_datasets = replace(DataConfig(blend="a", sequence_length=4, eod_id=0), **{name: value})

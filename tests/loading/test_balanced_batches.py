@@ -1,4 +1,4 @@
-"""balance_batches: the same global batches, dealt out by the lengths of documents."""
+"""balance_attention_cost: the same global batches, dealt out by the lengths of documents."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def config_of(data: str, order: Order, tmp_path: Path, **settings: Any) -> DataC
         num_samples=(10 * GLOBAL, 0, 0),
         eod_id=EOD,
         reset_attention_mask=True,
-        balance_batches=True,
-        lanes=2 * GLOBAL if order == "stream" else None,
-        block_bytes=512,
+        balance_attention_cost=True,
+        shuffle_lanes=2 * GLOBAL if order == "stream" else None,
+        shuffle_block_bytes=512,
         index_cache_dir=tmp_path / "cache",
         **settings,
     )
@@ -92,7 +92,7 @@ def test_global_batches_are_the_same_sets_for_any_ranks(
     data: str, order: Order, tmp_path: Path
 ) -> None:
     config = config_of(data, order, tmp_path)
-    plain = opened(replace(config, balance_batches=False), 1, 1)
+    plain = opened(replace(config, balance_attention_cost=False), 1, 1)
     expected = [read(plain, GLOBAL) for _ in range(3)]
     close(plain)
     for dp_size, micro in ((1, 1), (2, 3), (4, 2), (8, 3)):
@@ -132,7 +132,7 @@ def test_costs_are_those_of_the_bounds_that_batches_have(data: str, tmp_path: Pa
     config = config_of(data, "stream", tmp_path)
     costs = {False: 0, True: 0}
     for balanced in costs:
-        ranks = opened(replace(config, balance_batches=balanced), 4, 2)
+        ranks = opened(replace(config, balance_attention_cost=balanced), 4, 2)
         for _ in range(5):
             of_step = []
             for _ in range(GLOBAL // 8):
@@ -168,7 +168,7 @@ def test_within_a_batch_only_the_same_batch_goes_on(data: str, tmp_path: Path) -
     read([loader], GLOBAL // 2 - 3)
     between = loader.state_dict()
     loader.close()
-    plain = replace(config, balance_batches=False)
+    plain = replace(config, balance_attention_cost=False)
     for other, size in ((plain, GLOBAL), (config, 2 * GLOBAL)):
         with StreamLoader(other, micro_batch_size=2, global_batch_size=size) as changed:
             with pytest.raises(StateError, match="balanced_batch"):
@@ -211,11 +211,13 @@ def test_blocks_are_left_alone_where_a_batch_has_more_samples_than_lanes(
         moto.objects(bucket)[path.name] = path.read_bytes()
     settings = config_of(data, "stream", tmp_path)
     settings = replace(settings, storage=StorageConfig(storage_options=moto.options))
-    config = replace(settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, lanes=GLOBAL)
+    config = replace(
+        settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, shuffle_lanes=GLOBAL
+    )
     with StreamLoader(config, micro_batch_size=8, global_batch_size=GLOBAL) as loader:
         state = loader.state_dict()
         assert plan_reading(loader.dataset.steps, 0, 1 << 28).planner.blocks is not None
-    larger = replace(config, lanes=None)
+    larger = replace(config, shuffle_lanes=None)
     with StreamLoader(larger, micro_batch_size=8, global_batch_size=4 * GLOBAL) as loader:
         loader.load_state_dict(state)
         assert loader.dataset.steps.lanes == GLOBAL
@@ -236,7 +238,7 @@ def test_workers_give_the_same_batches(data: str, tmp_path: Path) -> None:
 
 def test_without_documents_apart_it_is_refused(data: str) -> None:
     with pytest.raises(ConfigError, match="reset_attention_mask or inter_document_masking"):
-        DataConfig(blend=[data], sequence_length=8, order="stream", balance_batches=True)
+        DataConfig(blend=[data], sequence_length=8, order="stream", balance_attention_cost=True)
 
 
 def test_an_index_in_no_order_is_refused_by_name(tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ def test_nothing_is_left_for_the_collector(
     endpoint.behave()
     storage = storage_of(endpoint, "obstore")
     if where == "cache":
-        storage = replace(storage, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+        storage = replace(storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=1 << 20)
     place = str(root) if where == "local" else "s3:/"
     config = replace(config_of("stream", place, tmp_path, storage, 400), **KINDS[kind])
     if config.order == "megatron":
-        config = replace(config, lanes=None)
+        config = replace(config, shuffle_lanes=None)
     loaded(config, "closed")  # kernels that are compiled leave much to the collector
     if how == "error":
         config = replace(config, vocab_size=59_900)

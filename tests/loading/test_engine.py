@@ -275,7 +275,7 @@ def test_the_stream_order_fetches_every_byte_once(
         config_of("stream", "s3:/", tmp_path, storage),
         blend=["s3://data/web"],
         num_samples=None,
-        block_bytes=2048,
+        shuffle_block_bytes=2048,
     )
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     reader = plan_reading(loader.dataset.steps, 0, storage.memory_bytes)
@@ -316,11 +316,11 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
     plans: list[MemoryPlan | None] = []
     for memory in (memory_bytes, memory_bytes + more):
         try:
-            plan = plan_memory(memory, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512)
+            plan = plan_memory(memory, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512)
         except ConfigError as error:
             least = int(str(error).split("at least ")[1].split(" ")[0].replace(",", ""))
             assert least > memory
-            plan_memory(least, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512)
+            plan_memory(least, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512)
             plans.append(None)  # and what the error names is enough
             continue
         plans.append(plan)
@@ -332,7 +332,7 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
         assert plan.unfit == len(blocks) - len(plan.whole)
         if plan.unfit:
             enough = plan_memory(
-                plan.enough_bytes, batch, wanted, lanes, ahead=ahead, coalesce_bytes=512
+                plan.enough_bytes, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512
             )
             assert enough.unfit == 0 < plan.enough_bytes - memory
     small, large = plans
@@ -442,7 +442,7 @@ def test_context_parallel_ranks_read_their_parts_and_no_more(
     config = config_of(
         order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore")
     )
-    config = replace(config, skip_samples=((64, 72),))
+    config = replace(config, exclude_samples=((64, 72),))
     sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
     with StreamLoader(config, **sizes) as loader:
         whole = [(batch["ids"].clone(), batch["valid"].clone()) for batch in loader]
@@ -548,7 +548,7 @@ def test_nothing_is_left_of_loaders_that_were_closed(
     endpoint.behave()
     storage = storage_of(endpoint, "obstore")
     if where == "cache":
-        storage = replace(storage, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+        storage = replace(storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=1 << 20)
     config = config_of("megatron", str(root) if where == "local" else "s3:/", tmp_path, storage)
     open_and_close(config, 16)
 
@@ -648,7 +648,8 @@ import atexit, sys, threading
 atexit.register(lambda: print(sorted({t.name for t in threading.enumerate() if t.name.startswith("streammega")})))
 from streammega import DataConfig, StreamLoader
 config = DataConfig(
-    blend=[sys.argv[1]], sequence_length=64, order="stream", num_samples=(100_000, 0, 0), lanes=16, index_cache_dir=sys.argv[2],
+    blend=[sys.argv[1]], sequence_length=64, order="stream", num_samples=(100_000, 0, 0),
+    shuffle_lanes=16, index_cache_dir=sys.argv[2],
 )
 batches = iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8))
 next(batches)
@@ -740,7 +741,7 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
     endpoint, root = server
     tmp_path = tmp_path_factory.mktemp("t")
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=1_000_000)
-    config = replace(config_of("stream", "s3:/", tmp_path, storage), skip_samples=skip)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), exclude_samples=skip)
     local = replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
     for rank in range(dp_size):
         both = []
@@ -769,12 +770,12 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
     config = replace(
         config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
-        skip_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
+        exclude_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
     )
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         got = [next(loader)["tokens"].clone() for _ in range(len(loader))]
         # a piece of both datasets in each of 16 lanes
-        assert loader.stats()["held_bytes"] <= 16 * 2 * (config.block_bytes + 4096)
+        assert loader.stats()["held_bytes"] <= 16 * 2 * (config.shuffle_block_bytes + 4096)
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     with StreamLoader(
         replace(config, blend=blend), micro_batch_size=4, global_batch_size=8
@@ -806,7 +807,9 @@ def test_ranks_follow_their_lanes_over_skips(
         replace(storage_of(endpoint, "obstore"), memory_bytes=memory),
     )
     ranges = tuple((first * size, (first + count) * size) for first, count in skip)
-    config = replace(config, lanes=size, num_samples=(70 * size, 0, 0), skip_samples=ranges)
+    config = replace(
+        config, shuffle_lanes=size, num_samples=(70 * size, 0, 0), exclude_samples=ranges
+    )
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     sizes: Any = {
         "micro_batch_size": micro,
@@ -817,7 +820,7 @@ def test_ranks_follow_their_lanes_over_skips(
     expected = StreamingDataset(replace(config, blend=blend), **sizes)
     dataset = StreamingDataset(config, **sizes)
     # a piece of both datasets in each of its lanes
-    open_bytes = size // dp_size * 2 * (config.block_bytes + 2)
+    open_bytes = size // dp_size * 2 * (config.shuffle_block_bytes + 2)
     engine = Engine(dataset.steps, dataset.positions(), 2, start=0)
     with closing(iter(engine)) as batches:  # type: ignore[type-var]
         for consumed, batch in batches:

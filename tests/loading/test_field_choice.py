@@ -42,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stream": {"order": "stream"},
     "eod": {"order": "stream", "eod_mask_loss": True},
     "documents": {"order": "stream", **DOCUMENTS, "create_attention_mask": True},
-    "sequences": {"inter_document_masking": True, "dataset_ids": True},
+    "sequences": {"inter_document_masking": True, "return_dataset_ids": True},
 }
 NAMES = ["tokens", "labels", "loss_mask", "position_ids"]
 EXTRAS = {
@@ -117,8 +117,8 @@ MASKS_OR_RESTARTS: dict[str, dict[str, Any]] = {
     "pad_id": {"pad_id": 49},
     "add_extra_token": {"add_extra_token": False},
     "reset_position_ids": {"reset_position_ids": True},
-    "seams": {"seams": "masked"},
-    "skip_documents": {"skip_documents": ["d#3"]},
+    "joins": {"joins": "masked"},
+    "exclude_documents": {"exclude_documents": ["d#3"]},
 }
 
 
@@ -129,7 +129,7 @@ MASKS_OR_RESTARTS: dict[str, dict[str, Any]] = {
     [
         pytest.param({}, ["tokens", "labels"], id="plain"),
         pytest.param(
-            {"reset_attention_mask": True, "dataset_ids": True},
+            {"reset_attention_mask": True, "return_dataset_ids": True},
             ["tokens", "labels", "cu_seqlens", "dataset_id"],
             id="added",
         ),
@@ -161,7 +161,7 @@ def test_stream_batches_have_no_mask_of_ones_and_no_plain_positions(
 def test_fields_of_a_run_that_takes_in_new_versions_stay_the_same(base: DataConfig) -> None:
     """Some of what is appended may be without loss; all splits have the same fields."""
     config = replace(base, order="stream", split="1,1,0", num_samples=(16, 16, 0))
-    config = replace(config, follow=FollowConfig(every_samples=8))
+    config = replace(config, follow=FollowConfig(check_every_samples=8))
     with StreamLoader(config, split="valid", **SIZES) as loader:
         assert list(next(loader)) == NAMES
 

@@ -53,10 +53,10 @@ def config_of(web: str, **options: Any) -> DataConfig:
     folder = Path(web).parent
     settings: dict[str, Any] = {
         "blend": [f"{web}@1"],
-        "follow": FollowConfig(every_samples=EVERY, record=str(folder / "record")),
+        "follow": FollowConfig(check_every_samples=EVERY, log_url=str(folder / "record")),
         "index_cache_dir": folder / "cache",
-        "lanes": 4,
-        "block_bytes": 64,
+        "shuffle_lanes": 4,
+        "shuffle_block_bytes": 64,
     } | options
     return DataConfig(sequence_length=LENGTH, order="stream", split="1,0,0", **settings)
 
@@ -142,7 +142,7 @@ def test_any_kills_ranks_and_producers_read_what_the_record_says(
     web = put_dataset(f"{folder}/web", seed=0)
     append(web, [put_dataset(f"{web}-0", seed=1)])
     every = data.draw(st.sampled_from([6, 20, 32]))
-    follow = FollowConfig(every_samples=every, record=f"{folder}/record")
+    follow = FollowConfig(check_every_samples=every, log_url=f"{folder}/record")
     config = config_of(web, follow=follow)
     read: dict[int, bytes] = {}
     state: dict[str, Any] | None = None
@@ -173,12 +173,12 @@ def test_any_kills_ranks_and_producers_read_what_the_record_says(
 
 @pytest.mark.guarantee("run-takes-appended")
 def test_a_record_and_its_datasets_may_lie_in_a_bucket(web: str, tmp_path: Path, moto: S3) -> None:
-    storage = StorageConfig(storage_options=moto.options, timeout=60)
+    storage = StorageConfig(storage_options=moto.options, request_timeout=60)
     root = f"s3://{moto.new_bucket()}"
     grow(web, "b")
     for path in tmp_path.iterdir():
         save_bytes(f"{root}/{path.name}", path.read_bytes(), storage)
-    follow = FollowConfig(every_samples=EVERY, record=f"{root}/record/")
+    follow = FollowConfig(check_every_samples=EVERY, log_url=f"{root}/record/")
     ended = {"num_samples": (32, 0, 0)}  # so that little is read ahead
     config = config_of(web, blend=[f"{root}/web@1"], follow=follow, storage=storage, **ended)
     with opened(config, 0, 2) as first, opened(config, 1, 2) as second:
@@ -214,7 +214,7 @@ def by_batch(found: dict[int, bytes]) -> Iterator[bytes]:
 @pytest.mark.guarantee("run-takes-appended")
 def test_who_asks_ahead_changes_nothing(web: str) -> None:
     """A batch or a state of later samples has something join, which was read ahead without it."""
-    config = config_of(web, eod_id=3, reset_attention_mask=True, balance_batches=True)
+    config = config_of(web, eod_id=3, reset_attention_mask=True, balance_attention_cost=True)
     grow(web, "b")
     with opened(config) as loader:
         read = take(loader, 12)
@@ -256,7 +256,7 @@ def test_weights_are_shared_out_so_that_the_dataset_keeps_its_own(web: str) -> N
 @pytest.mark.guarantee("run-takes-appended")
 def test_what_joins_is_of_the_source_that_it_was_appended_to(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
-    config = config_of(web, blend=[(code, 0.4), (f"{web}@1", 0.6)], dataset_ids=True)
+    config = config_of(web, blend=[(code, 0.4), (f"{web}@1", 0.6)], return_dataset_ids=True)
     grow(web, "b")
     share = {0: 0, 1: 0}
     with opened(config, micro_batch_size=4) as loader:
@@ -274,11 +274,11 @@ def test_what_joins_is_of_the_source_that_it_was_appended_to(web: str) -> None:
 @pytest.mark.guarantee("run-takes-appended")
 def test_ranks_that_read_nothing_know_the_sources_of_what_joined(web: str) -> None:
     code = put_dataset(f"{web}-code", seed=7)
-    config = config_of(web, blend=[(f"{web}@1", 0.5), (code, 0.5)], dataset_ids=True)
+    config = config_of(web, blend=[(f"{web}@1", 0.5), (code, 0.5)], return_dataset_ids=True)
     grow(web, "b")
     with opened(config) as loader:
         read = [loader.take()["dataset_id"].tolist() for _ in range(60)]
-    follow = FollowConfig(every_samples=EVERY, record=str(Path(web).with_name("again")))
+    follow = FollowConfig(check_every_samples=EVERY, log_url=str(Path(web).with_name("again")))
     with opened(replace(config, follow=follow)) as other:  # before anything is known to it
         assert [other.dataset.dataset_ids(sample).tolist() for sample in range(60)] == read
     with opened(replace(config, follow=follow)) as other:
@@ -292,7 +292,7 @@ def test_what_phases_spell_in_two_ways_is_followed(
 ) -> None:
     monkeypatch.chdir(Path(web).parent)
     phases = [PhaseConfig(first_sample=12, blend=["./web@1"])]
-    config = config_of(web, blend=["web@1"], phases=phases, dataset_ids=True)
+    config = config_of(web, blend=["web@1"], phases=phases, return_dataset_ids=True)
     grow(web, "b")
     with opened(config) as loader:
         read = take(loader, 60)
@@ -336,13 +336,13 @@ def test_a_phase_by_hand_goes_with_it(web: str) -> None:
     ]
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
-def test_documents_are_skipped_while_versions_join(web: str, tmp_path: Path) -> None:
+@pytest.mark.guarantee("excluded-documents-columns")
+def test_documents_are_excluded_while_versions_join(web: str, tmp_path: Path) -> None:
     """By the names that stood in a file of them when the run was begun."""
     names = tmp_path / "names.txt"
     named = [f"web-a#{number}" for number in range(40)]
     names.write_text("\n".join(named))
-    config = config_of(web, eod_id=EOD, skip_documents=[(8, str(names))])
+    config = config_of(web, eod_id=EOD, exclude_documents=[(8, str(names))])
     with opened(config, 0, 2) as first, opened(config, 1, 2) as second:
         read = take(first, 12) | take(second, 12)
         names.write_text("\n".join([*named, *(f"web#{number}" for number in range(40))]))
@@ -351,7 +351,7 @@ def test_documents_are_skipped_while_versions_join(web: str, tmp_path: Path) -> 
         state = first.state_dict()
         assert second.state_dict() == state
     assert versions_in(config) == [(20, [f"{web}@1", f"{web}@1..2"])]
-    with opened(config) as edited, pytest.raises(StateError, match="skip_documents"):
+    with opened(config) as edited, pytest.raises(StateError, match="exclude_documents"):
         edited.load_state_dict(state)
     names.write_text("\n".join(named))
     by_hand = replace(recorded(config), follow=None)
@@ -440,7 +440,7 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
         pytest.raises(ConfigError, match=r"record: is the record of another run"),
     ):
         loader.take()
-    follow = FollowConfig(every_samples=EVERY, record=str(tmp_path / "elsewhere"))
+    follow = FollowConfig(check_every_samples=EVERY, log_url=str(tmp_path / "elsewhere"))
     with (
         opened(replace(config, follow=follow)) as loader,
         pytest.raises(StateError, match=r"phases\.1: the checkpoint has"),
@@ -453,7 +453,7 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
 
 @pytest.mark.guarantee("ranks-killed-between")
 def test_what_joined_ahead_must_fit_the_steps_of_a_resume(web: str) -> None:
-    config = config_of(web, lanes=12)
+    config = config_of(web, shuffle_lanes=12)
     with opened(config) as loader:
         take(loader, 4)
         state = loader.state_dict()
@@ -467,22 +467,22 @@ def test_what_joined_ahead_must_fit_the_steps_of_a_resume(web: str) -> None:
 
 
 def test_what_cannot_be_followed_says_why(web: str) -> None:
-    follow = FollowConfig(every_samples=EVERY)
+    follow = FollowConfig(check_every_samples=EVERY)
     with pytest.raises(ConfigError, match="follow belongs to the stream order"):
         DataConfig(blend=[f"{web}@1"], sequence_length=8, follow=follow)
     with pytest.raises(ConfigError, match="give its weights to phases"):
         config_of(web, blend_schedule=[(10, [1.0])])
-    with pytest.raises(ConfigError, match=r"follow\.record is not given"):
+    with pytest.raises(ConfigError, match=r"follow\.log_url is not given"):
         opened(config_of(web, follow=follow))
     with pytest.raises(ConfigError, match=r"by a version, such as web@7, but the blend names none"):
         opened(config_of(web, blend=[web]))
     with pytest.raises(ConfigError, match=r"follow\.every_samples is 0"):
-        FollowConfig(every_samples=0)
+        FollowConfig(check_every_samples=0)
     for empty in ("", "/"):
-        with pytest.raises(ConfigError, match=r"follow\.record is empty"):
-            FollowConfig(every_samples=1, record=empty)
+        with pytest.raises(ConfigError, match=r"follow\.log_url is empty"):
+            FollowConfig(check_every_samples=1, log_url=empty)
     with pytest.raises(ConfigError, match="it must be a FollowConfig"):
-        config_of(web, follow={"every_samples": 20})
+        config_of(web, follow={"check_every_samples": 20})
 
 
 @pytest.mark.guarantee("ranks-killed-between")
@@ -500,6 +500,6 @@ def test_a_place_without_conditional_writes_is_refused(
     monkeypatch.setattr(LocalStore, "put", writes_over)
     with (
         opened(config_of(web)) as loader,
-        pytest.raises(ConfigError, match=r"what is there is written over.*data\.follow\.record"),
+        pytest.raises(ConfigError, match=r"what is there is written over.*data\.follow\.log_url"),
     ):
         loader.take()

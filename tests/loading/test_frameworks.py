@@ -67,7 +67,9 @@ def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, eve
     """In the middle, when the last batch was given but its end not yet seen, and at the end; then
     whole passes.
     """
-    config = replace(config, skip_samples=((20, 24), (36, 40)), num_samples=(4 * TOTAL + 8, 0, 0))
+    config = replace(
+        config, exclude_samples=((20, 24), (36, 40)), num_samples=(4 * TOTAL + 8, 0, 0)
+    )
     reference = [
         StreamingDataset(config, **SIZES).batch(at)["tokens"]
         for at in StreamingDataset(config, **SIZES).positions()

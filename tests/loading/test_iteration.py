@@ -211,7 +211,7 @@ def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: Da
     }
     number = Numbered(config)
     with http_server(objects) as server:
-        storage = StorageConfig(retries=0, timeout=5, memory_bytes=1 << 20)
+        storage = StorageConfig(max_retries=0, request_timeout=5, memory_bytes=1 << 20)
         remote = replace(config, blend=[f"{server.url}/p"], storage=storage)
         with StreamLoader(remote, **SIZES) as loader:
             server.status = 403
@@ -425,7 +425,7 @@ def test_the_end_that_was_loaded_is_an_empty_pass_with_a_warning(
 def test_a_state_after_so_many_batches_is_that_of_having_taken_them(
     config: DataConfig, mode: str, start: int
 ) -> None:
-    config = replace(config, skip_samples=((16, 32), (48, 56), (96, 104)))
+    config = replace(config, exclude_samples=((16, 32), (48, 56), (96, 104)))
     reference = StreamLoader(config, **SIZES)
     reference.seek(start)
     states = [reference.state_dict(), *(reference.state_dict() for _ in reference)]
@@ -464,10 +464,10 @@ def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: 
 @pytest.mark.guarantee("loop-fetches-ahead")
 @pytest.mark.parametrize("skips", [(), ((16, 32), (48, 56))])
 def test_a_loop_that_fetches_ahead_saves_what_it_has_trained_on(
-    config: DataConfig, skips: tuple[tuple[int, int], ...]
+    config: DataConfig, excluded_ranges: tuple[tuple[int, int], ...]
 ) -> None:
     """As docs/training.md has it: the next batch is taken before the step is done."""
-    config = replace(config, skip_samples=skips)
+    config = replace(config, exclude_samples=excluded_ranges)
     with StreamLoader(config, **SIZES) as loader, StreamLoader(config, **SIZES) as plain:
         batches = iter(loader)
         batch = next(batches)
@@ -592,7 +592,7 @@ def test_a_load_that_is_refused_changes_nothing(
         num_samples=(960, 0, 0),
         index_cache_dir=folder,
     )
-    foreign = replace(config, seed=7, lanes=64)
+    foreign = replace(config, seed=7, shuffle_lanes=64)
     with StreamLoader(foreign, micro_batch_size=4, global_batch_size=16) as other:
         other.seek(32)
         states = [other.state_dict()]

@@ -355,7 +355,7 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
         ({"cp_rank": -1, "cp_size": 2, "ids_only": True}, "cp_rank -1 is not in"),
         ({"cp_rank": 1}, "cp_rank 1 is not in"),
         ({"cp_size": 0}, "cp_rank 0 is not in"),
-        ({"rampup": (2, 2)}, "rampup is .*three"),
+        ({"rampup_batch_size": (2, 2)}, "rampup_batch_size is .*three"),
         ({"split": "validation"}, "not one of train, valid, test"),
         ({"split": "valid"}, "leaves nothing for valid"),
         ({"global_batch_size": 10**6}, "less than one global batch"),
@@ -384,14 +384,14 @@ def test_settings_that_cannot_work_are_refused(
         ({"num_samples": (5.5, 0, 0)}, "it must be 3 whole numbers"),
         ({"num_samples": (-1, 0, 0)}, "it must be at least 0"),
         ({"reset_position_ids": "no"}, "reset_position_ids is 'no'; it must be true or false"),
-        ({"loss_from_modes": "yes"}, "loss_from_modes is 'yes'; it must be true or false"),
+        ({"mask_loss_by_mode": "yes"}, "mask_loss_by_mode is 'yes'; it must be true or false"),
         ({"phases": "web"}, "phases is 'web'; it must be a list"),
-        ({"skip_samples": "0"}, "skip_samples is '0'; it must be a list"),
+        ({"exclude_samples": "0"}, "exclude_samples is '0'; it must be a list"),
         ({"storage": {"timeout": 9}}, "it must be a StorageConfig"),
         ({"storage_by_prefix": "s3://a/"}, "it must be a mapping"),
         ({"split": 1}, "split is 1; it must be text"),
         ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
-        ({"lanes": 4.0}, "lanes is 4.0"),
+        ({"shuffle_lanes": 4.0}, "shuffle_lanes is 4.0"),
         ({"eod_id": 1.5}, "eod_id is 1.5"),
         ({"eod_id": -1}, "eod_id is -1"),
         (
@@ -399,10 +399,10 @@ def test_settings_that_cannot_work_are_refused(
             "eod_id is 100, outside of the vocabulary of 100: no document would ever end",
         ),
         ({"blend": 3}, "blend is 3; it must be text or a list"),
-        ({"surplus": "much"}, "surplus is 'much'; it must be a number"),
-        ({"skip_samples": 8}, "skip_samples is 8"),
-        ({"skip_samples": [(8,)]}, r"skip_samples is \[\(8,\)\]"),
-        ({"skip_samples": [("a", "b")]}, r"skip_samples is \[\('a', 'b'\)\]"),
+        ({"mid_level_dataset_surplus": "much"}, "surplus is 'much'; it must be a number"),
+        ({"exclude_samples": 8}, "exclude_samples is 8"),
+        ({"exclude_samples": [(8,)]}, r"exclude_samples is \[\(8,\)\]"),
+        ({"exclude_samples": [("a", "b")]}, r"exclude_samples is \[\('a', 'b'\)\]"),
         ({"order": "stream", "blend_schedule": [0]}, r"blend_schedule is \[0\]"),
         ({"order": "stream", "blend_schedule": [(0, ["x"])]}, "blend_schedule is"),
         ({"order": "stream", "inter_document_masking": True}, "reset_attention_mask"),
@@ -430,11 +430,14 @@ def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_requests": 0}, "max_requests is 0; it must be at least 1"),
-        ({"max_requests": "8"}, "max_requests is a str; it must be a whole number"),
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests is 0; it must be at least 1"),
+        (
+            {"max_concurrent_requests": "8"},
+            "max_concurrent_requests is a str; it must be a whole number",
+        ),
         ({"timeout": -1}, "timeout is -1; it must be more than 0"),
         ({"timeout": "60"}, "timeout is a str; it must be a number"),
-        ({"give_up_after": None}, "give_up_after is None; it must be a number"),
+        ({"retry_timeout": None}, "retry_timeout is None; it must be a number"),
         ({"cache_dir": 3}, "cache_dir is 3; it must be text or a path"),
         ({"hedge": "off"}, "hedge is a str; it must be true or false"),
         ({"storage_options": "key=secret-word"}, "storage_options is a str; it must be a mapping"),
@@ -498,7 +501,7 @@ def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: D
         f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
         for suffix in (".bin", ".idx")
     }
-    storage = StorageConfig(retries=0, timeout=5)
+    storage = StorageConfig(max_retries=0, request_timeout=5)
     with http_server(dict(objects)) as server:
         remote = replace(
             config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None
@@ -554,7 +557,7 @@ KINDS_OF_LOADERS: dict[str, dict[str, Any]] = {
         "phases": [PhaseConfig(first_sample=48, sequence_length=8)],
     },
     "documents apart": {"eod_id": 7, "reset_attention_mask": True, "reset_position_ids": True},
-    "skipped documents": {"order": "stream", "eod_id": 7, "skip_documents": ["#5"]},
+    "excluded documents": {"order": "stream", "eod_id": 7, "exclude_documents": ["#5"]},
     "sequences": {"inter_document_masking": True, "eod_id": 7},
 }
 
@@ -567,8 +570,8 @@ def test_a_dropped_loader_unmaps_its_files_without_a_collection_of_garbage(
     settings = dict(KINDS_OF_LOADERS[kind])
     if ids_only and "inter_document_masking" in settings:
         pytest.skip("ids tell nothing of sequences")
-    if "skip_documents" in settings:
-        settings["skip_documents"] = [f"{first_prefix(config)}#5"]
+    if "exclude_documents" in settings:
+        settings["exclude_documents"] = [f"{first_prefix(config)}#5"]
     before = mapped_below()
     for close in (False, True):
         loader = StreamLoader(

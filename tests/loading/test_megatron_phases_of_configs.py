@@ -48,7 +48,7 @@ def config_of(data: Path, **options: Any) -> DataConfig:
         "num_samples": (SAMPLES, 0, 0),
         "phases": phases,
         "index_cache_dir": data / "indices",
-        "dataset_ids": True,
+        "return_dataset_ids": True,
     }
     return DataConfig(**(given | options))
 
@@ -216,8 +216,11 @@ def test_indices_of_all_phases_are_built_ahead(data: Path, tmp_path: Path) -> No
     ("phase", "message"),
     [
         ({"global_batch_size": 24}, "the same in all phases of the Megatron order"),
-        ({"lanes": 24}, "phase 1 sets lanes, which is of the stream order"),
-        ({"restart": ["web"]}, "phase 1 sets restart, which is of the stream order"),
+        ({"shuffle_lanes": 24}, "phase 1 sets shuffle_lanes, which is of the stream order"),
+        (
+            {"restart_datasets": ["web"]},
+            "phase 1 sets restart_datasets, which is of the stream order",
+        ),
     ],
 )
 def test_what_megatrons_phases_do_not_change_is_refused(

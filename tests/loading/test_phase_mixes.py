@@ -57,8 +57,8 @@ def config_of(data: Path, phases: list[dict[str, Any]], packed: bool, **options:
         blend=[(prefixes["web"], 0.7), (prefixes["code"], 0.3)],
         sequence_length=LENGTH,
         order="stream",
-        lanes=48,
-        block_bytes=512,
+        shuffle_lanes=48,
+        shuffle_block_bytes=512,
         eod_id=EOD,
         phases=told,
         index_cache_dir=data / "cache",
@@ -79,7 +79,7 @@ def chains(draw: st.DrawFn) -> list[dict[str, Any]]:
                 "blend": draw(st.sampled_from([None, ["web"], ["code"], ["code", "web"]])),
                 "global_batch_size": draw(st.sampled_from([None, 6, 12, 24])),
                 "sequence_length": draw(st.sampled_from([None, 16, 24, 64])),
-                "lanes": draw(st.sampled_from([None, 24, 48, 96])),
+                "shuffle_lanes": draw(st.sampled_from([None, 24, 48, 96])),
             }
         )
     return phases
@@ -99,7 +99,7 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     phases=chains(),
     kind=st.sampled_from(["plain", "packed", "parts", "packed parts"]),
     balance=st.booleans(),
-    rampup=st.sampled_from([None, (6, 6, 24)]),
+    rampup_batch_size=st.sampled_from([None, (6, 6, 24)]),
     resumes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(RANKS)), max_size=2),
     last=st.sampled_from(RANKS),
 )
@@ -109,7 +109,7 @@ def test_every_sample_is_read_once_on_any_ranks(
     phases: list[dict[str, Any]],
     kind: str,
     balance: bool,
-    rampup: tuple[int, int, int] | None,
+    rampup_batch_size: tuple[int, int, int] | None,
     resumes: list[tuple[int, tuple[int, int]]],
     last: tuple[int, int],
 ) -> None:
@@ -119,8 +119,12 @@ def test_every_sample_is_read_once_on_any_ranks(
     packed = "packed" in kind
     if packed:  # bins are of one length
         phases = [phase | {"sequence_length": None} for phase in phases]
-    config = config_of(data, phases, packed, balance_batches=balance, reset_attention_mask=balance)
-    dataset = StreamingDataset(config, micro_batch_size=1, global_batch_size=BATCH, rampup=rampup)
+    config = config_of(
+        data, phases, packed, balance_attention_cost=balance, reset_attention_mask=balance
+    )
+    dataset = StreamingDataset(
+        config, micro_batch_size=1, global_batch_size=BATCH, rampup_batch_size=rampup_batch_size
+    )
     end = dataset.schedule.samples_after(phases[-1]["first_step"] + 3)
     wanted = ids_of(dataset, end)
     contexts = [(0, 2), (1, 2)] if "parts" in kind else [(0, 1)]
@@ -139,7 +143,7 @@ def test_every_sample_is_read_once_on_any_ranks(
                     global_batch_size=BATCH,
                     dp_rank=rank,
                     dp_size=ranks,
-                    rampup=rampup,
+                    rampup_batch_size=rampup_batch_size,
                     ids_only=True,
                     cp_rank=cp_rank,
                     cp_size=cp_size,
@@ -178,14 +182,19 @@ def mixed(data: Path) -> tuple[StreamingDataset, list[int]]:
         data,
         MIXED,
         packed=False,
-        balance_batches=True,
+        balance_attention_cost=True,
         reset_attention_mask=True,
         reset_position_ids=True,
-        seams="apart",
+        sample_joins="separate",
         num_samples=(144, 0, 0),
     )
     dataset = StreamingDataset(
-        config, micro_batch_size=3, global_batch_size=BATCH, rampup=RAMPUP, dp_rank=1, dp_size=2
+        config,
+        micro_batch_size=3,
+        global_batch_size=BATCH,
+        rampup_batch_size=RAMPUP,
+        dp_rank=1,
+        dp_size=2,
     )
     return dataset, list(dataset.positions())
 

@@ -54,7 +54,11 @@ def config_of(root: str | Path, **options: Any) -> DataConfig:
             global_batch_size=48,
         ),
     ]
-    settings: dict[str, Any] = {"lanes": 48, "block_bytes": 256, "phases": phases} | options
+    settings: dict[str, Any] = {
+        "shuffle_lanes": 48,
+        "shuffle_block_bytes": 256,
+        "phases": phases,
+    } | options
     blend = settings.pop("blend", [(f"{root}/web", 0.6), (f"{root}/code", 0.4)])
     return DataConfig(blend=blend, sequence_length=LENGTH, order="stream", **settings)
 
@@ -180,13 +184,13 @@ def longer(root: str | Path, **options: Any) -> DataConfig:
     """
     both = [(f"{root}/web", 0.6), (f"{root}/math", 0.4)]
     phases = [
-        PhaseConfig(first_sample=96, blend=both, sequence_length=24, lanes=24),
+        PhaseConfig(first_sample=96, blend=both, sequence_length=24, shuffle_lanes=24),
         PhaseConfig(
             first_sample=240,
             sequence_length=32,
             global_batch_size=12,
-            lanes=48,
-            restart=[f"{root}/math"],
+            shuffle_lanes=48,
+            restart_datasets=[f"{root}/math"],
         ),
     ]
     return config_of(root, blend=[f"{root}/web"], phases=phases, **options)
@@ -224,7 +228,7 @@ def test_samples_are_longer_from_a_phase_on(data: Path, remote: Any, tmp_path: P
 
 
 APART: dict[str, Any] = {
-    "seams": "apart",
+    "sample_joins": "separate",
     "eod_id": 7,
     "reset_attention_mask": True,
     "reset_position_ids": True,
@@ -236,10 +240,10 @@ MASKS = ("reset_attention_mask", "reset_position_ids")
 """What knows of the ends of documents."""
 
 
-def seams_in(config: DataConfig, end: int) -> dict[int, list[int]]:
+def joins_in(config: DataConfig, end: int) -> dict[int, list[int]]:
     """{sample: the columns at which another run of tokens begins} of the samples that have any."""
     found = streammega.locate(config, np.arange(end), global_batch_size=BATCH)
-    seams: dict[int, list[int]] = {}
+    joins: dict[int, list[int]] = {}
     for sample in range(end):
         column = 0
         rows = range(*found.row_splits[sample : sample + 2].tolist())
@@ -249,39 +253,39 @@ def seams_in(config: DataConfig, end: int) -> dict[int, list[int]]:
                 found.file[row] == found.file[former] and found.start[row] == found.stop[former]
             )
             if not goes_on:
-                seams.setdefault(sample, []).append(column)
+                joins.setdefault(sample, []).append(column)
             column += int(found.stop[row] - found.start[row])
-    return seams
+    return joins
 
 
-@pytest.mark.guarantee("seams-samples-join")
-@pytest.mark.parametrize("asked", ["masked", "apart"])
-def test_seams_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: str) -> None:
-    config = longer(data, **APART | {"seams": asked})
+@pytest.mark.guarantee("sample-joins")
+@pytest.mark.parametrize("asked", ["mask_loss", "separate"])
+def test_joins_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: str) -> None:
+    config = longer(data, **APART | {"sample_joins": asked})
     joined = StreamingDataset(
-        replace(config, seams="joined"), micro_batch_size=12, global_batch_size=BATCH
+        replace(config, sample_joins="keep"), micro_batch_size=12, global_batch_size=BATCH
     )
-    seams = seams_in(config, 480)
-    assert len(seams) > 20
-    assert min(seams) >= 96
+    joins = joins_in(config, 480)
+    assert len(joins) > 20
+    assert min(joins) >= 96
     with StreamLoader(config, micro_batch_size=12, global_batch_size=BATCH) as loader:
         while loader.consumed_samples < 480:
             position = loader.consumed_samples
             batch = loader.take()
             same = joined.batch(position)
             alone = loader.dataset.batch(position)
-            said = loader.dataset.seams(position)
+            said = loader.dataset.sample_joins(position)
             places = list(zip(said.sample.tolist(), said.column.tolist(), strict=True))
             assert all((batch[name] == alone[name]).all() for name in batch)
             assert set(batch) == set(same)
             for row in range(12):
-                columns = seams.get(position + row, [])
+                columns = joins.get(position + row, [])
                 assert [column for sample, column in places if sample == row] == columns
                 mask = same["loss_mask"][row].clone()
                 mask[[column - 1 for column in columns]] = 0
                 assert torch.equal(batch["loss_mask"][row], mask)
                 ends = (batch["tokens"][row] == 7).tolist()
-                for column in columns if asked == "apart" else []:
+                for column in columns if asked == "separate" else []:
                     ends[column - 1] = True
                 begins = [0, *(place + 1 for place, ends_here in enumerate(ends) if ends_here)]
                 length = len(ends)
@@ -296,8 +300,8 @@ def test_seams_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: 
                 assert torch.equal(batch[name], same[name])
 
 
-@pytest.mark.guarantee("seams-samples-join")
-def test_workers_tell_of_seams_as_the_loader_does(data: Path) -> None:
+@pytest.mark.guarantee("sample-joins")
+def test_workers_tell_of_joins_as_the_loader_does(data: Path) -> None:
     config = longer(data, **APART, num_samples=(360, 0, 0))
     dataset = StreamingDataset(config, micro_batch_size=12, global_batch_size=BATCH)
     workers = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
@@ -306,19 +310,21 @@ def test_workers_tell_of_seams_as_the_loader_does(data: Path) -> None:
         assert all(torch.equal(batch[name], alone[name]) for name in alone)
 
 
-@pytest.mark.guarantee("seams-samples-join")
-def test_what_no_seam_is_meant_by_is_refused(data: Path) -> None:
-    with pytest.raises(ConfigError, match="seams is 'cut'; it must be one of joined, masked"):
-        longer(data, seams="cut")
-    with pytest.raises(ConfigError, match="seams are of phases, which belong to the stream order"):
-        DataConfig(blend=[f"{data}/web"], sequence_length=16, seams="masked")
+@pytest.mark.guarantee("sample-joins")
+def test_what_no_join_is_meant_by_is_refused(data: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="sample_joins is 'cut'; it must be one of keep, mask_loss"
+    ):
+        longer(data, sample_joins="cut")
+    with pytest.raises(ConfigError, match="sample_joins has an effect only in phases"):
+        DataConfig(blend=[f"{data}/web"], sequence_length=16, sample_joins="mask_loss")
     without_masks = dict.fromkeys(MASKS, False)
-    with pytest.raises(ConfigError, match=r"set one of them, or seams=.masked."):
+    with pytest.raises(ConfigError, match=r"set one of them, or sample_joins=.mask_loss."):
         longer(data, **APART | without_masks)
     for name in MASKS:
         longer(data, **APART | without_masks | {name: True})
     dataset = StreamingDataset(config_of(data), micro_batch_size=12, global_batch_size=BATCH)
-    assert not len(dataset.seams(240))
+    assert not len(dataset.sample_joins(240))
 
 
 @pytest.mark.guarantee("phase-samples-may")
@@ -369,19 +375,22 @@ def test_phases_of_other_lanes_or_restarts_that_mean_nothing_are_refused(data: P
     sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": BATCH}
     options: dict[str, Any]
     for options, message in (
-        ({"lanes": 36}, "phase 1: global_batch_size 24 does not divide its 36 lanes"),
+        ({"shuffle_lanes": 36}, "phase 1: global_batch_size 24 does not divide its 36 lanes"),
         ({"sequence_length": 10**6}, "phase 1: dataset 0 of the blend holds no sample"),
-        ({"restart": ["math"]}, "phase 1: restart names math, which is not in its blend"),
         (
-            {"blend": [f"{data}/math"], "restart": [f"{data}/math"]},
+            {"restart_datasets": ["math"]},
+            "phase 1: restart_datasets names math, which is not in its blend",
+        ),
+        (
+            {"blend": [f"{data}/math"], "restart_datasets": [f"{data}/math"]},
             "math, which is not in a phase before it",
         ),
     ):
         phase = PhaseConfig(first_sample=240, **options)
         with pytest.raises(ConfigError, match=message):
             StreamLoader(config_of(data, phases=[phase]), **sizes)
-    with pytest.raises(ConfigError, match="restart is 'web'; it must be a list"):
-        PhaseConfig(first_sample=240, restart="web")
+    with pytest.raises(ConfigError, match="restart_datasets is 'web'; it must be a list"):
+        PhaseConfig(first_sample=240, restart_datasets="web")
 
 
 # --- what a state says of the phases ---
@@ -448,9 +457,11 @@ def test_lanes_of_a_checkpoint_that_a_phase_does_not_divide_are_told(
 ) -> None:
     """It begins in 1032 lanes, which go with the state; a batch of 48 shares some of them."""
     phases = [PhaseConfig(first_sample=240, global_batch_size=48)]
-    config = config_of(data, lanes=None, phases=[])
+    config = config_of(data, shuffle_lanes=None, phases=[])
     _, state = read(config, 1, 12, 96)
-    with pytest.raises(ConfigError, match=r"48 does not divide its 1032 lanes; .* lanes = 1056"):
+    with pytest.raises(
+        ConfigError, match=r"48 does not divide its 1032 lanes; .* shuffle_lanes = 1056"
+    ):
         StreamLoader(replace(config, phases=phases), micro_batch_size=12, global_batch_size=24)
     doubled = replace(config, phases=phases)
     sizes: dict[str, Any] = {"micro_batch_size": 12, "global_batch_size": 48}
@@ -593,10 +604,10 @@ def test_a_dataset_that_phases_spell_in_two_ways_is_one(
     for first, second, third in (again, [["folder/", "web"], ["folder/", "web"], ["web"]]):
         phases = [
             PhaseConfig(first_sample=96, blend=second, sequence_length=24),
-            PhaseConfig(first_sample=192, blend=third, restart=third),
+            PhaseConfig(first_sample=192, blend=third, restart_datasets=third),
         ]
         config = DataConfig(
-            blend=first, phases=phases, sequence_length=16, order="stream", lanes=48
+            blend=first, phases=phases, sequence_length=16, order="stream", shuffle_lanes=48
         )
         orders.append(StreamSource(config, "train", BATCH))
     one, other = (source.locate(np.arange(300)) for source in orders)
@@ -613,7 +624,9 @@ def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(tmp_path)
     web, same, code = (f"{tmp_path}/{name}" for name in ("web", "link/web", "code"))
     phases = [PhaseConfig(first_sample=96, blend=[code, same])]
-    config = DataConfig(blend=[web], phases=phases, sequence_length=16, order="stream", lanes=96)
+    config = DataConfig(
+        blend=[web], phases=phases, sequence_length=16, order="stream", shuffle_lanes=96
+    )
     with pytest.raises(
         ConfigError, match=r"web and .*/link/web share the file .*web\.bin.*use the same name"
     ):

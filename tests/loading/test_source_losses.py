@@ -36,10 +36,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         sequence_length=16,
         num_samples=(240, 0, 0),
         split="1,0,0",
-        lanes=24,
-        block_bytes=256,
+        shuffle_lanes=24,
+        shuffle_block_bytes=256,
         index_cache_dir=root / "cache",
-        dataset_ids=True,
+        return_dataset_ids=True,
     )
 
 
@@ -51,7 +51,7 @@ def told_by_ids(batch: Any) -> torch.Tensor:
 @pytest.mark.guarantee("samples-tell-dataset")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: Any) -> None:
-    config = replace(config, order=order, lanes=24 if order == "stream" else None)
+    config = replace(config, order=order, shuffle_lanes=24 if order == "stream" else None)
     if order == "sequential":
         config = replace(config, blend=config.blend[:1])  # type: ignore[index]
     seen = set()
@@ -69,7 +69,7 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
         several = loader.dataset.dataset_ids(np.array([0, 12]))
         assert several.shape == (2, 4)
     assert seen == (set(range(3)) if order != "sequential" else {0})
-    with StreamLoader(replace(config, dataset_ids=False), **SIZES) as loader:
+    with StreamLoader(replace(config, return_dataset_ids=False), **SIZES) as loader:
         assert "dataset_id" not in loader.take()
 
 

@@ -220,7 +220,7 @@ def test_fields_are_in_one_order_with_padding_and_without_and_in_workers(
 ) -> None:
     """Programs take a batch apart by `batch.values()`."""
     rare = int(dataset_of(config).batch(0)["tokens"][0, 0])
-    config = replace(config, eod_id=7, pad_id=rare, dataset_ids=True, **fields)
+    config = replace(config, eod_id=7, pad_id=rare, return_dataset_ids=True, **fields)
     expected = expected_of(config)
     whole = [bool(batch["loss_mask"].all()) for batch in expected]
     assert fields.get("eod_mask_loss") or set(whole) == {True, False}

@@ -21,7 +21,12 @@ MOCK = "mock://tokens=4000"
 
 def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
     return DataConfig(
-        blend=[MOCK], sequence_length=LENGTH, order="stream", lanes=48, phases=phases, **options
+        blend=[MOCK],
+        sequence_length=LENGTH,
+        order="stream",
+        shuffle_lanes=48,
+        phases=phases,
+        **options,
     )
 
 
@@ -37,12 +42,12 @@ def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
         min_size=1,
         max_size=4,
     ),
-    rampup=st.sampled_from([None, (2, 2, 20)]),
+    rampup_batch_size=st.sampled_from([None, (2, 2, 20)]),
     skip=st.integers(0, 6),
 )
 def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
     changes: list[tuple[int, str, int | None, int | None]],
-    rampup: tuple[int, int, int] | None,
+    rampup_batch_size: tuple[int, int, int] | None,
     skip: int,
 ) -> None:
     """changes: after so many steps more, told by what, to which size and length. skip: how many
@@ -53,17 +58,17 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
     token = 0
     size = 6
     length = LENGTH
-    skipped = 0
+    excluded = 0
     skips = []
     told = []
     wanted = []
     changed = False
     for more, by, next_size, next_length in changes:
         for _ in range(more):
-            if rampup is not None and not changed:
+            if rampup_batch_size is not None and not changed:
                 size = 2 if sample < 10 else 4 if sample < 20 else 6
-            if step == 3 and skipped < skip:
-                skipped += 1
+            if step == 3 and excluded < skip:
+                excluded += 1
                 skips.append((sample, sample + size))
             else:
                 step += 1
@@ -77,7 +82,7 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
         if step == 1:
             return
         if by == "first_step" and step == 3:
-            # steps are counted past what is skipped, which may lie before it or behind it
+            # steps are counted past what is excluded, which may lie before it or behind it
             by = "first_sample"
         told.append(
             PhaseConfig(**{by: place[by]}, global_batch_size=next_size, sequence_length=next_length)
@@ -86,11 +91,11 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
         changed = changed or next_size is not None
         size = next_size or size
         length = next_length or length
-    config = config_of(*told, skip_samples=tuple(skips))
-    found = resolve_phase_starts(config, 6, rampup)
+    config = config_of(*told, exclude_samples=tuple(skips))
+    found = resolve_phase_starts(config, 6, rampup_batch_size)
     assert [phase.first_sample for phase in found.phases] == wanted
     assert all(phase.is_in_samples for phase in found.phases)
-    assert resolve_phase_starts(found, 6, rampup) is found
+    assert resolve_phase_starts(found, 6, rampup_batch_size) is found
 
 
 @pytest.mark.guarantee("phase-told-step")
@@ -143,7 +148,7 @@ def test_a_phase_says_once_where_it_begins() -> None:
     with pytest.raises(ConfigError, match="only batch sizes say"):
         locate(config, [0])
     with pytest.raises(ConfigError, match="only batch sizes say"):
-        list(prepare(replace(config, order="megatron", lanes=None, num_samples=(48, 0, 0))))
+        list(prepare(replace(config, order="megatron", shuffle_lanes=None, num_samples=(48, 0, 0))))
     scheduled = config_of(PhaseConfig(first_step=4), blend_schedule=[(30, [1.0])])
     with pytest.raises(ConfigError, match="where the phase from 18 on holds"):
         resolve_phase_starts(scheduled, 6)

@@ -106,7 +106,7 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
         extra_token=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         lanes=lanes,
-        block_bytes=draw(st.integers(1, 100)),
+        shuffle_block_bytes=draw(st.integers(1, 100)),
     )
     first_sample = 0
     later = []
@@ -227,7 +227,7 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
     ]
     first = StreamOrder(
         datasets=datasets, weights=[1.0, 1.0], sequence_length=8, extra_token=True,
-        seed=1, lanes=4, block_bytes=64,
+        seed=1, lanes=4, shuffle_block_bytes=64,
     )  # fmt: skip
     later = [
         {
@@ -425,7 +425,7 @@ def test_golden_phases() -> None:
         extra_token=True,
         seed=1234,
         lanes=8,
-        block_bytes=100,
+        shuffle_block_bytes=100,
     )
     later = [
         {"first_sample": 100, "numbers": [2, 1], "datasets": [web, code], "weights": [0.5, 0.5]},
@@ -532,14 +532,16 @@ def samples_of_extents(extents: Extents) -> list[list[Row]]:
 
 
 def schedule_of(
-    size: int, rampup: tuple[int, int, int] | None, changes: list[tuple[int, int | None]]
+    size: int, rampup_batch_size: tuple[int, int, int] | None, changes: list[tuple[int, int | None]]
 ) -> TrainingSchedule:
     """changes: (first sample, global batch size) of later phases."""
     segments = [Segment(first_sample=0, datasets=(), weights=None, sequence_length=4)]
     for first_sample, changed in changes:
         phase = PhaseConfig(first_sample=first_sample, global_batch_size=changed)
         segments.append(segments[-1].followed_by(phase))
-    return TrainingSchedule(global_batch_size=size, rampup=rampup, segments=segments)
+    return TrainingSchedule(
+        global_batch_size=size, rampup_batch_size=rampup_batch_size, segments=segments
+    )
 
 
 def test_a_batch_size_holds_from_its_phase_on() -> None:

@@ -27,14 +27,16 @@ def identity_of(datasets: int, phases: int = 0, **other: Any) -> dict[str, Any]:
         "sequence_length": 4096,
         "add_extra_token": True,
         "seed": 1234,
-        "lanes": 1024,
-        "block_bytes": 262144,
+        "shuffle_lanes": 1024,
+        "shuffle_block_bytes": 262144,
         "datasets": names,
-        "skip_samples": [[1000 * number, 10] for number in range(20)],
-        "skip_documents": [[number, [[0, f"3 documents, {number:032x}"]]] for number in range(4)],
+        "exclude_samples": [[1000 * number, 10] for number in range(20)],
+        "exclude_documents": [
+            [number, [[0, f"3 documents, {number:032x}"]]] for number in range(4)
+        ],
     }
     if phases:
-        phase = {"sequence_length": 4096, "lanes": 1024, "datasets": names}
+        phase = {"sequence_length": 4096, "shuffle_lanes": 1024, "datasets": names}
         identity["phases"] = {
             str(number): {"first_sample": 1000 * number} | phase for number in range(1, phases + 1)
         }
@@ -123,7 +125,7 @@ def test_a_mismatch_names_the_setting_and_both_values() -> None:
         ({"datasets": None}, "datasets: the checkpoint has 1000 items, this run null"),
         ({"datasets": heavier}, "datasets: of 1000 items, some of 0 to 999 ('web') differ"),
         ({"datasets": one}, "datasets: of 1000 items, some of 875 to 999 ('web') differ"),
-        ({"skip_samples": []}, "skip_samples: the checkpoint has 20 items, this run []"),
+        ({"exclude_samples": []}, "exclude_samples: the checkpoint has 20 items, this run []"),
         ({"more": {}}, "more: the checkpoint has null, this run {}"),
     ]
     for changed, message in changes:

@@ -62,7 +62,7 @@ def orders(draw: st.DrawFn, count: int = 1) -> StreamOrder:
         extra_token=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         lanes=draw(LANES),
-        block_bytes=draw(st.integers(1, 300)),
+        shuffle_block_bytes=draw(st.integers(1, 300)),
     )
     try:
         order.check()
@@ -248,7 +248,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
         extra_token=True,
         seed=3,
         lanes=16,
-        block_bytes=1 << 14,
+        shuffle_block_bytes=1 << 14,
     )
     size = int(order.layout.datasets["size"][0])
     assert order.lanes // int(order.lanes_per_run[0]) == 16
@@ -256,7 +256,7 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
     for lane in range(16):
         found = order.locate(np.arange(lane, size, 16))
         # a lane moves to its next piece
-        breaks = np.flatnonzero(np.abs(np.diff(found.start)) >= order.block_bytes)
+        breaks = np.flatnonzero(np.abs(np.diff(found.start)) >= order.shuffle_block_bytes)
         for piece in np.split(np.arange(len(found.start)), breaks + 1):
             fetched += int(found.stop[piece].max() - found.start[piece].min())
     assert fetched <= 1.01 * size * 64
@@ -271,7 +271,7 @@ def test_ranks_own_disjoint_lanes_and_samples() -> None:
         extra_token=False,
         seed=3,
         lanes=default_lanes(96),
-        block_bytes=64,
+        shuffle_block_bytes=64,
     )
     assert order.lanes == 1056
     for ranks in (48, 96):
@@ -303,12 +303,12 @@ def shards(tmp_path: Path) -> str:
 
 
 def stream_config(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
-    options = {"lanes": 240} | options
+    options = {"shuffle_lanes": 240} | options
     return DataConfig(
         blend=blend,
         sequence_length=16,
         order="stream",
-        block_bytes=128,
+        shuffle_block_bytes=128,
         index_cache_dir=tmp_path / "cache",
         **options,
     )
@@ -390,7 +390,7 @@ def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
 def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
     shards: str, tmp_path: Path
 ) -> None:
-    config = stream_config(shards, tmp_path, lanes=None)
+    config = stream_config(shards, tmp_path, shuffle_lanes=None)
     reference = tokens_of(config, 1, 1, 600, size=24)
     with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
         next(iter(loader))
@@ -398,13 +398,14 @@ def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
     assert json.loads(state["order"])["lanes"] == 1032
     after = tokens_of(config, 2, 20, 120, state, size=40)
     assert after == {sample: reference[sample] for sample in range(24, 144)}
-    with pytest.raises(StateError, match="lanes: the checkpoint has 1032, this run 512"):
-        tokens_of(replace(config, lanes=512), 1, 1, 1, state, size=8)
+    with pytest.raises(StateError, match="shuffle_lanes: the checkpoint has 1032, this run 512"):
+        tokens_of(replace(config, shuffle_lanes=512), 1, 1, 1, state, size=8)
 
 
 @pytest.mark.guarantee("refused-differs-another")
 @pytest.mark.parametrize(
-    "change", [{"seed": 2}, {"sequence_length": 8}, {"block_bytes": 256}, {"split": "50,50,0"}]
+    "change",
+    [{"seed": 2}, {"sequence_length": 8}, {"shuffle_block_bytes": 256}, {"split": "50,50,0"}],
 )
 def test_another_order_is_refused(shards: str, tmp_path: Path, change: dict[str, Any]) -> None:
     config = stream_config(shards, tmp_path)
@@ -447,7 +448,7 @@ def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
         extra_token=True,
         seed=3,
         lanes=1,
-        block_bytes=20,
+        shuffle_block_bytes=20,
     )
     size = int(order.layout.datasets["size"][0])
     assert size == 5
@@ -492,27 +493,29 @@ def test_folders_and_globs_in_s3_are_one_dataset(
 
 
 @pytest.mark.guarantee("skips-whole-global")
-def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(
+def test_excluded_ranges_are_passed_over_and_the_rest_stays_where_it_was(
     shards: str, tmp_path: Path
 ) -> None:
     config = stream_config(shards, tmp_path)
     reference = tokens_of(config, 1, 1, 24 * 12)
-    skipping = replace(config, skip_samples=[(48, 96), (144, 168)])
+    skipping = replace(config, exclude_samples=[(48, 96), (144, 168)])
     got = tokens_of(skipping, 2, 2, 24 * 9)
     assert sorted(got) == [n for n in range(24 * 9) if not (48 <= n < 96 or 144 <= n < 168)]
     assert all(reference[sample] == data for sample, data in got.items())
     with pytest.raises(ConfigError, match="cuts a global batch"):
-        tokens_of(replace(config, skip_samples=[(48, 90)]), 1, 1, 1)
+        tokens_of(replace(config, exclude_samples=[(48, 90)]), 1, 1, 1)
 
 
 @pytest.mark.guarantee("skips-whole-global")
-def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
+def test_a_resume_with_another_batch_size_reads_nothing_that_is_excluded(
     shards: str, tmp_path: Path
 ) -> None:
     """Batches that are counted from where a run resumed would begin within the range."""
-    config = replace(stream_config(shards, tmp_path), lanes=240, skip_samples=[(96, 128)])
+    config = replace(
+        stream_config(shards, tmp_path), shuffle_lanes=240, exclude_samples=[(96, 128)]
+    )
     with StreamLoader(
-        replace(config, skip_samples=()), micro_batch_size=8, global_batch_size=8
+        replace(config, exclude_samples=()), micro_batch_size=8, global_batch_size=8
     ) as loader:
         for _ in range(5):
             loader.take()
@@ -522,24 +525,26 @@ def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
         positions = list(itertools.islice(loader.dataset.positions(), 9))
         assert positions == [40, 48, 56, 64, 72, 80, 88, 128, 136]
     with StreamLoader(config, micro_batch_size=16, global_batch_size=16) as loader:
-        with pytest.raises(StateError, match=r"skip_samples \[96, 128\) cuts a global batch of 16"):
+        with pytest.raises(
+            StateError, match=r"exclude_samples \[96, 128\) cuts a global batch of 16"
+        ):
             loader.load_state_dict(state)
         assert loader.consumed_samples == 0
 
 
 @pytest.mark.guarantee("batches-another-size")
-def test_a_range_is_skipped_in_batches_of_another_size_from_a_checkpoint_on(
+def test_a_range_is_excluded_in_batches_of_another_size_from_a_checkpoint_on(
     shards: str, tmp_path: Path
 ) -> None:
     """At a sample that is no multiple of them no range would fit both a run from sample 0 on and the
     one that resumes: a phase says where they are counted from.
     """
-    config = replace(stream_config(shards, tmp_path), lanes=240)
+    config = replace(stream_config(shards, tmp_path), shuffle_lanes=240)
     with StreamLoader(config, micro_batch_size=8, global_batch_size=8) as loader:
         for _ in range(5):
             loader.take()
         state = loader.state_dict()
-    skipping = replace(config, skip_samples=[(88, 120)])
+    skipping = replace(config, exclude_samples=[(88, 120)])
     with pytest.raises(ConfigError, match="let a phase that begins at the checkpoint's sample"):
         StreamLoader(skipping, micro_batch_size=16, global_batch_size=16)
     larger = PhaseConfig(first_sample=40, global_batch_size=16)
@@ -558,12 +563,12 @@ def test_a_range_that_begins_before_a_batch_in_progress_ends_is_refused(
     shards: str, tmp_path: Path
 ) -> None:
     """The rest of the batch would be taken from the next one, and all after it be cut apart."""
-    config = replace(stream_config(shards, tmp_path), lanes=240)
+    config = replace(stream_config(shards, tmp_path), shuffle_lanes=240)
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         loader.take()
         state = loader.state_dict()
-    skipping = replace(config, skip_samples=[(0, 16)])
-    wanted = r"skip_samples \[0, 16\) cuts a global batch of 8"
+    skipping = replace(config, exclude_samples=[(0, 16)])
+    wanted = r"exclude_samples \[0, 16\) cuts a global batch of 8"
     with (
         StreamLoader(skipping, micro_batch_size=4, global_batch_size=8) as loader,
         pytest.raises(StateError, match=wanted),
@@ -575,7 +580,7 @@ def test_a_range_that_begins_before_a_batch_in_progress_ends_is_refused(
     ("change", "message"),
     [
         ({"split": "100,0,0"}, "leaves nothing"),
-        ({"lanes": 100}, "lanes 100 is not a multiple"),
+        ({"shuffle_lanes": 100}, "shuffle_lanes 100 is not a multiple"),
         ({"sequence_length": 10**7}, "holds no sample"),
     ],
 )
@@ -618,7 +623,7 @@ def test_golden_stream_order() -> None:
         extra_token=True,
         seed=1234,
         lanes=8,
-        block_bytes=100,
+        shuffle_block_bytes=100,
     )
     found = order.locate(np.arange(0, 400, 25))
     assert found.dataset.tolist() == GOLDEN_DATASETS
@@ -635,7 +640,7 @@ GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 5
 @pytest.mark.guarantee("global-batch-ramps")
 def test_ramp_up_is_megatrons_step_by_step() -> None:
     """By hand: 4 to 12 by 4 over 40 samples: two increments of 20 samples each."""
-    schedule = TrainingSchedule(global_batch_size=12, rampup=(4, 4, 40))
+    schedule = TrainingSchedule(global_batch_size=12, rampup_batch_size=(4, 4, 40))
     sizes = []
     at = 0
     while at < 90:
@@ -657,7 +662,9 @@ def test_ramp_up_follows_the_formula_at_every_step(
     start: int, increment: int, count: int, samples: int
 ) -> None:
     final = start + increment * count
-    schedule = TrainingSchedule(global_batch_size=final, rampup=(start, increment, samples))
+    schedule = TrainingSchedule(
+        global_batch_size=final, rampup_batch_size=(start, increment, samples)
+    )
     consumed = 0
     while consumed < samples + 3 * final:
         expected = (
@@ -675,14 +682,14 @@ def test_every_stage_of_a_ramp_up_must_divide_among_the_ranks(shards: str, tmp_p
             stream_config(shards, tmp_path),
             micro_batch_size=4,
             global_batch_size=8,
-            rampup=(4, 2, 100),
+            rampup_batch_size=(4, 2, 100),
         )
     with pytest.raises(ConfigError, match="whole number of increments"):
         StreamLoader(
             stream_config(shards, tmp_path),
             micro_batch_size=1,
             global_batch_size=8,
-            rampup=(4, 3, 100),
+            rampup_batch_size=(4, 3, 100),
         )
 
 

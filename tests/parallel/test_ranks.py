@@ -36,7 +36,7 @@ from streammega.parallel.fields import documents_of, rank_fields, split_cu_seqle
 from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch, batch_fields, fields_of_ids
 from streammega.samples.fields_torch import device_fields
-from streammega.samples.loss_masks import Seams
+from streammega.samples.loss_masks import SampleJoins
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
 from tests.support.gang import Gang, on_ranks
@@ -99,7 +99,7 @@ LAYOUTS = [
 def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
-    config = replace(config, order="stream", lanes=GLOBAL, **changes)
+    config = replace(config, order="stream", shuffle_lanes=GLOBAL, **changes)
     steps = 6
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 1, False)
     states = [result["state"] for result in results]
@@ -127,12 +127,15 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
 
 
-@pytest.mark.guarantee("seams-samples-join", "over-change-length")
+@pytest.mark.guarantee("sample-joins", "over-change-length")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        (ParallelLayout(tp=2, dp=2), documents(reset_attention_mask=True) | {"seams": "apart"}),
-        (ParallelLayout(tp=2, cp=2, pp=2), {"seams": "masked"}),
+        (
+            ParallelLayout(tp=2, dp=2),
+            documents(reset_attention_mask=True) | {"sample_joins": "separate"},
+        ),
+        (ParallelLayout(tp=2, cp=2, pp=2), {"sample_joins": "mask_loss"}),
     ],
     ids=["documents", "parts"],
 )
@@ -140,11 +143,16 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
     """Messages are as long as their phase's, also those that are begun ahead, and after a skip.
-    Seams are masked on every rank.
+    Joins are masked on every rank.
     """
-    phases = [PhaseConfig(first_sample=8, sequence_length=32, lanes=16)]
+    phases = [PhaseConfig(first_sample=8, sequence_length=32, shuffle_lanes=16)]
     config = replace(
-        config, order="stream", lanes=GLOBAL, phases=phases, skip_samples=((16, 24),), **changes
+        config,
+        order="stream",
+        shuffle_lanes=GLOBAL,
+        phases=phases,
+        exclude_samples=((16, 24),),
+        **changes,
     )
     steps = 12
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 2, False)
@@ -161,7 +169,7 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     assert masked > 4
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -171,20 +179,20 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     ],
     ids=["documents", "parts", "whole"],
 )
-def test_no_rank_is_given_documents_that_are_skipped(
+def test_no_rank_is_given_documents_that_are_excluded(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
     """Messages say which labels have no loss, before the list begins and in a phase that has one."""
     names = [f"pair#{number}" for number in range(0, 200, 3)]
     phases = [
-        PhaseConfig(first_sample=24, skip_documents=[name.replace("#", ":") for name in names])
+        PhaseConfig(first_sample=24, exclude_documents=[name.replace("#", ":") for name in names])
     ]
     config = replace(
         config,
         order="stream",
-        lanes=GLOBAL,
+        shuffle_lanes=GLOBAL,
         eod_id=2000,
-        skip_documents=[(8, names[:30])],
+        exclude_documents=[(8, names[:30])],
         phases=phases,
         **changes,
     )
@@ -208,7 +216,7 @@ def test_no_rank_is_given_documents_that_are_skipped(
 
 def test_a_length_of_a_phase_that_ranks_cannot_cut_is_refused_at_once(config: DataConfig) -> None:
     phases = [PhaseConfig(first_sample=8, sequence_length=30)]
-    config = replace(config, order="stream", lanes=GLOBAL, phases=phases)
+    config = replace(config, order="stream", shuffle_lanes=GLOBAL, phases=phases)
     cut: Any = SimpleNamespace(layout=ParallelLayout(cp=2), at={"cp": 0, "dp": 0})
     with pytest.raises(ConfigError, match="30 is not a multiple of 2 x cp"):
         open_loader(config, cut, **SIZES)
@@ -227,7 +235,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
         blend=[str(tmp_path / "p")],
         sequence_length=1024,
         order="stream",
-        lanes=8,
+        shuffle_lanes=8,
         index_cache_dir=tmp_path,
     )
     layout = ParallelLayout(tp=2)
@@ -241,11 +249,11 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
 def test_reading_ahead_changes_nothing_and_is_not_counted(
     gang: Gang, config: DataConfig, ahead: int
 ) -> None:
-    config = replace(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
+    config = replace(config, order="stream", shuffle_lanes=GLOBAL, exclude_samples=((8, 16),))
     layout = ParallelLayout(tp=2, dp=1)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, ahead, False):
         assert result["state"]["consumed_samples"] == 8, (
-            "what is under way lies past the skipped samples"
+            "what is under way lies past the excluded samples"
         )
         for batch, whole in zip(result["batches"], expected(config, 0, 1, 4), strict=True):
             np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
@@ -356,17 +364,17 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
         assert torch.equal(field, on_device[name]), name
 
 
-@pytest.mark.guarantee("seams-samples-join")
+@pytest.mark.guarantee("sample-joins")
 @given(
     samples=st.integers(1, 4),
     length=st.integers(2, 20),
     seed=st.integers(0, 2**16),
     flags=st.tuples(*[st.booleans()] * 5),
 )
-def test_seams_are_the_same_on_a_device_as_by_kernels(
+def test_joins_are_the_same_on_a_device_as_by_kernels(
     samples: int, length: int, seed: int, flags: tuple[bool, ...]
 ) -> None:
-    mask, positions, attention, create, apart = flags
+    mask, positions, attention, create, separate = flags
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 10, (samples, length + 1)).astype(np.uint16)
     valid = np.full(samples, length + 1)
@@ -381,15 +389,15 @@ def test_seams_are_the_same_on_a_device_as_by_kernels(
     )
     sample, column = np.nonzero(rng.random((samples, length + 1)) < 0.2)
     within = column > 0
-    seams = Seams(sample=sample[within], column=column[within], apart=apart)
-    by_kernels = fields_of_ids(ids, valid, config, seams=seams)
-    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config, seams=seams)
+    joins = SampleJoins(sample=sample[within], column=column[within], separate=separate)
+    by_kernels = fields_of_ids(ids, valid, config, joins=joins)
+    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config, joins=joins)
     assert set(by_kernels) == set(on_device)
     for name, field in by_kernels.items():
         assert torch.equal(field, on_device[name]), name
     if attention:
         counts = documents_of(
-            torch.from_numpy(ids), torch.from_numpy(valid), config, [(0, length)], seams
+            torch.from_numpy(ids), torch.from_numpy(valid), config, [(0, length)], joins
         )
         assert counts.max_documents == by_kernels["cu_seqlens"].shape[1] - 1
 

@@ -305,7 +305,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         1 / 7,
     ),
     ("design", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
-    ("design", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
+    ("design", "`retry_timeout` (ten minutes by default)", STORAGE.retry_timeout, 600),
     ("design", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
     ("design", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
     ("design", "staged by four threads", staging.THREADS, 4),
@@ -326,7 +326,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (retry.FIRST_PAUSE, retry.MAX_PAUSE),
         (0.1, 10),
     ),
-    ("training", "after 60 s, or `train.timeout`", watchdog.SILENCE * watchdog.BEAT, 60),
+    ("training", "after 60 s, or `train.collective_timeout`", watchdog.SILENCE * watchdog.BEAT, 60),
     (
         "training",
         "A cause that was told ends all ranks within five seconds",

@@ -103,7 +103,7 @@ def depth_of_tables(page: str) -> int:
 
 
 @pytest.mark.usefixtures("corpus")
-@pytest.mark.parametrize("arguments", ["--step 2", "--find a-3", "--skipped data.eod_id=256"])
+@pytest.mark.parametrize("arguments", ["--step 2", "--find a-3", "--excluded data.eod_id=256"])
 def test_every_page_has_a_title_and_no_table_within_a_table(
     arguments: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,11 +119,11 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "give one of --step, --sample, --find and --skipped"),
+        ("", "give one of --step, --sample, --find and --excluded"),
         ("--step 0", "steps are counted from 1"),
         ("--step 1 --sample 1", "give one of --step"),
         ("--step 1 --rank 0", "say by --ranks how many"),
-        ("--step 101", "the run's last is 100; to look further, add train.iters=101"),
+        ("--step 101", "the run's last is 100; to look further, add train.train_iters=101"),
         ("--find a-3 --last-step 0", "--last-step 0: steps are counted from 1"),
         ("--find a-3 --tokens 0:8", "--tokens is of the samples"),
         ("--sample 1 --rank 0", "--rank 0: goes with --step"),
@@ -135,7 +135,7 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
         ("--find data/web#3", "data/web has 3 documents, numbered from 0"),
         ("--sample -1", "sample ids run from -1 to -1; train has those from 0 on"),
         (f"--sample {10**20}", "no run has so many samples"),
-        (f"--find a-3 train.iters={10**30}", "a number is too large"),
+        (f"--find a-3 train.train_iters={10**30}", "a number is too large"),
         ("--find data/web#²", "no document is called"),
         ("--find ''", "no document is called ''"),
         ("--sample 1 --tokens 17:20", "tokens 17:20 are beyond a sample, which has 17"),
@@ -156,7 +156,7 @@ def test_a_step_before_the_first_is_not_to_be_had_by_more_iterations(
     step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", "run.toml", "--step", step]) == 1
-    assert "train.iters" not in capsys.readouterr().err
+    assert "train.train_iters" not in capsys.readouterr().err
 
 
 def test_names_of_files_that_are_no_text_are_shown(
@@ -173,24 +173,24 @@ def test_names_of_files_that_are_no_text_are_shown(
 
 @pytest.mark.guarantee("trace-marks-seen")
 @pytest.mark.usefixtures("corpus")
-def test_a_report_of_what_is_skipped_counts_each_token_once(
+def test_a_report_of_what_is_excluded_counts_each_token_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    skips = 'data.skip_documents=\'[[8, ["a-2"]], [40, ["a-3", "a-2"]]]\' data.eod_id=256'
+    skips = 'data.exclude_documents=\'[[8, ["a-2"]], [40, ["a-3", "a-2"]]]\' data.eod_id=256'
     command = f"streammega trace run.toml {skips} --json"
-    report = json.loads(run(f"{command} --skipped --last-step 9", capsys))
+    report = json.loads(run(f"{command} --excluded --last-step 9", capsys))
     readings = {
         words: json.loads(run(f"{command} --find {words} --last-step 9", capsys))["documents"][0]
         for words in ("a-2", "a-3")
     }
-    assert [report["skipped_documents"], report["seen_before"]] == [2, 2]
+    assert [report["excluded_documents"], report["seen_before"]] == [2, 2]
     for entry in report["documents"]:
         found = readings[entry["id"]]["uses"]
-        assert entry["uses"] == [place for place in found if not place.get("skipped")]
-        assert entry["skipped_from"]["sample"] == {"a-2": 8, "a-3": 40}[entry["id"]]
+        assert entry["uses"] == [place for place in found if not place.get("excluded")]
+        assert entry["excluded_from"]["sample"] == {"a-2": 8, "a-3": 40}[entry["id"]]
         seen = {token for place in entry["uses"] for token in range(*place["tokens"])}
         assert entry["tokens_seen"] == len(seen)
     assert report["tokens_seen"] == sum(entry["tokens_seen"] for entry in report["documents"])
-    (page,) = [run(f"{command} --skipped --html skipped.html", capsys)]
+    (page,) = [run(f"{command} --excluded --html excluded.html", capsys)]
     assert "a-2" in page
-    assert "a-3" in Path("skipped.html").read_text()
+    assert "a-3" in Path("excluded.html").read_text()

@@ -128,7 +128,7 @@ def test_the_commands_do_what_the_readme_says(
     tokenizer.save("tokenizer.json")
     put_dataset("code")
     (tmp_path / "run.toml").write_text(
-        '[data]\nblend = ["s3://bucket/code"]\nsequence_length = 64\n[model]\nvocab_size = 300\n[train]\niters = 4\n'
+        '[data]\nblend = ["s3://bucket/code"]\nsequence_length = 64\n[model]\nvocab_size = 300\n[train]\ntrain_iters = 4\n'
         'micro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/one"\n'
     )
     (tmp_path / "runs" / "one").mkdir(parents=True)

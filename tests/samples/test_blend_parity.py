@@ -218,7 +218,7 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             sequence_length=length,
             seed=77,
             eod_id=5,
-            surplus=surplus,
+            mid_level_dataset_surplus=surplus,
             index_cache_dir=tmp_path / "ours",
             **own,
             **shared,

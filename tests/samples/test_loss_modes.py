@@ -134,7 +134,7 @@ def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(
     config = replace(config, order=order, eod_id=256, **fields)
     with (
         StreamLoader(config, **SIZES) as ours,
-        StreamLoader(replace(config, loss_from_modes=False), **SIZES) as without,
+        StreamLoader(replace(config, mask_loss_by_mode=False), **SIZES) as without,
     ):
         pairs = list(islice(zip(ours, without, strict=True), STEPS))
     expected = expected_masks(StreamingDataset(config, **SIZES), STEPS, [learned_tokens(chat)])
@@ -215,7 +215,7 @@ def test_the_mask_is_the_same_in_worker_processes(config: DataConfig) -> None:
 def test_ranks_of_a_layout_get_the_mask_of_their_parts(
     gang: Gang, config: DataConfig, changes: dict[str, Any]
 ) -> None:
-    config = replace(config, order="stream", lanes=GLOBAL, eod_id=256, **changes)
+    config = replace(config, order="stream", shuffle_lanes=GLOBAL, eod_id=256, **changes)
     layout = ParallelLayout(tp=2, cp=2)
     expected = expected_masks(
         StreamingDataset(config, **SIZES), STEPS, [learned_tokens(first_prefix(config))]
@@ -238,7 +238,7 @@ def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(
         with StreamLoader(config, **SIZES) as loader:
             assert next(iter(loader))["loss_mask"].min() == 1
         for order in ORDERS:
-            asked = replace(config, order=order, loss_from_modes=True)
+            asked = replace(config, order=order, mask_loss_by_mode=True)
             with StreamLoader(asked, **SIZES) as loader:
                 mask = next(iter(loader))["loss_mask"].numpy()
             assert np.array_equal(
@@ -248,7 +248,9 @@ def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(
         manifest.write_text(said)
     for order in ORDERS:
         with pytest.raises(ConfigError, match="has no modes"):
-            StreamLoader(replace(config, blend=[plain], order=order, loss_from_modes=True), **SIZES)
+            StreamLoader(
+                replace(config, blend=[plain], order=order, mask_loss_by_mode=True), **SIZES
+            )
 
 
 @pytest.mark.guarantee("modes-chat-dataset")
@@ -262,7 +264,7 @@ def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
         convert([source], chat, tokenizer="bytes", chat=True, chat_template=template, workers=1)
     write_small_run(tmp_path, chat)
     settings = [
-        "train.iters=3",
+        "train.train_iters=3",
         "train.log_interval=1",
         "train.eval_interval=0",
         "data.order=stream",

@@ -28,7 +28,7 @@ def config_of(order: str, **settings: Any) -> DataConfig:
             order=order,  # type: ignore[arg-type]
             split="1,0,0",
             num_samples=(2000, 0, 0),
-            lanes=16 if order == "stream" else None,
+            shuffle_lanes=16 if order == "stream" else None,
         ),
         **settings,
     )
@@ -93,7 +93,7 @@ def test_datasets_of_the_same_sizes_and_other_names_are_others() -> None:
 def write_run(path: Path, seed: int, global_batch_size: int) -> None:
     path.write_text(
         f'[data]\nblend = ["0.6", "{WEB}", "0.4", "{CODE}"]\nsequence_length = 32\nseed = {seed}\n'
-        f'order = "stream"\nlanes = 16\n[model]\nvocab_size = 50304\n[train]\niters = 10\n'
+        f'order = "stream"\nshuffle_lanes = 16\n[model]\nvocab_size = 50304\n[train]\ntrain_iters = 10\n'
         f'micro_batch_size = 1\nglobal_batch_size = {global_batch_size}\nout_dir = "runs/one"\n'
     )
 

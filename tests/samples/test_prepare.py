@@ -58,7 +58,7 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
 
     url = f"s3://{bucket}/order" if where == "s3" else str(tmp_path / "shared")
     storage = StorageConfig(storage_options=s3.options)
-    config = config_of(blend, tmp_path, shared_index_url=url, storage=storage)
+    config = config_of(blend, tmp_path, index_publish_url=url, storage=storage)
     done = list(prepare(config))
     assert sorted((item.split, item.prefix[-2:]) for item in done) == [
         (s, f"p{n}") for s in ("train", "valid") for n in range(3)
@@ -77,7 +77,7 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
 
 
 def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> None:
-    config = config_of(blend, tmp_path, shared_index_url=str(tmp_path / "nothing"))
+    config = config_of(blend, tmp_path, index_publish_url=str(tmp_path / "nothing"))
     dataset = build_datasets(config)[0]
     assert dataset is not None
     assert dataset[0]["tokens"].shape == (8,)  # type: ignore[index, union-attr]
@@ -96,7 +96,7 @@ index_cache_dir = "{tmp_path}/cache"
 [model]
 vocab_size = 1000
 [train]
-iters = 10
+train_iters = 10
 micro_batch_size = 2
 global_batch_size = 8
 eval_interval = 5
@@ -172,7 +172,10 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     assert made.report["each_rank"] is None
     large = measure_order(
         DataConfig(
-            blend="mock://tokens=1000000,length=1000", sequence_length=64, order="stream", lanes=4
+            blend="mock://tokens=1000000,length=1000",
+            sequence_length=64,
+            order="stream",
+            shuffle_lanes=4,
         ),
         "train",
         4,

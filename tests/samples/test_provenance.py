@@ -61,7 +61,7 @@ def config_of(root: Path, order: str, blend: Any = None) -> DataConfig:
         split="90,10,0",
         order=order,  # type: ignore[arg-type]
         num_samples=(SAMPLES, 200, 0),
-        block_bytes=512,
+        shuffle_block_bytes=512,
         index_cache_dir=root / "cache",
     )
 
@@ -245,21 +245,21 @@ def test_documents_are_named_by_the_end_of_a_name(
 
 
 @pytest.mark.guarantee("steps-samples-ranks")
-@pytest.mark.parametrize("rampup", [None, (8, 8, 300)])
-@pytest.mark.parametrize("skipped_steps", [(), ((3, 5),), ((0, 1), (10, 12))])
+@pytest.mark.parametrize("rampup_batch_size", [None, (8, 8, 300)])
+@pytest.mark.parametrize("excluded_steps", [(), ((3, 5),), ((0, 1), (10, 12))])
 def test_steps_and_samples_lead_to_each_other(
-    rampup: tuple[int, int, int] | None, skipped_steps: tuple[tuple[int, int], ...]
+    rampup_batch_size: tuple[int, int, int] | None, excluded_steps: tuple[tuple[int, int], ...]
 ) -> None:
-    schedule = TrainingSchedule(global_batch_size=32, rampup=rampup)
-    skips = [(schedule.samples_after(a), schedule.samples_after(b)) for a, b in skipped_steps]
-    schedule = replace(schedule, skips=skips)
+    schedule = TrainingSchedule(global_batch_size=32, rampup_batch_size=rampup_batch_size)
+    skips = [(schedule.samples_after(a), schedule.samples_after(b)) for a, b in excluded_steps]
+    schedule = replace(schedule, excluded_ranges=skips)
     consumed = 0
     step = 1
     while consumed < 1000:
-        skipped = [stop for start, stop in skips if start <= consumed < stop]
-        if skipped:
+        excluded = [stop for start, stop in skips if start <= consumed < stop]
+        if excluded:
             assert schedule.step_of(consumed) is None
-            consumed = skipped[0]
+            consumed = excluded[0]
             continue
         size = schedule.size_at(consumed)
         assert schedule.samples_of_step(step) == range(consumed, consumed + size)

@@ -23,10 +23,10 @@ RUN = f"""
 blend = ["0.7", "{WEB}", "0.3", "{CODE}"]
 split = "1,0,0"
 order = "stream"
-lanes = 16
-block_bytes = 512
+shuffle_lanes = 16
+shuffle_block_bytes = 512
 sequence_length = 16
-skip_samples = [[80, 96], [208, 240]]
+exclude_samples = [[80, 96], [208, 240]]
 [[data.phases]]
 first_sample = 160
 blend = ["0.2", "{WEB}", "0.8", "{MATH}"]
@@ -38,11 +38,11 @@ global_batch_size = 16
 [[data.phases]]
 first_sample = 640
 sequence_length = 20
-restart = ["{MATH}"]
+restart_datasets = ["{MATH}"]
 [model]
 vocab_size = 50304
 [train]
-iters = 94
+train_iters = 94
 micro_batch_size = 1
 global_batch_size = 8
 out_dir = "runs/one"
@@ -52,7 +52,7 @@ out_dir = "runs/one"
 def megatron_run() -> str:
     """The same run as far as the Megatron order has it."""
     lines = RUN.replace("stream", "megatron").splitlines()
-    own = ("lanes", "restart", "block_bytes", "global_batch_size = 16", "skip_samples")
+    own = ("lanes", "restart", "shuffle_block_bytes", "global_batch_size = 16", "exclude_samples")
     return "\n".join(line for line in lines if not line.startswith(own))
 
 
@@ -89,14 +89,14 @@ def test_a_run_is_described_phase_by_phase(
     lengths = [16, 16, 40, 20]
     assert [phase["steps"] for phase in report["phases"]] == steps
     assert [phase["sequence_length"] for phase in report["phases"]] == lengths
-    skipped = np.r_[80:96, 208:240]
+    excluded = np.r_[80:96, 208:240]
     tokens: dict[str, int] = {}
     sizes = {
         name: sum(shard.num_tokens for shard in provenance.shards(number))
         for number, name in enumerate(provenance.dataset_names)
     }
     for phase in report["phases"]:
-        ids = np.setdiff1d(np.arange(phase["first_sample"], phase["stop"]), skipped)
+        ids = np.setdiff1d(np.arange(phase["first_sample"], phase["stop"]), excluded)
         assert phase["samples"] == len(ids)
         expected = scanned(provenance, ids)
         found = {entry["dataset"]: entry["samples"] for entry in phase["datasets"]}
@@ -123,10 +123,10 @@ def test_a_run_is_described_phase_by_phase(
     assert main(["describe", run_file]) == 0
     words = capsys.readouterr().out
     title = (
-        "phase 2, first_sample 400, stop 640, skipped 0, sequence_length 40, lanes 16, samples 240"
+        "phase 2, first_sample 400, stop 640, excluded 0, sequence_length 40, lanes 16, samples 240"
     )
     assert f"{title}\n    steps: 45, 59\n" in words
-    assert "first_sample 160, stop 400, skipped 32," in words
+    assert "first_sample 160, stop 400, excluded 32," in words
     assert "from_remainder" in words
     assert "dropped_tokens" in words
 
@@ -136,7 +136,7 @@ def test_a_blend_schedule_is_in_the_shares(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = RUN.partition("[[data.phases]]")[0] + "[model]" + RUN.partition("[model]")[2]
-    alone = alone.replace("skip_samples = [[80, 96], [208, 240]]", "")
+    alone = alone.replace("exclude_samples = [[80, 96], [208, 240]]", "")
     schedule = "blend_schedule = [[0, [0.7, 0.3]], [168, [0.1, 0.9]]]\n[model]"
     Path(run_file).write_text(alone.replace("[model]", schedule))
     report = printed(capsys, "describe", run_file, "--json", "--last-step", "44")
@@ -220,21 +220,21 @@ def test_a_trace_says_where_a_sample_joins_runs_of_tokens(
         follows = (extents.file[rows][1:] == extents.file[rows][:-1]) & (
             extents.start[rows][1:] == extents.stop[rows][:-1]
         )
-        assert list(sample.seams) == ends[~follows].tolist()
-        assert part.seams == tuple(column for column in sample.seams if 20 < column < 40)
+        assert list(sample.joins) == ends[~follows].tolist()
+        assert part.joins == tuple(column for column in sample.joins if 20 < column < 40)
         assert (sample.phase, part.phase) == (2, 2)
         # each run of a sample begins another document, or another place in it
         columns = [run.column for run in sample.runs]
-        assert set(sample.seams) <= set(columns)
-        if len(sample.seams) == 1 and not joined:
+        assert set(sample.joins) <= set(columns)
+        if len(sample.joins) == 1 and not joined:
             report = printed(capsys, "trace", run_file, "--sample", str(sample.sample), "--json")
             (listed,) = report["samples"]
-            assert (listed["phase"], listed["seams"]) == (2, list(sample.seams))
+            assert (listed["phase"], listed["joins"]) == (2, list(sample.joins))
             assert len(listed["runs"]) >= 2
             assert main(["trace", run_file, "--sample", str(sample.sample)]) == 0
             words = capsys.readouterr().out
-            assert f", phase 2\n    seams: {sample.seams[0]}\n" in words
-        joined += bool(sample.seams)
+            assert f", phase 2\n    joins: {sample.joins[0]}\n" in words
+        joined += bool(sample.joins)
     assert joined > 10
 
 

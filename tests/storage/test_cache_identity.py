@@ -38,11 +38,12 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
         storage = StorageConfig(
             storage_options=server.storage_options,
             cache_dir=tmp_path / "cache",
-            chunk_bytes=1 << 20,
+            cache_chunk_bytes=1 << 20,
         )
         config = DataConfig(
             blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
-            num_samples=(300, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx", lanes=8 if order == "stream" else None,
+            num_samples=(300, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx",
+            shuffle_lanes=8 if order == "stream" else None,
         )  # fmt: skip
         assert set(stream(config).unique().tolist()) == {5, 6}
         write_shards(tmp_path, [7, 8])

@@ -30,12 +30,14 @@ from streammega.errors import StorageError
 from streammega.storage import open_store
 endpoint, transport, built, local = sys.argv[1:]
 storage = StorageConfig(
-    transport=transport, storage_options={"anon": True, "endpoint_url": endpoint}, retries=0, timeout=5, stall_timeout=2
+    transport=transport, storage_options={"anon": True, "endpoint_url": endpoint},
+    max_retries=0, request_timeout=5, read_timeout=2
 )
 first, key = open_store("s3://data/k", storage)
 assert len(first.read(key, [(0, 10)])[0]) == 10  # all that is imported late is there
 other = open_store("s3://data/k", StorageConfig(
-    transport=transport, storage_options={"anon": True, "endpoint_url": endpoint}, retries=0, timeout=5, stall_timeout=3
+    transport=transport, storage_options={"anon": True, "endpoint_url": endpoint},
+    max_retries=0, request_timeout=5, read_timeout=3
 ))
 if built == "True":
     getattr(other[0], "inner", other[0])._client()  # so that the connection is what fails

@@ -148,7 +148,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     # so that a few seconds hold a dozen pauses
     monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
     endpoint, root = server
-    storage = replace(storage_of(endpoint, transport), retries=None)
+    storage = replace(storage_of(endpoint, transport), max_retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
     expected = stream(replace(config, blend=blend_of(root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
@@ -199,12 +199,12 @@ def test_storage_is_given_up_after_so_many_retries(
     server: tuple[Running, Path], tmp_path: Path, transport: str
 ) -> None:
     endpoint, _ = server
-    storage = replace(storage_of(endpoint, transport), retries=2)
+    storage = replace(storage_of(endpoint, transport), max_retries=2)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
     endpoint.behave(status=503)
-    with pytest.raises(EndpointError, match="lower max_requests if this goes on"):
+    with pytest.raises(EndpointError, match="lower max_concurrent_requests if this goes on"):
         next(iter(loader))
     assert loader.stats()["throttled"] > 0
 
@@ -234,7 +234,7 @@ def test_an_object_that_is_replaced_stops_the_run(
 def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: Path) -> None:
     """One answer in fifty takes a second; nobody waits for it."""
     endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), stall_timeout=20, timeout=30)
+    storage = replace(storage_of(endpoint, "obstore"), read_timeout=20, request_timeout=30)
     loader = StreamLoader(
         config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
@@ -251,7 +251,7 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), stall_timeout=3, timeout=30)
+    storage = replace(storage_of(endpoint, "obstore"), read_timeout=3, request_timeout=30)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, mo
     code = f"""
 import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
-storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {endpoint.endpoint!r}}}, stall_timeout=2)
+storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {endpoint.endpoint!r}}}, read_timeout=2)
 config = DataConfig(
     blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r}
 )

@@ -39,7 +39,7 @@ from streammega.storage.seekable_zstd import FrameWriter, read_frames
 from streammega.storage.store import Buffer, Bytes, Span, address_of
 
 SIZE = 1000
-CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)
+CONFIG = StorageConfig(memory_bytes=1 << 24, hedge_requests=False)
 
 
 class Recorded:
@@ -113,7 +113,7 @@ def test_requests_in_flight_keep_to_both_limits(
     store = Recorded(lambda start: time.sleep(0.002))
     fetch(
         store,
-        replace(CONFIG, max_requests=requests, in_flight_bytes=size),
+        replace(CONFIG, max_concurrent_requests=requests, max_in_flight_bytes=size),
         120,
         key=lambda n: str(n % objects),
     )
@@ -130,10 +130,10 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
 
     store = Recorded(wait_for_gate)
     threading.Timer(0.3, gate.set).start()
-    fetch(store, replace(CONFIG, max_requests=200), 120)
+    fetch(store, replace(CONFIG, max_concurrent_requests=200), 120)
     assert BATCH_REQUESTS <= max(number for _, number in store.calls) <= NEAR_BATCH_REQUESTS
     apart = Recorded()
-    fetch(apart, replace(CONFIG, max_requests=200), 120, key=str)
+    fetch(apart, replace(CONFIG, max_concurrent_requests=200), 120, key=str)
     assert {number for _, number in apart.calls} == {1}
 
 
@@ -165,7 +165,7 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         return one_read(store, key, start=start)
 
     groups = [group_of(number) for number in range(60)]
-    made = Fetcher(replace(CONFIG, max_requests=BATCH_REQUESTS), max_threads=1)
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=BATCH_REQUESTS), max_threads=1)
     with closing(made):
         made.submit(groups)
         made.wait(groups)
@@ -182,7 +182,7 @@ def test_a_thread_waits_until_a_whole_job_fits() -> None:
     when an answer came.
     """
     store = Recorded(lambda start: time.sleep(0.002))
-    fetch(store, replace(CONFIG, max_requests=32), 320)
+    fetch(store, replace(CONFIG, max_concurrent_requests=32), 320)
     at_once = [number for _, number in store.calls]
     assert min(at_once[4:-4]) >= BATCH_REQUESTS
     assert store.most <= 32
@@ -364,7 +364,7 @@ def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_request
 
     store: Any = Bodies(act) if kept else Recorded(act)
     size = MIN_KEPT_BODY if kept else SIZE
-    made = Fetcher(replace(CONFIG, max_requests=24, hedge=True))
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
     quick = [one_read(store, n, size) for n in range(100)]
     slow = one_read(store, "slow", size, start=size)
     try:
@@ -400,7 +400,7 @@ def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     store = Recorded(
         lambda start: time.sleep(0.15 if start // SIZE % 3 == 0 and start > 60 * SIZE else 0.001)
     )
-    config = replace(CONFIG, max_requests=24, hedge=True)
+    config = replace(CONFIG, max_concurrent_requests=24, hedge_requests=True)
     counters = fetch(store, config, 300, key=str)
     assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, (
         "a few, however few requests there were"
@@ -432,7 +432,7 @@ def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_o
         raise error
 
     store: Any = Recorded(act)
-    made = Fetcher(replace(CONFIG, max_requests=64))
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=64))
     groups = [one_read(store, n, start=n * SIZE) for n in range(400)]
     with closing(made):
         made.submit(groups)
@@ -448,7 +448,7 @@ def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_o
 def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may_go() -> None:
     """All threads wait for work, and none for the pace: the next to queue some has one do so."""
     store: Any = Recorded()
-    made = Fetcher(replace(CONFIG, max_requests=4))
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=4))
     made.flow.pace.interval = 0.4
     with closing(made):
         for number in range(3):

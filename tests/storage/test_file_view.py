@@ -77,8 +77,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         storage = StorageConfig(
             transport=request.param,
             storage_options=endpoint.storage_options,
-            stall_timeout=0.5,
-            timeout=20,
+            read_timeout=0.5,
+            request_timeout=20,
         )
         place = Place(tmp_path, endpoint, storage)
         place.write("a.bin", DATA)
@@ -175,7 +175,7 @@ def test_what_waiting_cannot_mend_is_an_error_at_once(place: Place) -> None:
 
 
 def test_the_deadline_of_the_config_holds_for_files(place: Place) -> None:
-    storage = replace(place.storage, give_up_after=0.5)
+    storage = replace(place.storage, retry_timeout=0.5)
     with open_file("s3://data/a.bin", storage) as file:
         file.read(1000)
         place.endpoint.behave(status=503)

@@ -38,7 +38,7 @@ SIZES = st.integers(1, 1 << 30)
 
 def flow_with(window: float = 400.0, max_bytes: int = MIB) -> FlowControl:
     """Of 400 requests at most, of which refusals left so many."""
-    flow = FlowControl(StorageConfig(max_requests=400, in_flight_bytes=max_bytes))
+    flow = FlowControl(StorageConfig(max_concurrent_requests=400, max_in_flight_bytes=max_bytes))
     flow.window = window
     return flow
 
@@ -52,7 +52,7 @@ def start(flow: FlowControl, count: int, size: int) -> None:
 
 
 def test_all_requests_of_the_config_are_allowed_at_first() -> None:
-    flow = FlowControl(StorageConfig(max_requests=3, in_flight_bytes=MIB))
+    flow = FlowControl(StorageConfig(max_concurrent_requests=3, max_in_flight_bytes=MIB))
     start(flow, 2, 1)
     assert flow.can_send(1, 0.0)
     assert not flow.can_send(1, 0.0, 2)
@@ -101,14 +101,14 @@ EVENTS = st.tuples(
 def test_whatever_happens_the_window_stays_between_one_and_what_is_configured(
     most: int, events: list[tuple[str, int, float]]
 ) -> None:
-    flow = FlowControl(StorageConfig(max_requests=most))
+    flow = FlowControl(StorageConfig(max_concurrent_requests=most))
     for what, count, seconds in events:
         if what == "answer":
             flow.answered(10, count, seconds)
         else:
             flow.refused(seconds, seconds)
         assert 1.0 <= flow.window <= most
-        assert flow.max_bytes == StorageConfig().in_flight_bytes, "bytes are fixed"
+        assert flow.max_bytes == StorageConfig().max_in_flight_bytes, "bytes are fixed"
 
 
 @pytest.mark.guarantee("429-503-halve")

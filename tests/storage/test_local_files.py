@@ -254,8 +254,8 @@ def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix
     mapped = first_batches(shard, order, StorageConfig(), tmp_path / "a")
     assert len(mapped) == 16
     for storage in (
-        StorageConfig(local="pread"),
-        StorageConfig(local="pread", cache_dir=tmp_path / "pages"),
+        StorageConfig(local_io="pread"),
+        StorageConfig(local_io="pread", cache_dir=tmp_path / "pages"),
     ):
         np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
 
@@ -268,7 +268,7 @@ from streammega.errors import StorageError
 from tests.storage.test_local_files import write_shard
 
 shard = write_shard(Path(sys.argv[1]) / "shard", 5, tokens=2_000_000)
-storage = StorageConfig(local="pread", memory_bytes=1 << 20)
+storage = StorageConfig(local_io="pread", memory_bytes=1 << 20)
 config = DataConfig(blend=[shard], sequence_length=512, order="stream", storage=storage)
 try:
     with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
@@ -292,7 +292,7 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 ) -> None:
     write_shard(tmp_path / "shard", 5)
     dataset = IndexedDataset(
-        str(tmp_path / "shard"), StorageConfig(local="pread", retries=2), tmp_path / "cache"
+        str(tmp_path / "shard"), StorageConfig(local_io="pread", max_retries=2), tmp_path / "cache"
     )
     read = os.preadv
     failures = iter([errno.EIO, errno.ESTALE])
@@ -311,7 +311,7 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 
 def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be one of mmap, pread"):
-        StorageConfig(local="direct")  # type: ignore[arg-type]
+        StorageConfig(local_io="direct")  # type: ignore[arg-type]
 
 
 class SmallDisk(io.FileIO):

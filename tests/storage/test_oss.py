@@ -110,7 +110,7 @@ class TestOssThroughObstore(OssContract):
     @pytest.fixture
     def store(self, oss: Oss) -> Store:
         return OssStore(
-            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, retries=2)
+            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, max_retries=2)
         )
 
     @pytest.fixture
@@ -122,7 +122,7 @@ class TestOssThroughOss2(OssContract):
     @pytest.fixture
     def store(self, oss: Oss) -> Store:
         return Oss2Store(
-            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, retries=2)
+            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, max_retries=2)
         )
 
     @pytest.fixture
@@ -137,7 +137,10 @@ def transport(request: pytest.FixtureRequest) -> Any:
 
 def config_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
     return StorageConfig(
-        transport=transport, storage_options=oss.options | options, retries=1, timeout=10
+        transport=transport,
+        storage_options=oss.options | options,
+        max_retries=1,
+        request_timeout=10,
     )
 
 
@@ -343,7 +346,7 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     path.write_text(json.dumps(first))
     oss.know(**known)
     options = {"endpoint": oss.endpoint, "credentials_file": str(path)}
-    config = StorageConfig(transport=transport, storage_options=options, retries=1)
+    config = StorageConfig(transport=transport, storage_options=options, max_retries=1)
     store, key = open_store(f"oss://{oss.new_bucket()}/key", config)
     put(store, key, b"abcdef")
     known["STS.1"]["expires"] = time.time() - 1  # type: ignore[assignment]
@@ -496,7 +499,7 @@ def test_s3_buckets_by_virtual_host_are_read_and_written(oss: Oss, transport: An
     }
     store, key = open_store(
         f"s3://{bucket}/dir/key",
-        StorageConfig(transport=transport, storage_options=options, retries=1),
+        StorageConfig(transport=transport, storage_options=options, max_retries=1),
     )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10

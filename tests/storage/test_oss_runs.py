@@ -70,7 +70,7 @@ def bucket(oss: Oss, local: Path) -> str:
 
 
 def storage_of(oss: Oss, transport: str, **options: Any) -> StorageConfig:
-    return impatient(options or oss.options, transport, stall_timeout=0.6)
+    return impatient(options or oss.options, transport, read_timeout=0.6)
 
 
 @pytest.mark.guarantee("faults-endpoint-change")
@@ -192,8 +192,8 @@ def test_map_style_datasets_pages_and_workers_read_the_same(
         assert torch.equal(remote_sample, own_sample)
     # A request that is sent again, as on a machine with much to do, goes past the cache: what it
     # brings is on the disk only when the first one is answered, too.
-    on_disk = replace(storage, cache_dir=tmp_path / "pages", hedge=False)
-    cached = replace(config, order="stream", lanes=16, storage=on_disk)
+    on_disk = replace(storage, cache_dir=tmp_path / "pages", hedge_requests=False)
+    cached = replace(config, order="stream", shuffle_lanes=16, storage=on_disk)
     expected = stream(replace(cached, blend=blend_of(local), storage=StorageConfig()))
     assert torch.equal(stream(cached), expected)
     oss.take_log()
@@ -278,7 +278,7 @@ def test_a_run_on_oss_resumes_on_exactly_the_next_token(
     prefix = f"oss://{oss.new_bucket()}/pair"
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_index(str(tmp_path / "pair"))
-    config = load_run(write_small_run(tmp_path, prefix, iters=8, eval_interval=100))
+    config = load_run(write_small_run(tmp_path, prefix, train_iters=8, eval_interval=100))
     first = Trainer(config, torch.device("cpu"))
     for _ in range(4):
         first.train_step()

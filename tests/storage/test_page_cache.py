@@ -323,14 +323,14 @@ def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
     plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
     expected = stream(plain)
     storage = replace(
-        plain.storage, cache_dir=tmp_path / "cache", chunk_bytes=CHUNK, memory_bytes=4_000_000
+        plain.storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=CHUNK, memory_bytes=4_000_000
     )
     config = replace(plain, storage=storage)
     assert torch.equal(stream(config), expected)
     wait_until_staged(config, bin_bytes(root))
     before = endpoint.counts()["bytes"]
     # on a busy machine a cached page may be asked for twice
-    config = replace(config, storage=replace(storage, hedge=False))
+    config = replace(config, storage=replace(storage, hedge_requests=False))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
         got = torch.cat(
@@ -366,9 +366,9 @@ def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
     """Read a stream through a cache: to be killed meanwhile."""
     storage = StorageConfig(
         storage_options={"anon": True, "endpoint_url": endpoint},
-        part_bytes=65536,
+        max_request_bytes=65536,
         cache_dir=Path(folder) / "cache",
-        chunk_bytes=1 << 20,
+        cache_chunk_bytes=1 << 20,
     )
     print("started", flush=True)
     for _ in StreamLoader(
@@ -403,7 +403,7 @@ def kill_at_random_moments(
     endpoint.behave()
     plain = config_of(order, "s3:/", folder / "idx", storage_of(endpoint, "obstore"))
     cached = replace(plain, storage=StorageConfig(
-        storage_options=endpoint.storage_options, part_bytes=65536, cache_dir=folder / "cache", chunk_bytes=1 << 20
+        storage_options=endpoint.storage_options, max_request_bytes=65536, cache_dir=folder / "cache", cache_chunk_bytes=1 << 20
     ))  # fmt: skip
     assert torch.equal(stream(cached), stream(plain))
 

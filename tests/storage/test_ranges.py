@@ -157,7 +157,7 @@ def test_a_body_that_drips_or_stalls_is_given_up_in_time(
     server: HttpObjects, scheme: str, transport: str, seconds_per_byte: float
 ) -> None:
     store, key = store_of(
-        server, scheme, transport, timeout=0.6, stall_timeout=0.4, give_up_after=1.0
+        server, scheme, transport, request_timeout=0.6, read_timeout=0.4, retry_timeout=1.0
     )
     server.seconds_per_byte = seconds_per_byte
     began = time.monotonic()
@@ -187,7 +187,9 @@ class Hanging(AsyncFileSystem):  # type: ignore[misc]
 @pytest.mark.parametrize("what", ["info", "read", "delete"])
 def test_a_driver_without_timeouts_is_given_up_in_time(what: str) -> None:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
-    store, key = open_store("hanging://bucket/key", StorageConfig(timeout=0.3, give_up_after=0.5))
+    store, key = open_store(
+        "hanging://bucket/key", StorageConfig(request_timeout=0.3, retry_timeout=0.5)
+    )
     ask: dict[str, Callable[[], Any]] = {
         "info": lambda: store.info(key),
         "read": lambda: store.read(key, [(0, 4)]),
@@ -228,7 +230,9 @@ def test_flow_control_is_told_of_refusals_that_a_batch_outlived(server: HttpObje
 
     server.answer_range = refuse_last
     requests = [RangeRequest(store, key, "", at, at + 8, at) for at in (0, 500, 1000)]
-    fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=8, hedge=False))
+    fetcher = Fetcher(
+        StorageConfig(memory_bytes=1 << 20, max_concurrent_requests=8, hedge_requests=False)
+    )
     group = FetchGroup(1008, requests)
     fetcher.submit([group])
     fetcher.wait([group])

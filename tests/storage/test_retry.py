@@ -155,15 +155,15 @@ def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> 
 @pytest.mark.guarantee("passing-faults-waited")
 def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
     for retries in (0, 1, 4):
-        policy = RetryPolicy.of(StorageConfig(retries=retries))
+        policy = RetryPolicy.of(StorageConfig(max_retries=retries))
         for failures in range(1, retries + 1):
             policy.next_pause(EndpointError("x"), failures, 0.0)
         with pytest.raises(EndpointError, match="given up after"):
             policy.next_pause(EndpointError("x"), retries + 1, 0.0)
     with pytest.raises(ConfigError, match="retries is -1"):
-        StorageConfig(retries=-1)
-    with pytest.raises(ConfigError, match="give_up_after is 0"):
-        StorageConfig(give_up_after=0)
+        StorageConfig(max_retries=-1)
+    with pytest.raises(ConfigError, match="retry_timeout is 0"):
+        StorageConfig(retry_timeout=0)
 
 
 @pytest.mark.guarantee("passing-faults-waited")
@@ -189,7 +189,7 @@ def test_waiting_is_said_now_and_then_with_the_object_and_the_end(
     said = [record.getMessage() for record in caplog.records]
     assert 3 <= len(said) <= 5, "one every thirty seconds"
     assert all(
-        "s3://bucket/web.bin: refused" in text and "600 s (give_up_after)" in text for text in said
+        "s3://bucket/web.bin: refused" in text and "600 s (retry_timeout)" in text for text in said
     )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -217,7 +217,7 @@ def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_wa
     with pytest.raises(EndpointError, match="this endpoint never answered"):
         policy.call(silent(clock))
     assert clock.now == pytest.approx(30)
-    assert "retrying for up to 30 s (first_answer_within)" in caplog.text
+    assert "retrying for up to 30 s (connect_deadline)" in caplog.text
 
     policy = RetryPolicy.of(StorageConfig(), new_endpoint())
     with pytest.raises(ObjectNotFoundError):
@@ -233,16 +233,16 @@ def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_wa
 
 def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
     for config, seconds in (
-        (StorageConfig(give_up_after=5), 5),
-        (StorageConfig(first_answer_within=60), 60),
+        (StorageConfig(retry_timeout=5), 5),
+        (StorageConfig(connect_deadline=60), 60),
     ):
         began = clock.now
         with pytest.raises(EndpointError) as caught:
             RetryPolicy.of(config, new_endpoint()).call(silent(clock))
         assert clock.now - began == pytest.approx(seconds), "the last try is at the deadline"
         assert ("never answered" in str(caught.value)) == (seconds == 60)
-    with pytest.raises(ConfigError, match="first_answer_within is 0"):
-        StorageConfig(first_answer_within=0)
+    with pytest.raises(ConfigError, match="connect_deadline is 0"):
+        StorageConfig(connect_deadline=0)
 
 
 def refused_port() -> str:
@@ -278,7 +278,7 @@ def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
 ) -> None:
     config = StorageConfig(
         transport=transport,
-        first_answer_within=0.2,
+        connect_deadline=0.2,
         storage_options={
             "key": KEY,
             "secret": SECRET,
@@ -303,14 +303,14 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
     with http_server(objects) as server:
         config = StorageConfig(
             transport=transport,
-            first_answer_within=0.2,
-            give_up_after=1.5,
+            connect_deadline=0.2,
+            retry_timeout=1.5,
             storage_options=server.options,
         )
         store, key = open_store("s3://bucket/key", config)
         store.info(key)
     # has no connection that is still open
-    other, other_key = open_store("s3://other/key", replace(config, max_requests=7))
+    other, other_key = open_store("s3://other/key", replace(config, max_concurrent_requests=7))
     there = pickle.dumps(store)
     monkeypatch.setattr(retry, "_answered", set())  # as a process has it that was spawned
     spawned = pickle.loads(there)  # noqa: S301 - of our own making
@@ -328,7 +328,7 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
 @pytest.mark.guarantee("endpoint-never-answered")
 def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
     with http_server({"/bucket/key": b"abcdef"}) as server:
-        store, key = server.open(give_up_after=5)
+        store, key = server.open(retry_timeout=5)
         store.info(key)
         server.status = 503
         began = time.monotonic()
@@ -399,7 +399,9 @@ def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
             slow_ends.wait(20)
 
     store: Any = Scripted(act)
-    fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=4, hedge=False))
+    fetcher = Fetcher(
+        StorageConfig(memory_bytes=1 << 20, max_concurrent_requests=4, hedge_requests=False)
+    )
     first, slow = (
         FetchGroup(10, [RangeRequest(store, "key", "", start, start + 10, 0)])
         for start in (0, 1000)
@@ -434,7 +436,7 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
     store: Any = Scripted(refuse)
     config = StorageConfig(cache_dir=tmp_path)
     cached = open_cached(
-        PageCache(tmp_path, 1 << 30, config.chunk_bytes), "s3://b/k", "etag", 1 << 20
+        PageCache(tmp_path, 1 << 30, config.cache_chunk_bytes), "s3://b/k", "etag", 1 << 20
     )
     assert cached is not None
     file = TokenFile(
@@ -531,7 +533,7 @@ def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(
         code = f"""
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
 options = {{"key": "k" * 8, "secret": "s" * 8, "endpoint_url": {url!r}}}
-s = StorageConfig(transport={transport!r}, storage_options=options, first_answer_within=600)
+s = StorageConfig(transport={transport!r}, storage_options=options, connect_deadline=600)
 print("ready", flush=True)
 {OPEN[what]}
 """
@@ -550,7 +552,7 @@ print("ready", flush=True)
 
 
 def test_settings_of_retries_may_be_replaced() -> None:
-    assert RetryPolicy.of(replace(StorageConfig(), give_up_after=5, retries=2)) == RetryPolicy(
+    assert RetryPolicy.of(replace(StorageConfig(), retry_timeout=5, max_retries=2)) == RetryPolicy(
         deadline=5, retries=2
     )
 

@@ -92,7 +92,7 @@ def seen(operation: Callable[[], Any]) -> str:
     return f"{result!r}\n{result}"
 
 
-FAST = StorageConfig(timeout=2, retries=0, stall_timeout=2)
+FAST = StorageConfig(request_timeout=2, max_retries=0, read_timeout=2)
 
 
 def config(*blend: str, **settings: Any) -> DataConfig:
@@ -127,7 +127,7 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
     "show a dataset": lambda site: IndexedDataset(f"{site.url}/set", FAST),
     "ask for a sequence that is not there": lambda site: IndexedDataset(f"{site.url}/one", FAST)[10**6],
     "open an empty folder": lambda site: IndexedDataset(f"{site.memory}/none/", FAST),
-    "read by fsspec": lambda site: IndexedDataset(f"{site.url}/bad", StorageConfig(transport="fsspec", retries=0)),
+    "read by fsspec": lambda site: IndexedDataset(f"{site.url}/bad", StorageConfig(transport="fsspec", max_retries=0)),
     "stream a bad index": lambda site: one_batch(config(f"{site.url}/bad")),
     "stream what is cut short": lambda site: one_batch(config(f"{site.url}/short")),
     "stream nothing": lambda site: one_batch(config(f"{site.url}/nothing")),
@@ -140,7 +140,7 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
         config(f"{site.url}/one", order="megatron", sequence_length=10**7)
     ),
     "prepare": lambda site: list(prepare(config(f"{site.url}/set", order="megatron"))),
-    "show settings": lambda site: config(f"{site.url}/set", shared_index_url=f"{site.url}/shared"),
+    "show settings": lambda site: config(f"{site.url}/set", index_publish_url=f"{site.url}/shared"),
     "show settings of splits": lambda site: DataConfig(
         blend_per_split=[f"0.5 {site.url}/a 0.5 b", None, None], sequence_length=9
     ),
@@ -216,7 +216,7 @@ def memory_with(site: Site) -> list[str]:
 
 
 def test_files_of_a_run_hold_no_passwords(site: Site, tmp_path: Path) -> None:
-    storage = StorageConfig(cache_dir=tmp_path / "cache", retries=0)
+    storage = StorageConfig(cache_dir=tmp_path / "cache", max_retries=0)
     for order in ("stream", "megatron"):
         one_batch(
             config(
@@ -270,7 +270,7 @@ def test_a_line_behind_a_password_is_counted(
 def test_runs_show_no_passwords(site: Site, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     path = tmp_path / "config" / "run.toml"
-    sizes = 'iters = 1\nmicro_batch_size = 1\nglobal_batch_size = 1\nout_dir = "o"'
+    sizes = 'train_iters = 1\nmicro_batch_size = 1\nglobal_batch_size = 1\nout_dir = "o"'
     path.write_text(
         f'[data]\nblend = ["{site.url}/one"]\nsequence_length = 16\n[model]\nvocab_size = 1000\n[train]\n{sizes}\n'
         f'[validation]\nother = ["{site.url}/set"]\n'
@@ -406,7 +406,9 @@ def test_secret_options_show_nowhere_whatever_fails(
         "endpoint_url": f"http://127.0.0.1:{port}",
     }
     options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}  # type: ignore[dict-item]
-    storage = StorageConfig(transport=transport, storage_options=options, timeout=1, retries=0)
+    storage = StorageConfig(
+        transport=transport, storage_options=options, request_timeout=1, max_retries=0
+    )
     (tmp_path / "in.txt").write_text("text")
     operations: dict[str, Callable[[], Any]] = {
         "open": lambda: IndexedDataset("s3://bucket/web", storage),
@@ -438,7 +440,7 @@ def test_what_a_server_says_back_is_cleaned(s3: S3, s3_storage: StorageConfig) -
     storage = StorageConfig(
         transport=s3_storage.transport,
         storage_options={**s3.options, "secret": wrong, "token": wrong},
-        retries=0,
+        max_retries=0,
     )
     text = seen(lambda: IndexedDataset("s3://no-such-bucket/web", storage))
     assert wrong not in text

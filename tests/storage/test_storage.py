@@ -207,7 +207,7 @@ class TestLocalStore(StoreContract):
 class TestLocalByReads(TestLocalStore):
     @pytest.fixture
     def store(self) -> Store:
-        return PreadStore(StorageConfig(local="pread"))
+        return PreadStore(StorageConfig(local_io="pread"))
 
 
 class TestMemoryThroughFsspec(StoreContract):
@@ -273,7 +273,7 @@ def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to
 ) -> None:
     monkeypatch.setattr("streammega.storage.backends.obstore.MAX_PARTS", 2)
     bucket = moto.new_bucket()
-    config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
+    config = StorageConfig(storage_options=moto.options, multipart_part_bytes=5 << 20)
     store, key = open_store(f"s3://{bucket}/large", config)
     writer = store.open_writer(key)
     with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
@@ -291,7 +291,9 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
     plain = StorageConfig()
     assert with_part_bytes_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
     for size in (313 << 30, 5 << 40):
-        assert size < with_part_bytes_for(plain, size).upload_part_bytes * MAX_PARTS <= 1.2 * size
+        assert (
+            size < with_part_bytes_for(plain, size).multipart_part_bytes * MAX_PARTS <= 1.2 * size
+        )
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -601,7 +603,7 @@ def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
         repr(s3_storage),
         str(s3_storage),
         store.url(key),
-        repr(dataclasses.replace(s3_storage, retries=1)),
+        repr(dataclasses.replace(s3_storage, max_retries=1)),
     ]
     with pytest.raises(StorageError) as caught:
         store.read(key, [(0, 1)])
@@ -627,7 +629,7 @@ def test_redact_hides_passwords_and_signatures_in_urls() -> None:
 def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
     with http_server({}) as server:
         server.status = 403
-        store, key = server.open(transport=transport, retries=1)
+        store, key = server.open(transport=transport, max_retries=1)
         for call in (lambda: store.info(key), lambda: store.read(key, [(0, 4)])):
             with pytest.raises(AccessDeniedError, match="s3://bucket/key: access denied"):
                 call()
@@ -637,7 +639,8 @@ def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
 def test_no_credentials_at_all_say_how_to_give_some(transport: Any, s3: S3) -> None:
     options = {"endpoint_url": s3.endpoint}
     store, key = open_store(
-        "s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1)
+        "s3://bucket/key",
+        StorageConfig(transport=transport, storage_options=options, max_retries=1),
     )
     with pytest.raises(AccessDeniedError, match="credentials"):
         store.info(key)
@@ -740,7 +743,9 @@ def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.Monk
         monkeypatch.setenv("http_proxy", server.url)
         options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://oss.test"}
         options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}  # type: ignore[dict-item]
-        store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
+        store, key = open_store(
+            "s3://web/key", StorageConfig(storage_options=options, max_retries=0)
+        )
         assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
         assert server.hosts == ["web.oss.test"]
 
@@ -751,7 +756,7 @@ def test_an_endpoint_that_is_given_wins_over_the_environment(
     with http_server({"/web/key": b"abc"}) as server:
         for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, "http://127.0.0.1:1")
-        store, key = server.open("s3://web/key", retries=0)
+        store, key = server.open("s3://web/key", max_retries=0)
         assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
 
 
@@ -800,7 +805,7 @@ def test_full_disk_while_writing_is_named_and_leaves_nothing(
 def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
     with http_server({}) as server:
         server.status = 500
-        store, key = server.open("s3://bucket-403/416-key", retries=0)
+        store, key = server.open("s3://bucket-403/416-key", max_retries=0)
         with pytest.raises(EndpointError, match="did not answer"):
             store.info(key)
 
@@ -810,7 +815,7 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
 def test_a_transport_tries_once(transport: Any) -> None:
     """All further tries are the one policy's."""
     with http_server({"/bucket/key": b"abcdef"}) as server:
-        store, key = server.open(transport=transport, retries=0)
+        store, key = server.open(transport=transport, max_retries=0)
         etag = store.info(key).etag
         out = np.empty(3, np.uint8)
         for status in (500, 503):
@@ -835,7 +840,7 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
     """
     get_ranges = obstore.get_ranges
     with http_server({"/bucket/key": b"0123456789"}) as server:
-        store, key = server.open(retries=0)
+        store, key = server.open(max_retries=0)
         etag = store.info(key).etag
 
         def replaced(*arguments: Any, **named: Any) -> Any:

@@ -50,7 +50,7 @@ def config_of(servers: tuple[S3, S3], order: Any, cache: Path, **settings: Any) 
             "order": order,
             "num_samples": (100, 0, 0),
             "index_cache_dir": cache,
-            "storage": StorageConfig(storage_options=near.options, retries=1),
+            "storage": StorageConfig(storage_options=near.options, max_retries=1),
             "storage_by_prefix": {"s3://far/": StorageConfig(storage_options=options_of(far))},
             **settings,
         }
@@ -84,8 +84,8 @@ def test_a_blend_over_two_endpoints_is_read_and_resumed(
 def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3]) -> None:
     near, far = servers
     by_prefix = {
-        "s3://far/": StorageConfig(storage_options=near.options, timeout=1.0),
-        "s3://far/data/": StorageConfig(storage_options=options_of(far), timeout=2.0),
+        "s3://far/": StorageConfig(storage_options=near.options, request_timeout=1.0),
+        "s3://far/data/": StorageConfig(storage_options=options_of(far), request_timeout=2.0),
     }
     config = config_of(servers, "stream", Path("unused"), storage_by_prefix=by_prefix)
     for url, timeout in (
@@ -94,9 +94,11 @@ def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3])
         ("s3://farther/data", 60.0),
         ("/far/data", 60.0),
     ):
-        assert config.storage.for_url(url).timeout == timeout
-    assert config.storage.for_url("s3://far/x").retries == 1, "as all of the loader"
-    assert replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").timeout == 60.0
+        assert config.storage.for_url(url).request_timeout == timeout
+    assert config.storage.for_url("s3://far/x").max_retries == 1, "as all of the loader"
+    assert (
+        replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").request_timeout == 60.0
+    )
 
 
 def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
@@ -110,7 +112,7 @@ def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
             "s3://far/data/web", storage=storage, index_cache_dir=tmp_path, **options
         )
         assert len(dataset) > 0
-    assert dataset.storage.for_url("s3://far/data/web").chunk_bytes == 4 << 20
+    assert dataset.storage.for_url("s3://far/data/web").cache_chunk_bytes == 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,10 @@ def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
         ({"s3://far": StorageConfig()}, r"'s3://far'.*and a slash"),
         ({"/data/": StorageConfig()}, "is no beginning of URLs"),
         ({"s3://far/": {"key": OTHER_SECRET}}, "is a dict; it must be a StorageConfig"),
-        ({"s3://far/": StorageConfig(max_requests=3)}, "max_requests counts for the whole loader"),
+        (
+            {"s3://far/": StorageConfig(max_concurrent_requests=3)},
+            "max_concurrent_requests counts for the whole loader",
+        ),
         ({"s3://u:secret@far/": {}}, r"s3://\*\*\*@far/"),
     ],
 )
@@ -139,7 +144,7 @@ def write_run(path: Path, servers: tuple[S3, S3], more: str = "") -> None:
         f'[data.storage_by_prefix."s3://far/"]\ntimeout = 20\n{more}'
         f'[data.storage_by_prefix."s3://far/".storage_options]\nkey = "{KEY}"\n'
         f'secret = "{OTHER_SECRET}"\nendpoint_url = "{far.endpoint}"\n'
-        "[model]\nvocab_size = 50304\n[train]\niters = 10\nmicro_batch_size = 1\n"
+        "[model]\nvocab_size = 50304\n[train]\ntrain_iters = 10\nmicro_batch_size = 1\n"
         'global_batch_size = 2\nout_dir = "out"\n'
     )
 
@@ -170,11 +175,11 @@ def test_a_mistyped_setting_of_a_prefix_is_named_without_its_value(
 ) -> None:
     path = tmp_path / "run.toml"
     write_run(path, servers, f'stall_timout = "{OTHER_SECRET}"\n')
-    with pytest.raises(ConfigError, match=r"did you mean .*stall_timeout") as caught:
+    with pytest.raises(ConfigError, match=r"did you mean .*read_timeout") as caught:
         load_run(str(path))
     assert OTHER_SECRET not in str(caught.value)
-    write_run(path, servers, f'stall_timeout = "{OTHER_SECRET}"\n')
-    with pytest.raises(ConfigError, match="stall_timeout") as caught:
+    write_run(path, servers, f'read_timeout = "{OTHER_SECRET}"\n')
+    with pytest.raises(ConfigError, match="read_timeout") as caught:
         load_run(str(path))
     assert OTHER_SECRET not in str(caught.value)
 

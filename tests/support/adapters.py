@@ -151,7 +151,10 @@ class TitanAdapter(Adapter):
     def __init__(self, config: DataConfig) -> None:
         from streammega.integrations.torchtitan import TitanLoader
 
-        settings = {"lanes": config.lanes, "index_cache_dir": config.index_cache_dir}
+        settings = {
+            "shuffle_lanes": config.shuffle_lanes,
+            "index_cache_dir": config.index_cache_dir,
+        }
         given = SimpleNamespace(
             blend=" ".join(map(str, config.blend or ())),
             part="train",
@@ -271,7 +274,9 @@ class MegatronAdapter(Adapter):
     def __init__(self, config: DataConfig) -> None:
         from streammega.integrations.megatron import MegatronBatches
 
-        self.loader = MegatronBatches(replace(config, lanes=16), split="train", micro_batch_size=2)
+        self.loader = MegatronBatches(
+            replace(config, shuffle_lanes=16), split="train", micro_batch_size=2
+        )
 
     def state(self) -> Any:
         return json.loads(json.dumps(self.loader.save_state()))

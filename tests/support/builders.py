@@ -187,7 +187,7 @@ def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
         "train": {
             "micro_batch_size": 2,
             "global_batch_size": 8,
-            "hash_batches": True,
+            "log_batch_hash": True,
             "device": "cpu",
             "out_dir": f"{folder}/run",
         },
@@ -205,7 +205,7 @@ def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
 
 def write_small_run(folder: Path, prefix: str, **train: Any) -> str:
     """A run file of 16 steps over one dataset in the Megatron order, evaluated and saved."""
-    often = {"iters": 16, "save_interval": 2, "eval_interval": 8, "eval_iters": 2}
+    often = {"train_iters": 16, "save_interval": 2, "eval_interval": 8, "eval_iters": 2}
     return write_run_file(
         folder, data={"blend": [prefix]}, train=often | {"log_interval": 4} | train
     )
@@ -216,7 +216,12 @@ def write_layout_run(folder: Path, **train: Any) -> str:
     for name, count, seed in (("web", 400, 0), ("code", 200, 5)):
         write_random_pair(str(folder / name), count=count, vocab=100, seed=seed)
     blend = [[f"{folder}/web", 0.7], [f"{folder}/code", 0.3]]
-    settings: dict[str, Any] = {"iters": 20, "global_batch_size": 16, "lr": 0.003, "timeout": 60.0}
+    settings: dict[str, Any] = {
+        "train_iters": 20,
+        "global_batch_size": 16,
+        "lr": 0.003,
+        "timeout": 60.0,
+    }
     return write_run_file(
         folder,
         data={"blend": blend, "order": "stream", "eod_id": 3},

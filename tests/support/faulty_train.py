@@ -21,7 +21,9 @@ from streammega.train.trainer import Trainer
 
 def act(kind: str) -> None:
     if kind == "storage":
-        raise EndpointError("s3://bucket/web.bin: 503 SlowDown, after 6 tries; lower max_requests")
+        raise EndpointError(
+            "s3://bucket/web.bin: 503 SlowDown, after 6 tries; lower max_concurrent_requests"
+        )
     if kind == "hang":
         time.sleep(1000)
     os.kill(

@@ -55,7 +55,7 @@ def convert_and_tell(
         convert(
             inputs,
             output,
-            storage=StorageConfig(storage_options=options, timeout=20),
+            storage=StorageConfig(storage_options=options, request_timeout=20),
             workers=1,
             **named,
         )

@@ -47,8 +47,8 @@ def config_of(
         sequence_length=LENGTH,
         order=order,  # type: ignore[arg-type]
         num_samples=(samples, 0, 0),
-        lanes=16 if order == "stream" else None,
-        block_bytes=2048,
+        shuffle_lanes=16 if order == "stream" else None,
+        shuffle_block_bytes=2048,
         storage=storage,
         index_cache_dir=cache,
     )
@@ -59,20 +59,20 @@ def storage_of(server: Running, transport: str) -> StorageConfig:
     return impatient(server.storage_options, transport)
 
 
-def impatient(options: dict[str, Any], transport: str, stall_timeout: float = 0.4) -> StorageConfig:
+def impatient(options: dict[str, Any], transport: str, read_timeout: float = 0.4) -> StorageConfig:
     """Small requests that are tried again soon: so that each fault happens, and none is waited for.
 
-    stall_timeout: in seconds; what a server needs for an answer on a machine with much to do.
+    read_timeout: in seconds; what a server needs for an answer on a machine with much to do.
     """
     return StorageConfig(
         transport=transport,  # type: ignore[arg-type]
         storage_options=options,
-        part_bytes=4096,
-        stall_timeout=stall_timeout,
-        timeout=20,
-        retries=12,
-        max_requests=16,
-        coalesce_bytes=512,
+        max_request_bytes=4096,
+        read_timeout=read_timeout,
+        request_timeout=20,
+        max_retries=12,
+        max_concurrent_requests=16,
+        coalesce_gap_bytes=512,
         memory_bytes=400_000,
     )
 

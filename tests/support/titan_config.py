@@ -18,7 +18,7 @@ def tiny() -> Any:
     """The smallest model of torchtitan's, on short sequences."""
     config = llama3_debugmodel()
     config.dataloader = StreamDataLoader.Config(
-        global_batch_size=GLOBAL_BATCH, settings={"lanes": 16}
+        global_batch_size=GLOBAL_BATCH, settings={"shuffle_lanes": 16}
     )
     # every rank has the model whole: it is not run, and dividing it asks for newer torches
     config.model_spec = replace(config.model_spec, parallelize_fn=lambda model, **given: model)

@@ -34,7 +34,12 @@ def run_files(tmp_path: Path) -> dict[int, str]:
             tmp_path / str(layers),
             data={"blend": ["mock://random"], "sequence_length": 512, "split": "1,0,0"},
             model={"vocab_size": 50, "layers": layers},
-            train={"iters": 1, "micro_batch_size": 1, "global_batch_size": 4, "hash_batches": None},
+            train={
+                "train_iters": 1,
+                "micro_batch_size": 1,
+                "global_batch_size": 4,
+                "log_batch_hash": None,
+            },
         )
     return found
 

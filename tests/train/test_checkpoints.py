@@ -71,7 +71,7 @@ def write_run(folder: Path) -> str:
         folder,
         data={"blend": [f"{folder}/pair"], "order": "stream"},
         train={
-            "iters": 6,
+            "train_iters": 6,
             "save_interval": 2,
             "log_interval": 4,
             "decay": "constant",
@@ -448,14 +448,14 @@ def test_an_evaluation_that_fails_costs_no_steps(
 def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
     run_file: str, folder: Path
 ) -> None:
-    resumed(run_file, "train.rewind=2", "train.iters=6").run()
+    resumed(run_file, "train.resume_from_step=2", "train.train_iters=6").run()
     metrics = read_metrics(folder.parent / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
-    resumed(run_file, "train.iters=8").run()  # without it
-    again = resumed(run_file, "train.rewind=2", "train.iters=8")
+    resumed(run_file, "train.train_iters=8").run()  # without it
+    again = resumed(run_file, "train.resume_from_step=2", "train.train_iters=8")
     assert again.step == 8, "these steps have gone back to 2 already"
     again.close()
-    further = resumed(run_file, "train.rewind=4", "train.iters=8")
+    further = resumed(run_file, "train.resume_from_step=4", "train.train_iters=8")
     assert further.step == 4
     further.close()
 
@@ -465,11 +465,11 @@ def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not
     run_file: str, folder: Path
 ) -> None:
     rewrite_position(record_of(folder, 6), rewinds=[4])
-    resumed(run_file, "train.rewind=4").close()
+    resumed(run_file, "train.resume_from_step=4").close()
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
     for number in range(3):
-        resumed(run_file, f"train.rewind={4 + number % 2}").close()
-        trainer = resumed(run_file, "train.rewind=5")
+        resumed(run_file, f"train.resume_from_step={4 + number % 2}").close()
+        trainer = resumed(run_file, "train.resume_from_step=5")
         trainer.rewinds = []
         trainer.step = 6
         trainer.save()
@@ -483,7 +483,7 @@ def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not
 def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_recent(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(load_run(run_file, ["train.iters=16", "train.save_interval=3"]), CPU)
+    trainer = Trainer(load_run(run_file, ["train.train_iters=16", "train.save_interval=3"]), CPU)
     step = trainer.train_step
 
     def stopped() -> Any:
@@ -496,7 +496,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     ):
         trainer.run()
     assert resumed(run_file).step == 3
-    late = resumed(run_file, "train.iters=16", "train.save_interval=3")
+    late = resumed(run_file, "train.train_iters=16", "train.save_interval=3")
     late.checkpoints.last = (3, time.monotonic() - 31)
     late.watchdog.stop_requests.first = signal.SIGTERM
     with pytest.raises(Terminated, match=r"after step 4, which is saved"):
@@ -514,18 +514,18 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    straight = Trainer(load_run(run_file, ["train.iters=10"]), CPU)
+    straight = Trainer(load_run(run_file, ["train.train_iters=10"]), CPU)
     straight.run()
     overrides = [*out, "train.keep_checkpoints=2"]
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
     assert first.checkpoints.store.steps() == [4, 6]
-    second = resumed(run_file, *overrides, "train.iters=10")
+    second = resumed(run_file, *overrides, "train.train_iters=10")
     assert second.step == 6
     second.run()
     assert_same(second, weights(straight))
     assert second.checkpoints.store.steps() == [8, 10]
-    back = resumed(run_file, *overrides, "train.rewind=8")
+    back = resumed(run_file, *overrides, "train.resume_from_step=8")
     assert back.step == 8
     assert back.checkpoints.store.steps() == [8]
     back.close()
@@ -648,7 +648,12 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
             out[0].replace("/run", f"/run-{number}") + ("" if "s3:" in out[0] else str(number)),
             *out[1:],
         ]
-        return [*settings, "train.save_interval=1", "train.keep_checkpoints=1", "train.iters=3"]
+        return [
+            *settings,
+            "train.save_interval=1",
+            "train.keep_checkpoints=1",
+            "train.train_iters=3",
+        ]
 
     count = gang.run(1, train_and_die, run_file, place(0), None, str(tmp_path / "done"))[0]
     gang.close()  # its process counts what is no longer of interest
@@ -723,7 +728,9 @@ def test_ranks_agree_on_the_checkpoint_to_resume_from(
     gang: Gang, run_file: str, folder: Path, kind: str
 ) -> None:
     DAMAGE[kind](record_of(folder, 6))
-    assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [
+    assert gang.run(
+        2, train_steps, run_file, ["train.train_iters=8", "parallel.optimizer=sharded"]
+    ) == [
         4,
         4,
     ]
@@ -748,15 +755,15 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
         failing_save,
         run_file,
         [
-            "train.iters=60",
+            "train.train_iters=60",
             "train.save_interval=20",
-            "train.timeout=60",
+            "train.collective_timeout=60",
             "parallel.optimizer=sharded",
         ],
         failing,
         20,
     )
-    assert time.monotonic() - began < 60, "the other rank would wait for `train.timeout`"
+    assert time.monotonic() - began < 60, "the other rank would wait for `train.collective_timeout`"
     for message, step in ended:
         assert "No space left on device" in message
         assert "The checkpoints before it are whole" in message

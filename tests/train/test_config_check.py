@@ -75,7 +75,7 @@ def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
         return [
             f'data.blend=["{tmp_path}/{folder}/web"]',
             f'data.phases=[{{first_sample=48, blend=["{tmp_path}/{folder}/code"]}}]',
-            f'data.skip_documents=[[64, {{"{tmp_path}/{folder}/code" = "{names}"}}]]',
+            f'data.exclude_documents=[[64, {{"{tmp_path}/{folder}/code" = "{names}"}}]]',
         ]
 
     def told(folder: str, names: str = "there") -> list[str]:
@@ -85,7 +85,9 @@ def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
 
     assert told("there") == ["started"] * 2
     for message in told("there", "stale"):
-        assert message.startswith("ranks do not train the same run: the data's skip_documents is ")
+        assert message.startswith(
+            "ranks do not train the same run: the data's exclude_documents is "
+        )
     for message in told("stale"):
         assert "the data's phases is " in message
 

@@ -49,7 +49,7 @@ def test_a_bad_gradient_is_named_by_norms_that_stayed_on_the_device(largest: flo
     torch.manual_seed(3)
     last = nn.Linear(16, 8)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), last).cuda()
-    model = BucketedDataParallel(module, bucket_size=100, largest_gradient=largest)
+    model = BucketedDataParallel(module, bucket_size=100, max_grad_value=largest)
     last.weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2], device="cuda"), float("nan"))
     )

@@ -154,7 +154,7 @@ FAULTS = {
     "storage": (r"rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown", 15.0),
 }
 """What the log says of a fault, and within how many seconds of it the job has ended. A rank that is
-stopped says nothing: the other waits for `train.timeout` of 20 s; torchrun then sends SIGKILL to
+stopped says nothing: the other waits for `train.collective_timeout` of 20 s; torchrun then sends SIGKILL to
 the stopped one 30 s after SIGTERM.
 """
 GPU = ["train.device=cuda", "train.backend=gloo"]
@@ -204,7 +204,7 @@ def test_no_kernel_of_a_run_reads_outside_of_its_memory(run_file: Path, device: 
         *NARROW,
     ]
     for iters in (2, 4):
-        options = [f"train.iters={iters}", "train.save_interval=2", f"train.device={device}"]
+        options = [f"train.train_iters={iters}", "train.save_interval=2", f"train.device={device}"]
         done = subprocess.run(
             [*command, *options],
             capture_output=True,

@@ -35,7 +35,7 @@ LONGEST_JOB = 240.0
 """Seconds after which a job is taken to hang: on a machine with much to do, five interpreters that
 import torch one after another take more than a minute. How soon a job ends is asserted apart.
 """
-PATIENT = "train.timeout=60"
+PATIENT = "train.collective_timeout=60"
 """Where no rank waits for one that is gone: ranks of a machine with much to do are more than 4 s
 apart now and then.
 """
@@ -159,7 +159,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
 ) -> None:
     """within: seconds from the fault to the end of the job, without torchrun to the end of its last
     rank: the agent takes some more on a machine with much to do. Others wait for what is hung or stopped
-    for `train.timeout` of 4 s; a stopped process ends by SIGKILL, which torchrun sends 30 s after
+    for `train.collective_timeout` of 4 s; a stopped process ends by SIGKILL, which torchrun sends 30 s after
     the other rank has ended.
     """
     if kind == "storage":
@@ -220,7 +220,7 @@ def test_a_rank_that_never_joins_is_waited_for_no_longer_than_ranks_may_start_ap
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(devices, "START_TIMEOUT", 1.0)
     began = time.monotonic()
-    assert train_program.main([str(run_file), "train.timeout=1"]) == 1
+    assert train_program.main([str(run_file), "train.collective_timeout=1"]) == 1
     assert time.monotonic() - began < 20
     assert "the ranks cannot meet (" in capsys.readouterr().err
 

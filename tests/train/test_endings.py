@@ -33,7 +33,7 @@ PROGRAM = {"command": ["-m", "streammega", "train"], "module": ["-m", "streammeg
 
 @pytest.fixture
 def run_file(tmp_path: Path, pair: str) -> Path:
-    endless = {"iters": 100_000, "save_interval": 100_000, "eval_interval": 0}
+    endless = {"train_iters": 100_000, "save_interval": 100_000, "eval_interval": 0}
     return Path(write_small_run(tmp_path, pair, **endless))
 
 

@@ -31,15 +31,15 @@ def run_file(tmp_path: Path) -> str:
         "blend": [f"{web}@1", code],
         "split": "1,0,0",
         "order": "stream",
-        "lanes": 8,
-        "block_bytes": 256,
+        "shuffle_lanes": 8,
+        "shuffle_block_bytes": 256,
     }
     return write_run_file(
         tmp_path,
         data=data,
-        **{"data.follow": {"every_samples": 20}},
+        **{"data.follow": {"check_every_samples": 20}},
         model={"vocab_size": 60_000, "dim": 8},
-        train={"iters": 14, "save_interval": 6, "log_interval": 4},
+        train={"train_iters": 14, "save_interval": 6, "log_interval": 4},
     )
 
 
@@ -78,7 +78,7 @@ def test_a_run_says_what_it_takes_in(
     web = f"{tmp_path}/web"
     append(web, [put_dataset(f"{web}-b", seed=3)])
     caplog.set_level("INFO")
-    Trainer(load_run(run_file, ["train.iters=6"]), torch.device("cpu")).run()
+    Trainer(load_run(run_file, ["train.train_iters=6"]), torch.device("cpu")).run()
     assert f"from sample 24 on: {web}@1..2 joined" in caplog.text
     described = CliRunner().invoke(app, ["describe", run_file, "--last-step", "6", "--json"])
     phases = json.loads(described.output)["phases"]

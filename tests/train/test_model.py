@@ -24,7 +24,7 @@ def write_run(folder: Path) -> str:
         folder,
         data={"blend": ["mock://random"], "sequence_length": 64, "split": "1,0,0"},
         model={"vocab_size": 101, "layers": 4},
-        train={"iters": 1, "device": None, "hash_batches": None},
+        train={"train_iters": 1, "device": None, "log_batch_hash": None},
         parallel={"bucket_size": 3000},
     )
 
@@ -155,7 +155,7 @@ def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(
     ("size", "overrides"),
     [
         (1, []),
-        (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+        (2, ["parallel.pp=2", "parallel.virtual_pipeline_stages=2"]),
         (2, ["parallel.tp=2", "parallel.optimizer=sharded", "train.dtype=bfloat16"]),
         (4, ["parallel.tp=2", "parallel.pp=2"]),
     ],

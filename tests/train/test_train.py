@@ -231,9 +231,9 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     [
         ("train.itres=5", r"unknown setting train\.itres; did you mean train\.iters"),
         ("data.storage.timeuot=5", r"did you mean data\.storage\.timeout"),
-        ("train.iters=many", "train.iters is 'many'; it must be a whole number"),
-        ("train.iters=0", "must be at least 1"),
-        ("train.iters", "write it as section.name=value"),
+        ("train.train_iters=many", "train.train_iters is 'many'; it must be a whole number"),
+        ("train.train_iters=0", "must be at least 1"),
+        ("train.train_iters", "write it as section.name=value"),
         ("model.heads=3", "multiple of 2 x heads"),
         ("data.num_samples=[8, 0, 0]", "asks 8 training samples"),
     ],
@@ -261,9 +261,14 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
     assert str(config.data.index_cache_dir) == "/tmp/c"
     config = load_run(
-        run_file, ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.retries=3"]
+        run_file,
+        ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.max_retries=3"],
     )
-    assert (config.data.storage.chunk_bytes, config.data.storage.retries, config.data.seed) == (
+    assert (
+        config.data.storage.cache_chunk_bytes,
+        config.data.storage.max_retries,
+        config.data.seed,
+    ) == (
         2097152,
         3,
         7,
@@ -290,7 +295,10 @@ RUN_WITH = "[train]\niters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence
         ("[data]\nblend='a'\nsequence_length=1", "no .model. section"),
         (f"{RUN_WITH}[data.phases]\nfirst_sample=8", "write \\[\\[data.phases\\]\\] before each"),
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
-        (f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart='a'", "restart is 'a'; it must be a"),
+        (
+            f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart_datasets='a'",
+            "restart is 'a'; it must be a",
+        ),
     ],
 )
 def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -309,7 +317,12 @@ def test_an_error_in_a_real_rank_is_one_message(run_file: str, tmp_path: Path) -
 
 @pytest.mark.guarantee("global-batch-ramps", "learning-rate-decays")
 def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
-    overrides = ["train.iters=100", "train.warmup_iters=10", "train.lr=1.0", "train.min_lr=0.1"]
+    overrides = [
+        "train.train_iters=100",
+        "train.warmup_iters=10",
+        "train.lr=1.0",
+        "train.min_lr=0.1",
+    ]
     learning_rate = LearningRate(load_run(run_file, overrides), int)
     rates = [learning_rate.at(step, sample=8 * step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
@@ -331,7 +344,7 @@ def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(
     run_file: str, overrides: list[str], lowest: float
 ) -> None:
     config = load_run(run_file, overrides)
-    assert LearningRate(config, int).at(config.train.iters, sample=0) == lowest
+    assert LearningRate(config, int).at(config.train.train_iters, sample=0) == lowest
 
 
 @pytest.mark.guarantee("learning-rate-decays")
@@ -345,14 +358,14 @@ def test_the_decay_goes_by_what_is_asked(run_file: str, measure: str, amounts: l
         run_file,
         [
             "data.order=stream",
-            "data.lanes=16",
+            "data.shuffle_lanes=16",
             "data.phases=[{first_step=4, global_batch_size=16, sequence_length=32}]",
-            "train.iters=6",
+            "train.train_iters=6",
             "train.warmup_iters=2",
             "train.lr=1.0",
             "train.min_lr=0.0",
-            "train.decay=linear",
-            f"train.decay_by={measure}",
+            "train.lr_decay_style=linear",
+            f"train.lr_decay_unit={measure}",
             "train.save_interval=0",
             "train.eval_interval=3",
         ],
@@ -375,12 +388,12 @@ def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) 
             run_file,
             [
                 "data.order=stream",
-                "data.lanes=16",
-                "data.skip_samples=[[8, 16], [32, 56], [80, 88]]",
+                "data.shuffle_lanes=16",
+                "data.exclude_samples=[[8, 16], [32, 56], [80, 88]]",
                 "data.num_samples=[200, 0, 0]",
-                "train.iters=7",
+                "train.train_iters=7",
                 "train.warmup_iters=2",
-                f"train.decay_by={measure}",
+                f"train.lr_decay_unit={measure}",
                 "train.save_interval=0",
                 "train.eval_iters=0",
                 f"train.out_dir={tmp_path}/{measure}",
@@ -398,9 +411,9 @@ def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) 
 def test_phases_that_other_batch_sizes_move_are_told_of(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = ["data.order=stream", "data.lanes=16", "train.eval_iters=0"]
+    settings = ["data.order=stream", "data.shuffle_lanes=16", "train.eval_iters=0"]
     by_step = "data.phases=[{first_step=5, sequence_length=32}]"
-    first = load_run(run_file, [*settings, by_step, "train.iters=2"])
+    first = load_run(run_file, [*settings, by_step, "train.train_iters=2"])
     Trainer(first, CPU).run()
 
     def told(*overrides: str) -> str:
@@ -417,7 +430,7 @@ def test_phases_that_other_batch_sizes_move_are_told_of(
         assert "were to begin" not in told(*same)
     # phases ahead may be changed, and skips be added, which moves steps
     later = "data.phases=[{first_step=9, sequence_length=32}]"
-    for changed in ([later], [by_step, "data.skip_samples=[[16, 24]]"]):
+    for changed in ([later], [by_step, "data.exclude_samples=[[16, 24]]"]):
         assert "were to begin" not in told(*changed)
 
 
@@ -450,7 +463,9 @@ def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(
             with pytest.raises(ConfigError, match="leaves nothing for valid"):
                 open_source(config.data, "valid", 1)
     if valid:
-        run = load_run(run_file, [f'data.split="{split}"', "train.iters=2", "train.eval_iters=1"])
+        run = load_run(
+            run_file, [f'data.split="{split}"', "train.train_iters=2", "train.eval_iters=1"]
+        )
         assert "valid_loss" in Trainer(run, CPU).evaluate_all()
 
 
@@ -501,7 +516,8 @@ def test_several_validation_sets_are_read_from_their_start_every_time(
 @pytest.mark.guarantee("global-batch-ramps")
 def test_the_global_batch_ramps_up(run_file: str) -> None:
     config = load_run(
-        run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"]
+        run_file,
+        ["train.rampup_batch_size=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"],
     )
     Trainer(config, CPU).run()
     records = records_of(config)
@@ -516,7 +532,7 @@ def test_a_phase_is_appended_to_a_run_by_an_edit_of_its_file(run_file: str, tmp_
     """Eight steps without it, then as one run that had it from the first step on."""
     write_random_pair(str(tmp_path / "math"), seed=9)
     path = Path(run_file)
-    before = path.read_text().replace("[data]", '[data]\norder = "stream"\nlanes = 16')
+    before = path.read_text().replace("[data]", '[data]\norder = "stream"\nshuffle_lanes = 16')
     phase = f"""
 [[data.phases]]
 first_sample = 64
@@ -524,7 +540,7 @@ blend = ["0.5", "{first_prefix(load_run(run_file).data)}", "0.5", "{tmp_path}/ma
 global_batch_size = 16
 """
     path.write_text(before)
-    start(run_file, "train.iters=8").run()
+    start(run_file, "train.train_iters=8").run()
     path.write_text(before + phase)
     config = load_run(run_file)
     again = Trainer(config, CPU)
@@ -550,7 +566,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
 ) -> None:
     folder = Path(trained.train.out_dir)
     before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
-    again = start(run_file, "train.rewind=13")
+    again = start(run_file, "train.resume_from_step=13")
     again.resume()
     assert again.step == 12
     record, _ = again.train_step()
@@ -562,7 +578,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     again.step = 13
     again.save()
     again.close()
-    restarted = start(run_file, "train.rewind=12")
+    restarted = start(run_file, "train.resume_from_step=12")
     restarted.resume()
     assert restarted.step == 12, "another rewind"
     assert (folder / "checkpoints" / "step-00000013.rewound.json").exists()
@@ -570,14 +586,14 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     restarted.step = 13
     restarted.save()
     restarted.close()
-    once_more = start(run_file, "train.rewind=12")
+    once_more = start(run_file, "train.resume_from_step=12")
     once_more.resume()
     assert once_more.step == 13, "a restart of the same rewind goes on"
     once_more.close()
-    skipping = start(run_file, "data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]")
+    skipping = start(run_file, "data.exclude_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]")
     with pytest.raises(StateError, match="num_samples"):
         skipping.resume()  # in the Megatron order the number of samples is part of the order
-    skipping = start(run_file, "data.skip_samples=[[96, 112]]", "train.rewind=12")
+    skipping = start(run_file, "data.exclude_samples=[[96, 112]]", "train.resume_from_step=12")
     skipping.step = 12
     skipping.batches.load_state_dict(
         position_of(folder / "checkpoints" / "step-00000012.json")["data"]
@@ -587,7 +603,7 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     assert record["batch_hash"] == before[15]["batch_hash"]
     skipping.close()
     with pytest.raises(ConfigError, match="no checkpoint at or before that step"):
-        start(run_file, "train.rewind=3").resume()
+        start(run_file, "train.resume_from_step=3").resume()
 
 
 @pytest.mark.guarantee("sharded-computes-narrow")
@@ -611,7 +627,7 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         [r["grad_norm"] for r in wanted], rel=0.1
     )
     assert ("loss_scale" in records[-1]) == (dtype == "float16")
-    back = start(run_file, *options, "train.rewind=8")
+    back = start(run_file, *options, "train.resume_from_step=8")
     back.resume()
     back.run()
     whole = [record["loss"] for record in records[8:]]
@@ -658,7 +674,7 @@ def test_a_run_is_drawn_and_logged_for_tensorboard(
 
 @pytest.mark.guarantee("gradient-finite-large")
 def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str) -> None:
-    trainer = start(run_file, "train.largest_gradient=1e-9")
+    trainer = start(run_file, "train.max_grad_value=1e-9")
     with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
         trainer.train_step()
 
@@ -680,7 +696,7 @@ def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
 def test_a_sharded_gradient_that_explodes_ends_all_ranks_with_its_parameter(
     gang: Gang, run_file: str
 ) -> None:
-    overrides = ["parallel.optimizer=sharded", "train.largest_gradient=1e-9"]
+    overrides = ["parallel.optimizer=sharded", "train.max_grad_value=1e-9"]
     messages = gang.run(2, run_until_bad, run_file, overrides)
     assert re.search(r"the gradient of \S+, summed over the ranks, .* above 1e-09", messages[0])
     assert messages[0] == messages[1]
@@ -698,7 +714,7 @@ FP16 = [
     "train.dtype=float16",
     "parallel.optimizer=sharded",
     "train.eval_interval=0",
-    "train.hash_batches=false",
+    "train.log_batch_hash=false",
 ]
 
 
@@ -711,8 +727,8 @@ def test_an_fp16_run_ends_at_a_loss_that_is_not_finite_and_keeps_its_checkpoints
     run_file: str,
 ) -> None:
     """The scale of the loss is no cause of it, and no smaller one helps."""
-    start(run_file, *FP16, "train.iters=6").run()
-    ruin = load_run(run_file, [*FP16, "train.lr=1e30", "train.decay=constant"])
+    start(run_file, *FP16, "train.train_iters=6").run()
+    ruin = load_run(run_file, [*FP16, "train.lr=1e30", "train.lr_decay_style=constant"])
     trainer = Trainer(ruin, CPU)
     trainer.resume()
     with pytest.raises(GradientError, match=r"the loss of step \d+ is (nan|inf)"):
@@ -736,7 +752,7 @@ def test_a_checkpoint_is_saved_after_a_step_that_was_taken(
         return calls not in (3, 4, 5, 6) and unscale(self, *arguments)
 
     monkeypatch.setattr(LossScale, "unscale", overflows)
-    config = load_run(run_file, [*FP16, "train.iters=8", "train.keep_checkpoints=9"])
+    config = load_run(run_file, [*FP16, "train.train_iters=8", "train.keep_checkpoints=9"])
     Trainer(config, CPU).run()
     assert saved_steps(config) == [2, 7, 8]
 
@@ -767,12 +783,12 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     ("override", "message"),
     [
         ("parallel.tp=2", "1 ranks are not a multiple of tp 2"),
-        ("parallel.virtual_stages=2", r"needs parallel\.pp of two"),
+        ("parallel.virtual_pipeline_stages=2", r"needs parallel\.pp of two"),
         ("parallel.optimizer=zero", "must be one of replicated, sharded"),
         ("parallel.data_parallel=torch", "unknown setting parallel.data_parallel"),
         ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
-        ("train.decay=sine", "train.decay"),
-        ("parallel.order=tp-tp", "name each of"),
+        ("train.lr_decay_style=sine", "train.lr_decay_style"),
+        ("parallel.rank_order=tp-tp", "name each of"),
         ("parallel.pp=2", "1 ranks are not a multiple"),
     ],
 )
@@ -789,7 +805,7 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
     ):
         overrides = [
             "parallel.pp=4",
-            f"parallel.virtual_stages={stages}",
+            f"parallel.virtual_pipeline_stages={stages}",
             "train.micro_batch_size=4",
         ]
         with pytest.raises(ConfigError, match=message):
@@ -805,7 +821,8 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
     is saved.
     """
     config = load_run(
-        run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"]
+        run_file,
+        [f"data.order={order}", "data.exclude_samples=[[16, 32]]", "train.eval_interval=0"],
     )
     if order == "megatron":
         pair = first_prefix(config.data)
@@ -826,7 +843,7 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
     overrides = [
         f'data.blend=[["{pair}", 0.5], ["{pair}", 0.5]]',
         "data.order=megatron",
-        "data.skip_samples=[[16, 32]]",
+        "data.exclude_samples=[[16, 32]]",
         "train.eval_interval=0",
         "data.num_samples=[128,0,0]",
     ]
@@ -851,16 +868,16 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.beta2=-0.1", "train.beta2 is -0.1"),
         ("train.clip_grad=-1", "train.clip_grad is -1.0"),
         ("train.clip_grad=nan", "train.clip_grad is nan"),
-        ("train.largest_gradient=0", "train.largest_gradient is 0.0; it must be more than 0"),
+        ("train.max_grad_value=0", "train.max_grad_value is 0.0; it must be more than 0"),
         ("train.seed=18446744073709551616", "train.seed is 18446744073709551616"),
-        ("train.timeout=inf", "train.timeout is inf"),
-        ("train.rewind=-1", "train.rewind is -1"),
-        ("train.iters=true", "train.iters is true; it must be a whole number"),
+        ("train.collective_timeout=inf", "train.collective_timeout is inf"),
+        ("train.resume_from_step=-1", "train.resume_from_step is -1"),
+        ("train.train_iters=true", "train.train_iters is true; it must be a whole number"),
         ("model.layers=true", "model.layers is true; it must be a whole number"),
         ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a whole number"),
         (
             "train.warmup_iters=17",
-            "train.warmup_iters is 17, more than train.iters 16: the learning",
+            "train.warmup_iters is 17, more than train.train_iters 16: the learning",
         ),
         ("data.eod_id=1000", "eod_id is 1000, outside of the vocabulary of 1000"),
         ("train.out_dir=", "train.out_dir is ''; it must be a folder or a URL"),
@@ -871,7 +888,7 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.out_dir=S3:/bucket/run", "train.out_dir is 'S3:/bucket/run'; it must be"),
         ("train.out_dir=file:/tmp/run", "train.out_dir is 'file:/tmp/run'; it must be"),
         ("train.out_dir=file://", "train.out_dir is 'file://'; it must be"),
-        ("train.rampup=3", "settings of several values are lists"),
+        ("train.rampup_batch_size=3", "settings of several values are lists"),
         ("validation.books=3", "validation.books is 3; it must be a blend"),
         ("validation.books=[]", "validation.books: the blend is empty"),
         ("data=3", "data is a setting; it must be a section: write [data]"),
@@ -909,7 +926,9 @@ def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> N
 def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_run(run_file, ["train.iters=2", "train.save_interval=0", "train.eval_interval=0"])
+    config = load_run(
+        run_file, ["train.train_iters=2", "train.save_interval=0", "train.eval_interval=0"]
+    )
     for number, warning in enumerate(("no checkpoint is kept", "the run starts at step 0")):
         caplog.clear()
         trainer = Trainer(config, CPU)
@@ -928,7 +947,7 @@ def test_a_finished_run_says_so(
     with caplog.at_level(logging.INFO):
         assert train_main([run_file]) == 0
     assert (
-        "step 16: train.iters = 16 is reached, and nothing left to train; raise it to go on"
+        "step 16: train.train_iters = 16 is reached, and nothing left to train; raise it to go on"
         in caplog.messages
     )
 
@@ -939,10 +958,10 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
     run_file: str, size: int
 ) -> None:
     settings = ["data.order=stream", "train.eval_interval=0"]
-    first = start(run_file, *settings, "train.iters=6")
+    first = start(run_file, *settings, "train.train_iters=6")
     first.run()
     consumed = first.batches.consumed_samples
-    again = start(run_file, *settings, f"train.global_batch_size={size}", "train.iters=20")
+    again = start(run_file, *settings, f"train.global_batch_size={size}", "train.train_iters=20")
     again.resume()
     again.run()
     assert again.step == 20

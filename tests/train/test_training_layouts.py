@@ -58,7 +58,7 @@ DOCUMENTS = [
 ]
 LONGER = [
     # after two steps: twice as long, in other lanes and half the batches
-    "data.phases=[{first_sample=32, sequence_length=32, lanes=512, global_batch_size=8}]",
+    "data.phases=[{first_sample=32, sequence_length=32, shuffle_lanes=512, global_batch_size=8}]",
 ]
 VARIANTS: dict[str, list[str]] = {
     "plain": [],
@@ -197,9 +197,9 @@ def test_one_loss_with_documents_apart(
         ((4, 1, 1, 1), ["parallel.optimizer=sharded"]),
         ((1, 1, 1, 4), ["train.micro_batch_size=1"]),
         pytest.param((2, 2, 1, 2), ["parallel.optimizer=sharded"], marks=pytest.mark.soak),
-        pytest.param((2, 1, 1, 2), ["parallel.virtual_stages=2"], marks=pytest.mark.soak),
-        ((1, 1, 2, 2), ["parallel.virtual_stages=2", "parallel.optimizer=sharded"]),
-        ((2, 2, 1, 1), ['parallel.order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
+        pytest.param((2, 1, 1, 2), ["parallel.virtual_pipeline_stages=2"], marks=pytest.mark.soak),
+        ((1, 1, 2, 2), ["parallel.virtual_pipeline_stages=2", "parallel.optimizer=sharded"]),
+        ((2, 2, 1, 1), ['parallel.rank_order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
     ],
     ids=[
         "sharded",
@@ -241,7 +241,7 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
             ],
         ),
         (2, ["parallel.cp=2"]),
-        (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+        (4, ["parallel.pp=2", "parallel.virtual_pipeline_stages=2"]),
         (2, ["parallel.tp=2", "train.micro_batch_size=8"]),
         (1, ["parallel.optimizer=sharded", "parallel.bucket_size=333"]),
         (1, []),

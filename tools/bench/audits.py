@@ -119,7 +119,7 @@ def same_as_ranks(config: DataConfig, traced: list[TracedSample]) -> tuple[int, 
             of_document = opened[run.shard].get(run.name.document, run.start, run.stop - run.start)
             parts.append(of_document.astype(np.int64))
         same += digest(row) == digest(np.concatenate(parts))
-        joined += bool(sample.seams)
+        joined += bool(sample.joins)
     return same, joined
 
 

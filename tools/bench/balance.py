@@ -1,4 +1,4 @@
-"""How evenly attention over documents is spread over ranks, as samples come and by balance_batches.
+"""How evenly attention over documents is spread over ranks, as samples come and by balance_attention_cost.
 
     python tools/bench/balance.py [--documents sources lognormal]
 
@@ -73,7 +73,7 @@ def config_of(prefix: str, length: int, *, balanced: bool) -> DataConfig:
         eod_id=corpus.EOD,
         reset_attention_mask=True,
         reset_position_ids=True,
-        balance_batches=balanced,
+        balance_attention_cost=balanced,
         index_cache_dir=f"{prefix}.cache",
     )
 

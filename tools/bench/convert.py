@@ -383,7 +383,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     """
     frames, path = frames_of(dataset)
     stored = np.memmap(path, np.uint8, "r")
-    block_bytes = BLOCK_BYTES + 2  # the label of its last token lies behind it
+    shuffle_block_bytes = BLOCK_BYTES + 2  # the label of its last token lies behind it
     cores = len(os.sched_getaffinity(0))
     # Kernels are compiled, or loaded, before the clock starts.
     costs.HandingOut(mode, BLOCK_BYTES).make([bytes(BLOCK_BYTES)])
@@ -393,7 +393,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
 
     def decompress(number: int) -> int:
         """Bytes until the time is over, without those behind the blocks."""
-        held = [np.empty(block_bytes, np.uint8) for _ in range(HELD_BLOCKS // cores)]
+        held = [np.empty(shuffle_block_bytes, np.uint8) for _ in range(HELD_BLOCKS // cores)]
         for block in held:
             block.fill(1)  # its pages are there: the loader's are, but for the first
         blocks = frames.size // BLOCK_BYTES - 1
@@ -405,7 +405,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
             outs = []
             for turn in range(done, done + costs.JOB):
                 start = order[turn % len(order)] * BLOCK_BYTES + PHASE_BYTES
-                spans.append((start, start + block_bytes))
+                spans.append((start, start + shuffle_block_bytes))
                 outs.append(held[turn % len(held)])
             making.make(outs)  # what was held longest
             bodies = [np.asarray(stored[slice(*frames.stored_range(*span))]) for span in spans]

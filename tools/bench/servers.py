@@ -5,7 +5,7 @@ best of many fixed numbers of requests in flight.
     .venv/bin/python tools/bench/servers.py                # --servers names some
     .venv/bin/python tools/bench/servers.py --mib 8 16 32 96    # the same loader with so many bytes in flight
 
-The other side is the same loader with `max_requests` fixed to the best value of a grid. Sides take
+The other side is the same loader with `max_concurrent_requests` fixed to the best value of a grid. Sides take
 turns, and the share is that of the medians. Server and files are those of runner.py.
 """
 
@@ -76,14 +76,22 @@ def compare(
     """Print one line of the table."""
     seconds = max(chosen.seconds, COUNTED_SECONDS) if "rate" in behaviour else chosen.seconds
 
-    def side(max_requests: int | None) -> float | None:
+    def side(max_concurrent_requests: int | None) -> float | None:
         bench.server.behave(**behaviour)  # each begins with the burst that the server allows
         return tokens_per_second(
-            bench, order, {} if max_requests is None else {"max_requests": max_requests}, seconds
+            bench,
+            order,
+            {}
+            if max_concurrent_requests is None
+            else {"max_concurrent_requests": max_concurrent_requests},
+            seconds,
         )
 
-    tried = {max_requests: side(max_requests) or 0.0 for max_requests in GRID}
-    best = max(tried, key=lambda max_requests: tried[max_requests])
+    tried = {
+        max_concurrent_requests: side(max_concurrent_requests) or 0.0
+        for max_concurrent_requests in GRID
+    }
+    best = max(tried, key=lambda max_concurrent_requests: tried[max_concurrent_requests])
     medians = harness.medians(
         chosen.runs, {"fixed": partial(side, best), "itself": partial(side, None)}
     )
@@ -107,7 +115,9 @@ def compare_bytes(
 
     def side(mib: int, latency: float) -> float | None:
         bench.server.behave(**(behaviour | {"latency": latency}))
-        return tokens_per_second(bench, "stream", {"in_flight_bytes": mib << 20}, chosen.seconds)
+        return tokens_per_second(
+            bench, "stream", {"max_in_flight_bytes": mib << 20}, chosen.seconds
+        )
 
     for latency in LATENCIES:
         sides = {str(mib): partial(side, mib, latency) for mib in chosen.mib}

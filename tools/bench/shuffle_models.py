@@ -18,7 +18,7 @@ def stream(
     samples: int,
     *,
     lanes: int,
-    block_bytes: int,
+    shuffle_block_bytes: int,
     seed: int = 1,
     itemsize: int = 2,
 ) -> Places:
@@ -31,7 +31,7 @@ def stream(
         extra_token=True,
         seed=seed,
         lanes=lanes,
-        block_bytes=block_bytes,
+        shuffle_block_bytes=shuffle_block_bytes,
     )
     return order.locate(np.arange(samples)).start
 

@@ -100,7 +100,7 @@ def ordered(tokens: int, order: str, seed: int) -> Starts:
     # samples: fine blocks, or as coarse as 256 lanes allow
     block = 8 if order == "stream" else -(-count // 256)
     return stream(
-        tokens, LENGTH, count, lanes=256, block_bytes=block * LENGTH, seed=seed, itemsize=1
+        tokens, LENGTH, count, lanes=256, shuffle_block_bytes=block * LENGTH, seed=seed, itemsize=1
     )
 
 

@@ -63,7 +63,11 @@ def main() -> int:
             if block >= SAMPLE_BYTES:
                 title = f"stream, {lanes} lanes, {block // 1024} KiB blocks"
                 starts = stream(
-                    TOTAL * LENGTH + 1, LENGTH, chosen.samples, lanes=lanes, block_bytes=block
+                    TOTAL * LENGTH + 1,
+                    LENGTH,
+                    chosen.samples,
+                    lanes=lanes,
+                    shuffle_block_bytes=block,
                 )
                 drift = row(title, memory, starts // LENGTH)
                 points.setdefault(f"stream, {lanes} lanes", []).append((memory, drift))

@@ -30,7 +30,7 @@ def labels_of(
     """eod_id, vocab_size, tokenizer, loss_modes and chat_template of what a conversion makes.
 
     Raises ConvertError, naming both, for inputs of different tokenizers and for a tokenizer that is
-    not that of inputs which hold tokens already, unless `mix_tokenizers` is set; and for inputs
+    not that of inputs which hold tokens already, unless `allow_mixed_tokenizers` is set; and for inputs
     whose modes mean different things.
     """
     manifests = _manifests(inputs, storage)

@@ -135,7 +135,9 @@ class FsspecStore(RemoteStore):
         if not fs.async_impl:
             return getattr(fs, method)(*args, **kwargs)
         call = getattr(fs, f"_{method}")
-        return fsspec.asyn.sync(fs.loop, call, *args, timeout=self._config.timeout, **kwargs)
+        return fsspec.asyn.sync(
+            fs.loop, call, *args, timeout=self._config.request_timeout, **kwargs
+        )
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
         """For s3 and http, the headers of each answer are checked.
@@ -151,7 +153,7 @@ class FsspecStore(RemoteStore):
             return bodies
         get = _get_from_s3 if self.scheme == "s3" else _get_by_http
         arguments = (get, client, path, self.url(key), spans, etag)
-        timeout = self._config.timeout
+        timeout = self._config.request_timeout
         answers = fsspec.asyn.sync(client.loop, _get_all, *arguments, timeout=timeout)
         if not all(is_compared for _, is_compared in answers):
             self._recheck(key, etag)
@@ -273,9 +275,9 @@ class FsspecStore(RemoteStore):
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
         if self.scheme == "s3":
             limits = {
-                "connect_timeout": min(CONNECT_TIMEOUT, self._config.timeout),
-                "read_timeout": self._config.stall_timeout,
-                "max_pool_connections": max(10, self._config.max_requests),
+                "connect_timeout": min(CONNECT_TIMEOUT, self._config.request_timeout),
+                "read_timeout": self._config.read_timeout,
+                "max_pool_connections": max(10, self._config.max_concurrent_requests),
                 "retries": {"total_max_attempts": 1},
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
@@ -283,9 +285,9 @@ class FsspecStore(RemoteStore):
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(
-                total=self._config.timeout,
-                sock_connect=min(CONNECT_TIMEOUT, self._config.timeout),
-                sock_read=self._config.stall_timeout,
+                total=self._config.request_timeout,
+                sock_connect=min(CONNECT_TIMEOUT, self._config.request_timeout),
+                sock_read=self._config.read_timeout,
             )
             limits = {"timeout": timeout}
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})

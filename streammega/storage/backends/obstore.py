@@ -405,7 +405,7 @@ class ObstoreWriter(ObjectWriter):
         self._store = store
         self._client = client
         self._key = key
-        self._part_bytes = store._config.upload_part_bytes
+        self._part_bytes = store._config.multipart_part_bytes
         self._buffer = bytearray()
         self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=MAX_WAITING_PARTS)
@@ -456,7 +456,7 @@ class ObstoreWriter(ObjectWriter):
                 raise StorageError(
                     f"{self._store.url(self._key)}: an upload holds {most_gib} GiB ({MAX_PARTS:,} parts), and this "
                     f"object is larger; write several shards, with --shard-size, or raise "
-                    f"upload_part_bytes of StorageConfig from {self._part_bytes:,}"
+                    f"multipart_part_bytes of StorageConfig from {self._part_bytes:,}"
                 )
         if self._thread is None:
             self._thread = threading.Thread(

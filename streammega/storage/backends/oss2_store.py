@@ -121,14 +121,14 @@ class Oss2Store(RemoteStore):
             # The newer signature needs the region. OSS phases out the older one, which is used where
             # the region is unknown.
             auth = oss2.ProviderAuthV4(provider) if endpoint.region else oss2.ProviderAuth(provider)
-        connect_timeout = min(CONNECT_TIMEOUT, self._config.timeout)
+        connect_timeout = min(CONNECT_TIMEOUT, self._config.request_timeout)
         return oss2.Bucket(
             auth,
             endpoint.native_url,
             self.root,
-            session=oss2.Session(pool_size=max(10, self._config.max_requests)),
+            session=oss2.Session(pool_size=max(10, self._config.max_concurrent_requests)),
             # Seconds to connect, and between two pieces of an answer.
-            connect_timeout=(connect_timeout, self._config.stall_timeout),
+            connect_timeout=(connect_timeout, self._config.read_timeout),
             # Slow, in Python. Lengths, ETags and Content-MD5 are checked instead.
             enable_crc=False,
             region=endpoint.region or None,

@@ -163,7 +163,7 @@ class RemoteStore(Store):
                 if process == this_process:
                     return client, pool
             client = self._open()
-            pool = Pool(min(MAX_THREADS, self._config.max_requests))
+            pool = Pool(min(MAX_THREADS, self._config.max_concurrent_requests))
             self._opened = (this_process, client, pool)
             return client, pool
 
@@ -175,13 +175,13 @@ def part_bytes(sent: int) -> int:
 
 
 def with_part_bytes_for(storage: StorageConfig, size: int) -> StorageConfig:
-    """`storage` with `upload_part_bytes` large enough for an object of about `size` bytes.
+    """`storage` with `multipart_part_bytes` large enough for an object of about `size` bytes.
 
     obstore cuts an upload into equal parts, so their size must be known beforehand. A tenth of the
     parts is left for a size that was too low.
     """
     parts_to_fill = MAX_PARTS * 9 // 10
     needed = math.ceil(size / parts_to_fill)
-    if needed <= storage.upload_part_bytes:
+    if needed <= storage.multipart_part_bytes:
         return storage
-    return replace(storage, upload_part_bytes=math.ceil(needed / MiB) * MiB)
+    return replace(storage, multipart_part_bytes=math.ceil(needed / MiB) * MiB)

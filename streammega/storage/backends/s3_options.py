@@ -87,9 +87,9 @@ def client_options(
 ) -> dict[str, Any]:
     """Options of obstore's HTTP client: timeouts, certificates, and plain http if the endpoint has it."""
     client: dict[str, Any] = {
-        "timeout": timedelta(seconds=config.timeout),
-        "read_timeout": timedelta(seconds=config.stall_timeout),
-        "connect_timeout": timedelta(seconds=min(10.0, config.timeout)),
+        "timeout": timedelta(seconds=config.request_timeout),
+        "read_timeout": timedelta(seconds=config.read_timeout),
+        "connect_timeout": timedelta(seconds=min(10.0, config.request_timeout)),
         "allow_http": endpoint.startswith("http://"),
     }
     verify = client_kwargs.get("verify")

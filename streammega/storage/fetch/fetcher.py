@@ -61,7 +61,7 @@ class Fetcher:
         self.counters = Counters()
         self.flow = FlowControl(config)
         self.unadmitted_bytes = 0
-        self._max_threads = max_threads or config.max_requests
+        self._max_threads = max_threads or config.max_concurrent_requests
         self._policy = RetryPolicy.of(config)
         # The lock guards all of the state below. Sending threads wait for `_work`, the caller of
         # `wait` for `_ready`: so neither is woken for the other.
@@ -129,7 +129,7 @@ class Fetcher:
                 # It may wait a minute for a page that another process fetches.
                 if isinstance(request.store, CachedStore):
                     request.store.close()
-        deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.stall_timeout)
+        deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.read_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -394,7 +394,7 @@ class Fetcher:
         """Send a second copy of requests that take longer than nearly all of their size did."""
         counters = self.counters
         self._hedged_at = counters.requests
-        if not self.config.hedge or self.flow.pace.interval:
+        if not self.config.hedge_requests or self.flow.pace.interval:
             return
         now = time.monotonic()
         straggler_seconds = self.flow.latencies.straggler_seconds()

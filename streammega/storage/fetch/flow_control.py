@@ -1,7 +1,7 @@
 """How many requests and bytes may be in flight, by answers and refusals.
 
-1. Bytes: at most `in_flight_bytes`. A request that is larger goes alone.
-2. Requests: at most `max_requests`. A refusal (429, 503) halves the window, and each answer raises
+1. Bytes: at most `max_in_flight_bytes`. A request that is larger goes alone.
+2. Requests: at most `max_concurrent_requests`. A refusal (429, 503) halves the window, and each answer raises
    it again, as the congestion window of TCP.
 3. Pace: after many refusals in a row the server counts requests per second. Requests then go one
    by one, further apart after each refusal and closer after each answer.
@@ -143,8 +143,8 @@ class FlowControl:
     """
 
     def __init__(self, config: StorageConfig) -> None:
-        self.window = float(config.max_requests)
-        self.max_bytes = config.in_flight_bytes
+        self.window = float(config.max_concurrent_requests)
+        self.max_bytes = config.max_in_flight_bytes
         self.requests = 0
         self.bytes = 0
         self.pace = Pace()

@@ -280,7 +280,7 @@ class Checkpointer:
         kept = [step for step in steps if step <= rewind or rewind in self._rewinds_of(step)]
         if not kept:
             raise ConfigError(
-                f"train.rewind = {rewind}: there is no checkpoint at or before that step "
+                f"train.resume_from_step = {rewind}: there is no checkpoint at or before that step "
                 f"in {self.store.url}"
             )
         self._set_aside([step for step in steps if step not in kept], "rewound")
@@ -351,7 +351,7 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 def rewinds_of(position: Mapping[str, Any]) -> list[int]:
-    """The values of train.rewind that the run of a checkpoint, and those it continues, have applied."""
+    """The values of train.resume_from_step that the run of a checkpoint, and those it continues, have applied."""
     return [int(step) for step in position.get("rewinds", ())]
 
 

@@ -26,9 +26,8 @@ MEGATRON_NAMES = {
     "path_to_cache": "index_cache_dir",
     "path_to_idx_cache": "index_cache_dir",
     "object_storage_cache_path": "index_cache_dir",
-    "mid_level_dataset_surplus": "surplus",
     "random_seed": "seed",
-    "bin_chunk_nbytes": "storage.chunk_bytes",
+    "bin_chunk_nbytes": "storage.cache_chunk_bytes",
 }
 """Settings of [data] under the names that Megatron has for them."""
 
@@ -75,16 +74,18 @@ class RunConfig:
     def _set_follow_record(self) -> None:
         """By default the record of appended versions is in out_dir."""
         follow = self.data.follow
-        if follow is None or follow.record is not None:
+        if follow is None or follow.log_url is not None:
             return
         out_dir = self.train.out_dir.rstrip("/")
-        data = replace(self.data, follow=replace(follow, record=f"{out_dir}/follow"))
+        data = replace(self.data, follow=replace(follow, log_url=f"{out_dir}/follow"))
         # the way to set a field of what is frozen
         object.__setattr__(self, "data", data)
 
     def _set_phase_starts(self) -> None:
         """Every phase gets its first sample, which all other code goes by."""
-        data = resolve_phase_starts(self.data, self.train.global_batch_size, self.train.rampup)
+        data = resolve_phase_starts(
+            self.data, self.train.global_batch_size, self.train.rampup_batch_size
+        )
         object.__setattr__(self, "data", data)
 
     def _check_vocabulary(self) -> None:
@@ -101,7 +102,9 @@ class RunConfig:
     def schedule(self) -> TrainingSchedule:
         """The samples, steps and tokens of training, over all phases."""
         train = self.train
-        return training_schedule(self.data, "train", train.global_batch_size, train.rampup)
+        return training_schedule(
+            self.data, "train", train.global_batch_size, train.rampup_batch_size
+        )
 
     @property
     def every_stage(self) -> bool:
@@ -115,8 +118,8 @@ class RunConfig:
         train = self.train
         evaluations = 0
         if train.eval_interval:
-            evaluations = train.iters // train.eval_interval + 1
-        train_samples = self.schedule.samples_after(train.iters)
+            evaluations = train.train_iters // train.eval_interval + 1
+        train_samples = self.schedule.samples_after(train.train_iters)
         valid_samples = evaluations * train.eval_iters * train.global_batch_size
         return train_samples, valid_samples, 0
 
@@ -159,7 +162,7 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     except TypeError as error:
         # Of dacite, which makes tuples of lists: one number was given for several.
         raise ConfigError(
-            f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]"
+            f"{path}: {error}; settings of several values are lists, as rampup_batch_size = [64, 64, 100000]"
         ) from None
 
 
@@ -175,10 +178,10 @@ def _check_phases(data: Any, path: str) -> None:
         )
     for number, phase in enumerate(phases, 1):
         _check_names(phase, PhaseConfig, "data.phases.")
-        restart = phase.get("restart", [])
-        if not isinstance(restart, list):
+        prefixes = phase.get("restart_datasets", [])
+        if not isinstance(prefixes, list):
             raise ConfigError(
-                f"{path}: phase {number}: restart is {restart!r}; it must be a list of prefixes"
+                f"{path}: phase {number}: restart_datasets is {prefixes!r}; it must be a list of prefixes"
             )
 
 
@@ -212,7 +215,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
         # Only its first word: what follows may be a secret.
         word = re.split(r"[^\w.-]", override, maxsplit=1)[0]
         raise ConfigError(
-            f"override {word!r}: write it as section.name=value, for instance train.iters=100"
+            f"override {word!r}: write it as section.name=value, for instance train.train_iters=100"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
@@ -39,15 +39,21 @@ class ModelConfig:
 class ParallelConfig:
     """How the ranks divide the work; data parallelism is what the sizes leave of the world."""
 
+    RENAMED: ClassVar[dict[str, str]] = {
+        "order": "rank_order",
+        "virtual_stages": "virtual_pipeline_stages",
+    }
+    """Settings of earlier versions, and their names now."""
+
     tp: int = 1
     """Tensor parallel: every layer is split over so many ranks."""
     cp: int = 1
     """Context parallel: every sequence is."""
     pp: int = 1
     """Pipeline parallel: the layers are."""
-    virtual_stages: int = 1
+    virtual_pipeline_stages: int = 1
     """Stretches of layers of each pipeline rank; more than one: the interleaved schedule."""
-    order: str = ORDER
+    rank_order: str = ORDER
     """Which kind of parallelism numbers the ranks fastest."""
     optimizer: Literal["replicated", "sharded"] = "replicated"
     """State on every rank, with gradients by BucketedDataParallel; sharded: parameters, gradients and
@@ -64,9 +70,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
+        if self.virtual_pipeline_stages < 1 or (self.virtual_pipeline_stages > 1 and self.pp == 1):
             raise ConfigError(
-                f"parallel.virtual_stages is {self.virtual_stages}; "
+                f"parallel.virtual_pipeline_stages is {self.virtual_pipeline_stages}; "
                 f"more than one needs parallel.pp of two or more"
             )
 
@@ -77,13 +83,25 @@ class TrainConfig:
     means never.
     """
 
-    iters: Annotated[int, Ge(1)]
+    RENAMED: ClassVar[dict[str, str]] = {
+        "iters": "train_iters",
+        "rampup": "rampup_batch_size",
+        "decay": "lr_decay_style",
+        "decay_by": "lr_decay_unit",
+        "largest_gradient": "max_grad_value",
+        "rewind": "resume_from_step",
+        "hash_batches": "log_batch_hash",
+        "timeout": "collective_timeout",
+    }
+    """Settings of earlier versions, and their names now."""
+
+    train_iters: Annotated[int, Ge(1)]
     """Optimizer steps of the whole run; the learning-rate schedule ends here."""
     micro_batch_size: Annotated[int, Ge(1)]
     """Samples of one pass of one rank."""
     global_batch_size: Annotated[int, Ge(1)]
     """Samples of one optimizer step over all ranks."""
-    rampup: tuple[int, int, int] | None = None
+    rampup_batch_size: tuple[int, int, int] | None = None
     """(start, increment, samples): the global batch grows from start to global_batch_size over so
     many samples.
     """
@@ -97,9 +115,9 @@ class TrainConfig:
     """What the learning rate falls to by the last step. None: a tenth of lr."""
     warmup_iters: Annotated[int, Ge(0)] = 0
     """Steps in which the learning rate rises to lr."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes from lr to min_lr after the warmup."""
-    decay_by: Literal["steps", "samples", "tokens"] = "steps"
+    lr_decay_unit: Literal["steps", "samples", "tokens"] = "steps"
     """What the decay is even over: the steps, or the samples or tokens that they take, which differ
     where batches ramp up, or phases change their size or the length of samples.
     """
@@ -111,7 +129,7 @@ class TrainConfig:
     """Of AdamW: the share of the running mean of their squares that is kept."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    largest_gradient: Annotated[float | None, Gt(0)] = None
+    max_grad_value: Annotated[float | None, Gt(0)] = None
     """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
     over its tokens, with parallel.optimizer = sharded of the sum of all ranks. One that is not
     finite always ends it.
@@ -143,7 +161,7 @@ class TrainConfig:
     """The last so many are kept."""
     async_save: bool = True
     """Train on while a checkpoint is written, or uploaded."""
-    rewind: Annotated[int | None, Ge(0)] = None
+    resume_from_step: Annotated[int | None, Ge(0)] = None
     """Resume from the last checkpoint at or before this step; later ones are set aside, under
     *.rewound. It is done once: what was trained after it is gone on with.
     """
@@ -153,11 +171,11 @@ class TrainConfig:
     """Global batches of one evaluation."""
     log_interval: Annotated[int, Ge(1)] = 10
     """Steps from one line of the log to the next; metrics.jsonl has every step."""
-    hash_batches: bool = False
+    log_batch_hash: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
-    timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
+    collective_timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
     """Seconds after which a collective that does not end ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has,
@@ -171,14 +189,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_out_dir()
         check_fields(self, "train.")
-        if self.lowest_lr > self.lr and self.decay != "constant":
+        if self.lowest_lr > self.lr and self.lr_decay_style != "constant":
             raise ConfigError(
                 f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
                 f"the rate would rise; lower min_lr"
             )
-        if self.warmup_iters > self.iters:
+        if self.warmup_iters > self.train_iters:
             raise ConfigError(
-                f"train.warmup_iters is {self.warmup_iters}, more than train.iters {self.iters}: "
+                f"train.warmup_iters is {self.warmup_iters}, more than train.train_iters {self.train_iters}: "
                 f"the learning rate would never reach train.lr; lower warmup_iters"
             )
         if self.device == "cpu" and self.backend == "nccl":

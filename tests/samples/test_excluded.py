@@ -1,4 +1,4 @@
-"""Documents that are skipped are not seen from their sample on, in any order and by any reader."""
+"""Documents that are excluded are not seen from their sample on, in any order and by any reader."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
 def config_of(root: Path, order: str = "stream", **options: Any) -> DataConfig:
     options = {"blend": [(f"{root}/web/", 0.7), (f"{root}/code", 0.3)]} | options
     settings: dict[str, Any] = {
-        "lanes": 24,
-        "block_bytes": 512,
+        "shuffle_lanes": 24,
+        "shuffle_block_bytes": 512,
         "num_samples": (SAMPLES, 0, 0),
         "index_cache_dir": root / "cache",
         "eod_id": EOD,
@@ -116,8 +116,8 @@ class Oracle:
         self.source: SampleSource = StreamingDataset(
             replace(
                 config,
-                skip_documents=(),
-                phases=[replace(p, skip_documents=()) for p in config.phases],
+                exclude_documents=(),
+                phases=[replace(p, exclude_documents=()) for p in config.phases],
             ),
             micro_batch_size=1,
             global_batch_size=GLOBAL,
@@ -150,7 +150,7 @@ class Oracle:
             ids.append(self.files[place[0]][place[1]][run].astype(np.int64))
             gone.append(self.sinces[place[0]][place[1]][run] <= number)
         seen = np.where(np.concatenate(gone), EOD, np.concatenate(ids))
-        skipped = np.concatenate(gone)
+        excluded = np.concatenate(gone)
         length = len(seen) - 1
         position = np.zeros(length, np.int64)
         for column in range(1, length):
@@ -158,7 +158,7 @@ class Oracle:
         return {
             "tokens": seen[:length],
             "labels": seen[1:],
-            "loss_mask": (~(skipped[:length] | skipped[1:])).astype(np.float32),
+            "loss_mask": (~(excluded[:length] | excluded[1:])).astype(np.float32),
             "position_ids": position if self.config.reset_position_ids else np.arange(length),
         }
 
@@ -236,16 +236,16 @@ def lists_of_stretches(draw: st.DrawFn) -> list[ExcludedRanges]:
 def scan(lists: list[ExcludedRanges], token: int) -> int:
     """The first list that has a token; 100: none."""
     having = [
-        skipped.first_sample
-        for skipped in lists
-        if ((skipped.starts <= token) & (token < skipped.stops)).any()
+        excluded.first_sample
+        for excluded in lists
+        if ((excluded.starts <= token) & (token < excluded.stops)).any()
     ]
     return min(having, default=100)
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 @given(lists=lists_of_stretches(), data=st.data())
-def test_columns_that_are_skipped_are_those_of_a_scan(
+def test_columns_that_are_excluded_are_those_of_a_scan(
     lists: list[ExcludedRanges], data: st.DataObject
 ) -> None:
     table = ExcludedTokens(lists)
@@ -306,14 +306,14 @@ def test_skipping_documents_asks_whether_there_is_room(
 ) -> None:
     root, _ = corpus
     monkeypatch.setattr(excluded, "MAX_FILES", 2)
-    config = config_of(root, skip_documents=[f"{root}/code#0"])
+    config = config_of(root, exclude_documents=[f"{root}/code#0"])
     with pytest.raises(ConfigError, match="has 3 files"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
     # without any, files are as many as they like
     StreamingDataset(config_of(root), micro_batch_size=1, global_batch_size=GLOBAL)
 
 
-def test_a_run_without_tokens_has_none_that_are_skipped() -> None:
+def test_a_run_without_tokens_has_none_that_are_excluded() -> None:
     within = {"file": 0, "start": 5, "size": 0, "sample": 0, "column": 3}
     run = Runs(**{name: np.array([value]) for name, value in within.items()})
     excluded_tokens = ExcludedTokens([ExcludedRanges(0, np.array([0]), np.array([10]), {})])
@@ -324,14 +324,14 @@ def test_a_run_without_tokens_has_none_that_are_skipped() -> None:
 
 
 @pytest.mark.guarantee("must-learned-seen")
-@pytest.mark.parametrize("masks", [{}, MASKS, MASKS | {"balance_batches": True}])
+@pytest.mark.parametrize("masks", [{}, MASKS, MASKS | {"balance_attention_cost": True}])
 @pytest.mark.parametrize("order", ORDERS)
-def test_documents_are_skipped_from_a_sample_on_in_every_order(
+def test_documents_are_excluded_from_a_sample_on_in_every_order(
     corpus: tuple[Path, Documents], order: str, masks: dict[str, Any]
 ) -> None:
     root, documents = corpus
     first = 100  # in the middle of a global batch
-    config = config_of(root, order, skip_documents=[(first, named(root))], **masks)
+    config = config_of(root, order, exclude_documents=[(first, named(root))], **masks)
     oracle = Oracle(config, documents, since_of(root, first))
     found, _ = read(config, 2, 3, SAMPLES)
     assert len(found) == SAMPLES
@@ -349,7 +349,7 @@ def test_documents_are_skipped_from_a_sample_on_in_every_order(
         oracle.check(sample, {name: field[row_number] for name, field in batch.items()})
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 def test_sequences_without_tokens_take_no_loss_from_their_neighbours(tmp_path: Path) -> None:
     """With inter_document_masking samples have them, wherever the shuffle puts them."""
     prefix = f"{tmp_path}/a"
@@ -368,7 +368,7 @@ def test_sequences_without_tokens_take_no_loss_from_their_neighbours(tmp_path: P
         "megatron",
         blend=[prefix],
         inter_document_masking=True,
-        skip_documents=[f"a#{number}" for number in gone],
+        exclude_documents=[f"a#{number}" for number in gone],
     )
     oracle = Oracle(config, {prefix: documents}, {(prefix, number): 0 for number in gone})
     found, _ = read(config, 1, 4, 96)
@@ -388,14 +388,14 @@ def check_bounds(row: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.guarantee("must-learned-seen")
 @pytest.mark.parametrize("order", ORDERS)
-def test_nothing_is_another_where_nothing_is_skipped(
+def test_nothing_is_another_where_nothing_is_excluded(
     corpus: tuple[Path, Documents], order: str
 ) -> None:
     root, _ = corpus
     plain, plain_state = read(config_of(root, order), 1, 4, 96)
     # a list that has not begun, and one of documents that are not read
-    for skips in ([(96, named(root))], []):
-        found, state = read(config_of(root, order, skip_documents=skips), 1, 4, 96)
+    for names in ([(96, named(root))], []):
+        found, state = read(config_of(root, order, exclude_documents=names), 1, 4, 96)
         assert state == plain_state
         for sample, row in plain.items():
             for name, field in row.items():
@@ -431,11 +431,11 @@ def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
         since[prefix, number] = min(first, since.get((prefix, number), first))
     phases = [
         PhaseConfig(
-            first_sample=60, blend=[f"{root}/code", f"{root}/web/"], skip_documents=lists[60]
+            first_sample=60, blend=[f"{root}/code", f"{root}/web/"], exclude_documents=lists[60]
         ),
-        PhaseConfig(first_sample=96, sequence_length=24, skip_documents=lists[96]),
+        PhaseConfig(first_sample=96, sequence_length=24, exclude_documents=lists[96]),
     ]
-    config = config_of(root, phases=phases, skip_documents=lists[0])
+    config = config_of(root, phases=phases, exclude_documents=lists[0])
     oracle = Oracle(config, documents, since)
     state = None
     at = 0
@@ -446,10 +446,10 @@ def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
             oracle.check(sample, row)
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents]) -> None:
     root, documents = corpus
-    config = config_of(root, "megatron", skip_documents=[(24, named(root))])
+    config = config_of(root, "megatron", exclude_documents=[(24, named(root))])
     oracle = Oracle(config, documents, since_of(root, 24))
     train, _, _ = build_datasets(config)
     assert train is not None
@@ -466,15 +466,15 @@ def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents
     assert at == SAMPLES
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
     corpus: tuple[Path, Documents], order: str
 ) -> None:
     root, documents = corpus
     phases = [
-        PhaseConfig(first_sample=48, blend=[f"{root}/code"], skip_documents=["code#7"]),
-        PhaseConfig(first_sample=96, blend=[f"{root}/web/"], skip_documents=named(root)),
+        PhaseConfig(first_sample=48, blend=[f"{root}/code"], exclude_documents=["code#7"]),
+        PhaseConfig(first_sample=96, blend=[f"{root}/web/"], exclude_documents=named(root)),
     ]
     config = config_of(root, order, phases=phases, num_samples=(180, 0, 0))
     since = since_of(root, 96) | {(f"{root}/code", 7): 48}
@@ -487,15 +487,15 @@ def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
     for row_number, sample in enumerate(dataset.sample_ids(132).tolist()):
         batch = dataset.batch(132)
         oracle.check(sample, {name: field[row_number] for name, field in batch.items()})
-    begun = [dataset.samples.identity(at).get("skip_documents", []) for at in (48, 96, 108)]
+    begun = [dataset.samples.identity(at).get("exclude_documents", []) for at in (48, 96, 108)]
     assert [[first for first, _ in lists] for lists in begun] == [[], [48], [48, 96]]
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 @pytest.mark.parametrize("cp", [1, 2])
 def test_ranks_that_are_sent_ids_derive_the_same(corpus: tuple[Path, Documents], cp: int) -> None:
     root, documents = corpus
-    config = config_of(root, skip_documents=[(50, named(root))])
+    config = config_of(root, exclude_documents=[(50, named(root))])
     oracle = Oracle(config, documents, since_of(root, 50))
     for rank in range(cp):
         options: dict[str, Any] = {"cp_rank": rank, "cp_size": cp} if cp > 1 else {}
@@ -531,7 +531,7 @@ def by_trace(config: DataConfig, gone: set[int]) -> dict[int, np.ndarray]:
     return found
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 @pytest.mark.parametrize("kind", ["pack", "chat"])
 def test_bins_and_conversations_keep_their_form(tmp_path: Path, kind: str) -> None:
     """Of packed datasets, whose samples end in padding, and of those whose modes make the mask."""
@@ -551,28 +551,28 @@ def test_bins_and_conversations_keep_their_form(tmp_path: Path, kind: str) -> No
     gone = {3, 4, 40, 79}
     names = [f"out#{number}" for number in gone]  # bins are in another order than lines
     plain, _ = read(config, 1, 4, 48)
-    found, _ = read(replace(config, skip_documents=names), 1, 4, 48)
+    found, _ = read(replace(config, exclude_documents=names), 1, 4, 48)
     some = 0
-    for sample, skipped in by_trace(config, gone).items():
+    for sample, hidden in by_trace(config, gone).items():
         row = found[sample]
         before = plain[sample]
-        some += int(skipped.sum())
-        tokens = np.where(skipped[:-1], 256, before["tokens"].numpy())
+        some += int(hidden.sum())
+        tokens = np.where(hidden[:-1], 256, before["tokens"].numpy())
         np.testing.assert_array_equal(row["tokens"].numpy(), tokens)
-        labels = np.where(skipped[1:], 256, before["labels"].numpy())
+        labels = np.where(hidden[1:], 256, before["labels"].numpy())
         np.testing.assert_array_equal(row["labels"].numpy(), labels)
-        unlearned = skipped[1:] | skipped[:-1]
+        unlearned = hidden[1:] | hidden[:-1]
         mask = np.where(unlearned, 0, before["loss_mask"].numpy())
         np.testing.assert_array_equal(row["loss_mask"].numpy(), mask)
         check_bounds(row)
     assert some > 20
 
 
-@pytest.mark.guarantee("skipped-documents-columns")
+@pytest.mark.guarantee("excluded-documents-columns")
 def test_validation_stays_the_same(corpus: tuple[Path, Documents]) -> None:
     root, _ = corpus
     config = config_of(root, split="0.7,0.3,0", num_samples=None, blend=[f"{root}/web/"])
-    skipping = replace(config, skip_documents=["web#59", "web#119", "web#118"])
+    skipping = replace(config, exclude_documents=["web#59", "web#119", "web#118"])
     sizes: dict[str, Any] = {"micro_batch_size": 4, "global_batch_size": 4, "split": "valid"}
     one = StreamingDataset(config, **sizes)
     other = StreamingDataset(skipping, **sizes)
@@ -585,52 +585,52 @@ def test_validation_stays_the_same(corpus: tuple[Path, Documents]) -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def skipped_of(config: DataConfig) -> set[tuple[str, int]]:
-    """The documents that are skipped in some sample."""
+def excluded_of(config: DataConfig) -> set[tuple[str, int]]:
+    """The documents that are excluded in some sample."""
     provenance = Provenance(config, global_batch_size=GLOBAL)
-    skipped = provenance.source.skipped
-    assert skipped is not None
+    excluded = provenance.source.excluded
+    assert excluded is not None
     found = set()
     for dataset in range(len(provenance.datasets)):
         for number, shard in enumerate(provenance.shards(dataset)):
             file = number + sum(len(provenance.shards(before)) for before in range(dataset))
             for document in range(shard.num_documents):
                 (run,) = shard.tokens_of(document)
-                if skipped.excluded_from(file, run.file_start) is not None:
+                if excluded.excluded_from(file, run.file_start) is not None:
                     found.add((Path(shard.name).name, document))
     return found
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_documents_go_by_many_names(corpus: tuple[Path, Documents], tmp_path: Path) -> None:
     root, _ = corpus
     wanted = {(name, number) for name, numbers in SKIPPED.items() for number in numbers}
-    assert skipped_of(config_of(root, skip_documents=named(root))) == wanted
+    assert excluded_of(config_of(root, exclude_documents=named(root))) == wanted
     listed = tmp_path / "names.txt"
     listed.write_text("\n".join(named(root)) + "\n\n")
-    assert skipped_of(config_of(root, skip_documents=str(listed))) == wanted
+    assert excluded_of(config_of(root, exclude_documents=str(listed))) == wanted
     # an id that several documents have is that of all of them, unless a dataset is named
     everywhere = {(name, 3) for name in SKIPPED}
-    assert skipped_of(config_of(root, skip_documents=["id-3"])) == everywhere
-    assert skipped_of(config_of(root, skip_documents={"code": ["id-3"]})) == {("code", 3)}
+    assert excluded_of(config_of(root, exclude_documents=["id-3"])) == everywhere
+    assert excluded_of(config_of(root, exclude_documents={"code": ["id-3"]})) == {("code", 3)}
     of_web = {f"{root}/web/": ["id-3"], "code": str(listed)}
-    with pytest.raises(ConfigError, match="skip_documents: no document is called"):
-        skipped_of(config_of(root, skip_documents=of_web))
+    with pytest.raises(ConfigError, match="exclude_documents: no document is called"):
+        excluded_of(config_of(root, exclude_documents=of_web))
 
 
 MISTAKES: list[tuple[Any, str]] = [
     (["id-1", "nobody", "code#60"], "is called 'nobody', 'code#60'; .*code has 60 documents"),
     ("nowhere.txt", r"there is no file nowhere.txt; write one name a line"),
-    ({3: ["id-1"]}, r"skip_documents is \{3: \['id-1'\]\}; it takes the path of a file"),
-    ({"wep": ["id-1"]}, r"skip_documents: wep is no dataset here; there are .*/web/"),
-    ([(0, "names.txt"), "id-1"], r"skip_documents holds 'id-1'; it takes names"),
-    ([(-1, ["id-1"])], r"skip_documents holds \(-1, \['id-1'\]\)"),
-    ([3], r"skip_documents holds 3"),
-    (7, r"skip_documents is 7; it must be text or a list or a mapping"),
+    ({3: ["id-1"]}, r"exclude_documents is \{3: \['id-1'\]\}; it takes the path of a file"),
+    ({"wep": ["id-1"]}, r"exclude_documents: wep is no dataset here; there are .*/web/"),
+    ([(0, "names.txt"), "id-1"], r"exclude_documents holds 'id-1'; it takes names"),
+    ([(-1, ["id-1"])], r"exclude_documents holds \(-1, \['id-1'\]\)"),
+    ([3], r"exclude_documents holds 3"),
+    (7, r"exclude_documents is 7; it must be text or a list or a mapping"),
 ]
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 @pytest.mark.parametrize(("given_names", "message"), MISTAKES)
 def test_mistaken_names_are_told(
     corpus: tuple[Path, Documents], given_names: Any, message: str
@@ -638,11 +638,11 @@ def test_mistaken_names_are_told(
     root, _ = corpus
     with pytest.raises(ConfigError, match=message):
         StreamingDataset(
-            config_of(root, skip_documents=given_names), micro_batch_size=1, global_batch_size=1
+            config_of(root, exclude_documents=given_names), micro_batch_size=1, global_batch_size=1
         )
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_a_number_that_is_also_a_place_is_refused(
     corpus: tuple[Path, Documents], tmp_path: Path
 ) -> None:
@@ -651,14 +651,14 @@ def test_a_number_that_is_also_a_place_is_refused(
     for number in range(4):  # where another name of the same kind leads to another document
         origins.add(collect_origins([DocumentOrigin(path="a", kind=LINE, place=3 - number, id="")]))
     (tmp_path / "a.origins").write_bytes(origins.finish())
-    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=["a:1"])
+    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], exclude_documents=["a:1"])
     with pytest.raises(
         ConfigError, match="'a:1' is the number of one document, and the origin of another"
     ):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_a_number_and_a_place_of_one_stored_document_are_no_contradiction(tmp_path: Path) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     origins = ProvenanceWriter()
@@ -672,20 +672,20 @@ def test_a_number_and_a_place_of_one_stored_document_are_no_contradiction(tmp_pa
     assert provenance.find(f"{tmp_path}/a:1") == [(0, 0, 1), (1, 0, 1)]
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_numbers_of_datasets_named_in_full_need_no_origins(tmp_path: Path) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     (tmp_path / "a.origins").write_bytes(b"damaged")  # so that it is told who reads it
-    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=[f"{tmp_path}/a#3"])
-    assert skipped_of(config) == {("a", 3)}
+    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], exclude_documents=[f"{tmp_path}/a#3"])
+    assert excluded_of(config) == {("a", 3)}
     with pytest.raises(FormatError, match=r"a\.origins"):
-        skipped_of(replace(config, skip_documents=["id-3"]))
+        excluded_of(replace(config, exclude_documents=["id-3"]))
 
 
-@pytest.mark.guarantee("document-skipped-skipped")
+@pytest.mark.guarantee("document-excluded-excluded")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_document_is_skipped_in_every_dataset_that_holds_its_shard(
+def test_a_document_is_excluded_in_every_dataset_that_holds_its_shard(
     tmp_path: Path, order: str, first: int
 ) -> None:
     write_shard(f"{tmp_path}/web/web", np.random.default_rng(0), 20)
@@ -701,12 +701,12 @@ def test_a_document_is_skipped_in_every_dataset_that_holds_its_shard(
         tmp_path,
         order,
         blend=[(name, 0.25) for name in blend],
-        skip_documents={blend[first]: [f"{blend[first].rstrip('/')}#5"]},
+        exclude_documents={blend[first]: [f"{blend[first].rstrip('/')}#5"]},
     )
     source = Provenance(config, global_batch_size=GLOBAL).source
-    assert source.skipped is not None
+    assert source.excluded is not None
     per_file: dict[int, list[tuple[int, int]]] = {}
-    for file, start, stop, _ in source.skipped.ranges():
+    for file, start, stop, _ in source.excluded.ranges():
         per_file.setdefault(file, []).append((start, stop))
     assert sorted(per_file) == [0, 1, 2, 3]
     assert all(stretches == per_file[0] for stretches in per_file.values())
@@ -719,9 +719,11 @@ def test_the_warning_of_names_comes_once_however_often_a_run_opens_its_datasets(
     for name in ("a", "b"):
         write_shard(f"{tmp_path}/{name}", rng, 20)
     (tmp_path / "b.origins").unlink()
-    config = config_of(tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"], skip_documents=["id-1"])
+    config = config_of(
+        tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"], exclude_documents=["id-1"]
+    )
     for _ in range(3):
-        skipped_of(config)
+        excluded_of(config)
     assert caplog.text.count("no document of") == 1
 
 
@@ -735,7 +737,7 @@ def test_shards_in_which_ids_are_not_looked_for_are_told_of(
     config = config_of(tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"])
     for names, told in ((["b#1", "a:3"], False), (["id-1", "b#1"], True), ({"a": ["id-1"]}, False)):
         caplog.clear()
-        skipped_of(replace(config, skip_documents=names))
+        excluded_of(replace(config, exclude_documents=names))
         assert (f"no document of {tmp_path}/b, since 1 shards" in caplog.text) == told
 
 
@@ -745,21 +747,21 @@ blend = "web"
 sequence_length = 16
 order = "stream"
 eod_id = 3
-skip_documents = {first}
+exclude_documents = {first}
 [[data.phases]]
 first_sample = 64
-skip_documents = {later}
+exclude_documents = {later}
 [model]
 vocab_size = 384
 [train]
 out_dir = "runs"
-iters = 100
+train_iters = 100
 micro_batch_size = 1
 global_batch_size = 4
 """
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_lists_are_written_in_the_file_of_a_run(tmp_path: Path) -> None:
     forms: list[tuple[str, list[tuple[int, Any, str | None]]]] = [
         ('"a.txt"', [(0, "a.txt", None)]),
@@ -776,24 +778,24 @@ def test_lists_are_written_in_the_file_of_a_run(tmp_path: Path) -> None:
         later = [(64, names, dataset) for _, names, dataset in wanted]
         first = [(0, "a.txt", None), (8, ("a#1", "b"), None)]
         data = load_run(str(path)).data
-        assert data.skips_of("train") == [*first, *later]
-        assert not data.skips_of("valid")
+        assert data.exclusions_of("train") == [*first, *later]
+        assert not data.exclusions_of("valid")
         path.write_text(TOML.format(first=text, later="[]"))
-        assert load_run(str(path)).data.skips_of("train") == wanted
+        assert load_run(str(path)).data.exclusions_of("train") == wanted
 
 
-@pytest.mark.guarantee("skipped-documents-go")
+@pytest.mark.guarantee("excluded-documents-go")
 def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents(
     tmp_path: Path,
 ) -> None:
     write_shard(str(tmp_path / "a"), np.random.default_rng(0), 4)
     (tmp_path / "a.origins").unlink()
-    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], skip_documents=["id-1"])
+    config = config_of(tmp_path, blend=[f"{tmp_path}/a"], exclude_documents=["id-1"])
     with pytest.raises(ConfigError, match=re.escape("keep no origins (convert --provenance), so")):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
-    with pytest.raises(ConfigError, match="skip_documents needs eod_id"):
+    with pytest.raises(ConfigError, match="exclude_documents needs eod_id"):
         replace(config, eod_id=None)
-    config = replace(config, eod_id=70_000, skip_documents=["a#1"])
+    config = replace(config, eod_id=70_000, exclude_documents=["a#1"])
     with pytest.raises(ConfigError, match=r"stores ids as uint16, which eod_id 70000 is not"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
 
@@ -808,7 +810,7 @@ def test_a_trace_tells_what_is_not_seen_and_what_was_seen_before(
 ) -> None:
     root, documents = corpus
     lists: list[tuple[int, Any]] = [(40, named(root)), (100, ["web#40", "code#5"])]
-    config = config_of(root, order, skip_documents=lists)
+    config = config_of(root, order, exclude_documents=lists)
     since = since_of(root, 40) | {(f"{root}/web/web-00000-of-00002", 40): 100}
     oracle = Oracle(config, documents, since)
     provenance = Provenance(config, global_batch_size=GLOBAL)
@@ -816,20 +818,20 @@ def test_a_trace_tells_what_is_not_seen_and_what_was_seen_before(
         seen = np.ones(LENGTH + 1, bool)
         for run in sample.runs:
             first = since.get((run.shard, run.name.document), 1 << 60)
-            assert run.skipped == (first <= sample.sample)
-            seen[run.column : run.column + run.stop - run.start] = not run.skipped
+            assert run.excluded == (first <= sample.sample)
+            seen[run.column : run.column + run.stop - run.start] = not run.excluded
         wanted = oracle.sample(sample.sample)["loss_mask"]
         np.testing.assert_array_equal(seen[:-1] & seen[1:], wanted.astype(bool))
-    told = provenance.skipped_documents()
+    told = provenance.excluded_documents()
     names = {
         (provenance.shard_name(name.dataset, name.shard), name.document): first
         for name, first in told.items()
     }
     assert names == since
     for name, first in told.items():
-        assert provenance.skipped_from(name) == first
+        assert provenance.excluded_from(name) == first
     other = next(iter(told))
-    assert provenance.skipped_from(other._replace(document=33)) is None
+    assert provenance.excluded_from(other._replace(document=33)) is None
 
 
 @pytest.mark.guarantee("trace-marks-seen")
@@ -838,25 +840,25 @@ def test_two_runs_differ_from_the_first_sample_that_does_not_see_the_same(
     corpus: tuple[Path, Documents], order: str
 ) -> None:
     root, documents = corpus
-    config = config_of(root, order, skip_documents=[(48, named(root))])
+    config = config_of(root, order, exclude_documents=[(48, named(root))])
     one = Oracle(config, documents, since_of(root, 48))
     # the same documents, each from another sample on
     others = [(number, [name]) for number, name in enumerate(named(root), 48)]
-    other_config = replace(config, skip_documents=others)
+    other_config = replace(config, exclude_documents=others)
     found = compare_orders(
-        Provenance(replace(config, skip_documents=()), global_batch_size=GLOBAL),
+        Provenance(replace(config, exclude_documents=()), global_batch_size=GLOBAL),
         Provenance(config, global_batch_size=GLOBAL),
         200,
     )
     first = next(s for s in range(200) if not one.sample(s)["loss_mask"].all())
-    assert (found.first, list(found.settings)) == (first, ["skip_documents"])
+    assert (found.first, list(found.settings)) == (first, ["exclude_documents"])
     found = compare_orders(
         Provenance(config, global_batch_size=GLOBAL),
         Provenance(other_config, global_batch_size=GLOBAL),
         200,
     )
     assert found.first is None or found.first < 48 + len(others)
-    assert list(found.settings) == ["skip_documents"]
+    assert list(found.settings) == ["exclude_documents"]
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -869,11 +871,13 @@ def test_lists_of_the_past_are_kept_and_those_of_the_future_are_free(
 ) -> None:
     root, _ = corpus
     lists: list[tuple[int, Any]] = [(0, ["id-1"]), (48, ["code#5", "code#6"])]
-    config = config_of(root, order, skip_documents=lists)
+    config = config_of(root, order, exclude_documents=lists)
 
-    def resume(state: dict[str, Any], skips: Any) -> None:
+    def resume(state: dict[str, Any], excluded_ranges: Any) -> None:
         loader = StreamLoader(
-            replace(config, skip_documents=skips), micro_batch_size=4, global_batch_size=GLOBAL
+            replace(config, exclude_documents=excluded_ranges),
+            micro_batch_size=4,
+            global_batch_size=GLOBAL,
         )
         loader.load_state_dict(state)
 
@@ -884,14 +888,14 @@ def test_lists_of_the_past_are_kept_and_those_of_the_future_are_free(
     resume(after, [*lists, (60, ["id-3"])])
     # other names of the same documents
     resume(after, [(0, ["id-1"]), (48, {"code": ["code-6", "code.jsonl:6"]})])
-    for skips, differs in (
-        (lists[:1], 'skip_documents: the checkpoint has .*48, "2 documents'),
-        ([(0, ["id-1"]), (48, ["code#5"])], r"skip_documents\[1\]\[1\]: .*\"2 doc.*\"1 doc"),
-        ([(0, ["id-1"]), (36, lists[1][1])], r"skip_documents\[1\]\[0\]: the checkpoint has 48"),
-        ((), "skip_documents: the checkpoint has .*, this run null"),
+    for excluded_ranges, differs in (
+        (lists[:1], 'exclude_documents: the checkpoint has .*48, "2 documents'),
+        ([(0, ["id-1"]), (48, ["code#5"])], r"exclude_documents\[1\]\[1\]: .*\"2 doc.*\"1 doc"),
+        ([(0, ["id-1"]), (36, lists[1][1])], r"exclude_documents\[1\]\[0\]: the checkpoint has 48"),
+        ((), "exclude_documents: the checkpoint has .*, this run null"),
     ):
         with pytest.raises(StateError, match=differs):
-            resume(after, skips)
+            resume(after, excluded_ranges)
 
 
 @pytest.mark.guarantee("lists-past-kept")
@@ -899,7 +903,7 @@ def test_a_dataset_that_joins_later_changes_no_list_of_the_past(
     corpus: tuple[Path, Documents],
 ) -> None:
     root, _ = corpus
-    config = config_of(root, blend=[f"{root}/code"], skip_documents=["id-3"])
+    config = config_of(root, blend=[f"{root}/code"], exclude_documents=["id-3"])
     _, state = read(config, 1, 4, 48)
     joined = PhaseConfig(first_sample=48, blend=[f"{root}/web/"])
     loader = StreamLoader(
@@ -916,18 +920,20 @@ def test_a_dataset_that_joins_later_changes_no_list_of_the_past(
 def test_states_stay_small_with_many_lists(corpus: tuple[Path, Documents]) -> None:
     root, _ = corpus
     lists = [(first, [f"web#{first}", f"id-{2 * (first % 30) + 1}"]) for first in range(60)]
-    config = config_of(root, skip_documents=lists)
+    config = config_of(root, exclude_documents=lists)
     _, state = read(config, 1, 4, 72)
     assert len(str(state)) < 1024
     other = [*lists[:-1], (59, ["web#1"])]
     loader = StreamLoader(
-        replace(config, skip_documents=other), micro_batch_size=4, global_batch_size=GLOBAL
+        replace(config, exclude_documents=other), micro_batch_size=4, global_batch_size=GLOBAL
     )
-    with pytest.raises(StateError, match=r"skip_documents: of 60 items, some of 52 to 59 differ"):
+    with pytest.raises(
+        StateError, match=r"exclude_documents: of 60 items, some of 52 to 59 differ"
+    ):
         loader.load_state_dict(state)
 
 
-def test_lines_of_conversations_have_no_documents_to_be_skipped(tmp_path: Path) -> None:
-    config = config_of(tmp_path, skip_documents=["id-1"])
-    with pytest.raises(ConfigError, match="skip_documents names documents of converted"):
+def test_lines_of_conversations_have_no_documents_to_be_excluded(tmp_path: Path) -> None:
+    config = config_of(tmp_path, exclude_documents=["id-1"])
+    with pytest.raises(ConfigError, match="exclude_documents names documents of converted"):
         SFTDataset([str(tmp_path / "chat.jsonl")], lambda text: [1], config)
