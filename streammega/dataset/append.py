@@ -214,9 +214,7 @@ def join_manifests(
         check_alike(first_name, first, request.name, _metadata(request.manifest))
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if len({shard.name for shard in shards}) < len(shards):
-        raise ConfigError(
-            f"{redact_urls(prefix)}: two of the datasets have a shard of the same name"
-        )
+        raise ConfigError(f"{redact_urls(prefix)}: a shard is named twice; name each dataset once")
     # Either all have bins of one length, or none has bins.
     packs = [manifest.pack for manifest in manifests if manifest.pack is not None]
     pack = None
