@@ -355,7 +355,13 @@ def change(url: str, **changes: Any) -> None:
         ("web", "", {}, ConfigError, "name the datasets"),
         ("pair", "web-b", {}, ConfigError, "a pair without a manifest"),
         *(
-            (f"web@{which}", "web-b", {}, ConfigError, "name of a version, and versions never change")
+            (
+                f"web@{which}",
+                "web-b",
+                {},
+                ConfigError,
+                "name of a version, and versions never change",
+            )
             for which in ("0", "1", "7", "0..1")
         ),
     ],
