@@ -127,14 +127,14 @@ def _check_asked(
     step: int | None, sample: int | None, find: str | None, excluded: bool, tokens: str | None
 ) -> None:
     """Raise ConfigError unless one thing is to be explained, by options that belong to it."""
-    from streammega.config import MOST_SAMPLES
+    from streammega.config import MAX_SAMPLES
 
     chosen = [name for name in (step, sample, find, excluded or None) if name is not None]
     if len(chosen) != 1:
         raise ConfigError(
             "give one of --step, --sample, --find and --excluded: what is to be explained"
         )
-    if sample is not None and sample >= MOST_SAMPLES:
+    if sample is not None and sample >= MAX_SAMPLES:
         raise ConfigError(f"--sample {sample}: no run has so many samples")
     if (find is not None or excluded) and tokens is not None:
         raise ConfigError("--tokens is of the samples of --step and --sample, and of nothing else")

@@ -1,15 +1,15 @@
 """Settings, checked once. Frozen and keyword-only; units in the name or beside it."""
 
-from streammega.config.blends import MOST_DATASETS, Blend, parse_blend
-from streammega.config.data import FIELD_NAMES, MOST_SAMPLES, DataConfig, FieldsConfig, Order
+from streammega.config.blends import MAX_DATASETS, Blend, parse_blend
+from streammega.config.data import FIELD_NAMES, MAX_SAMPLES, DataConfig, FieldsConfig, Order
 from streammega.config.phases import ExcludedList, ExcludedNames, FollowConfig, PhaseConfig, Segment
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
 
 __all__ = [
     "FIELD_NAMES",
-    "MOST_DATASETS",
-    "MOST_SAMPLES",
+    "MAX_DATASETS",
+    "MAX_SAMPLES",
     "Blend",
     "DataConfig",
     "FieldsConfig",

@@ -11,7 +11,7 @@ from typing import Any
 from streammega.errors import ConfigError
 
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
-MOST_DATASETS = 32766
+MAX_DATASETS = 32766
 """Most datasets of a blend: the dataset of a sample is an int16, as in Megatron's index."""
 
 
@@ -23,9 +23,9 @@ def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None
     weights that are not positive numbers, or weights for some of the prefixes only.
     """
     pairs = _pairs(blend)
-    if len(pairs) > MOST_DATASETS:
+    if len(pairs) > MAX_DATASETS:
         raise ConfigError(
-            f"the blend has {len(pairs)} datasets; there may be {MOST_DATASETS}: merge some, "
+            f"the blend has {len(pairs)} datasets; there may be {MAX_DATASETS}: merge some, "
             f"or name folders of them"
         )
     prefixes = tuple(prefix for prefix, _ in pairs)

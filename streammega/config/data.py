@@ -27,7 +27,7 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
 Order = Literal["megatron", "stream", "sequential"]
-MOST_SAMPLES = 1 << 50
+MAX_SAMPLES = 1 << 50
 """Most samples of a split: far more than any run has, and all counts of them fit int64."""
 
 FIELD_NAMES = (
@@ -237,7 +237,7 @@ class DataConfig(FieldsConfig):
     """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
     phases, in the order in which they first appear. For losses by source: SourceLosses.
     """
-    num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MOST_SAMPLES)] = None
+    num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MAX_SAMPLES)] = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True
     """Samples carry S + 1 tokens, so that every position has a label."""

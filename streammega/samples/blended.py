@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
-from streammega.config import MOST_DATASETS, DataConfig
+from streammega.config import MAX_DATASETS, DataConfig
 from streammega.dataset import cached_arrays
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
@@ -224,8 +224,8 @@ def _check_blend(
         raise ConfigError(
             f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}"
         )
-    if len(datasets) > MOST_DATASETS:
-        raise ConfigError(f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}")
+    if len(datasets) > MAX_DATASETS:
+        raise ConfigError(f"the blend has {len(datasets)} datasets; there may be {MAX_DATASETS}")
     for dataset in datasets:
         if not isinstance(dataset, GPTDataset):
             raise ConfigError(
