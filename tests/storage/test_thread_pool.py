@@ -1,5 +1,5 @@
-"""A signal that no wait of the main thread is broken off by: Ctrl-C that came to another thread, or
-just before the wait began.
+"""Threads that wait for storage: results and errors in order, and Ctrl-C at once, also where the
+signal goes to another thread or comes just before the wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from streammega import DataConfig, StreamLoader
 from streammega.loading.engine import Engine
+from streammega.storage import thread_pool
 from streammega.storage.thread_pool import Pool
 
 LONG = 30.0
@@ -61,3 +62,51 @@ def test_batches_are_waited_for_no_longer(
     with pytest.raises(KeyboardInterrupt):
         next(iter(loader))
     assert time.monotonic() - began < LONG / 2
+
+
+class TestPool:
+    def test_results_come_in_order_and_the_first_error_in_that_order(self) -> None:
+        pool = thread_pool.Pool(4)
+        assert pool.map(lambda x: x * x, range(50)) == [x * x for x in range(50)]
+
+        def fail(x: int) -> int:
+            time.sleep(0.2 if x == 3 else 0.0)
+            if x in (3, 5):
+                raise ValueError(x)
+            return x
+
+        with pytest.raises(ValueError, match="3"):
+            pool.map(fail, range(8))
+        assert thread_pool.parallel_map(str, [1, 2, 3], 2) == ["1", "2", "3"]
+        assert thread_pool.parallel_map(str, [], 2) == []
+
+    def test_an_error_stops_what_others_still_wait_for(self) -> None:
+        """Also through work that waits for other work."""
+        stopped = threading.Event()
+
+        def inner(_: int) -> None:
+            try:
+                thread_pool.pause(60)
+            except thread_pool.Cancelled:
+                stopped.set()
+                raise
+
+        def outer(x: int) -> None:
+            if x == 0:
+                time.sleep(0.2)
+                raise ValueError("first")
+            thread_pool.parallel_map(inner, [1, 2], 2)
+
+        with pytest.raises(ValueError, match="first"):
+            thread_pool.parallel_map(outer, [0, 1], 2)
+        assert stopped.wait(5)
+
+    def test_threads_without_work_leave(self) -> None:
+        before = threading.active_count()
+        pool = thread_pool.Pool(8, idle_timeout=0.1)
+        pool.map(lambda _: time.sleep(0.01), range(16))
+        deadline = time.monotonic() + 60
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert threading.active_count() <= before
+        assert pool.map(str, [1]) == ["1"], "and come again"
