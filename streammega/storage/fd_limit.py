@@ -47,7 +47,9 @@ def explain_fd_limit(error: BaseException) -> str:
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
-        if _is_limit(behind):
+        text = str(behind).lower()
+        has_number = isinstance(behind, OSError) and behind.errno in TOO_MANY_ERRNOS
+        if has_number or any(sign in text for sign in _SIGNS):
             return fd_limit_message()
         behind = behind.__cause__ or behind.__context__
     return ""
@@ -86,10 +88,3 @@ def open_files() -> int:
             break
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft
-
-
-def _is_limit(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in TOO_MANY_ERRNOS:
-        return True
-    text = str(error).lower()
-    return any(sign in text for sign in _SIGNS)

@@ -7,7 +7,7 @@ interface. All else is read by fsspec's own drivers.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,28 +40,13 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
     options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # the signature covers the URL as it is spelled
-    if "::" in url and _is_no_chain(url):
-        return _unchained(url, options)
+    if "::" in url and (not is_remote(url) or scheme in _UNCHAINED_SCHEMES):
+        # fsspec would take this name for file systems within each other.
+        driver = fsspec.get_filesystem_class(scheme if "://" in url else "file")
+        options = {**driver._get_kwargs_from_urls(url), **options}
+        return driver(**options), driver._strip_protocol(url)
     system, path = fsspec.core.url_to_fs(url, **options)
     return system, path
-
-
-def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """As `fsspec.core.url_to_fs`, for a URL in which `::` does not separate file systems."""
-    scheme = url.partition("://")[0] if "://" in url else "file"
-    driver = fsspec.get_filesystem_class(scheme)
-    of_url = driver._get_kwargs_from_urls(url)
-    system = driver(**{**of_url, **options})
-    return system, driver._strip_protocol(url)
-
-
-def _is_no_chain(url: str) -> bool:
-    """Whether `::` is part of a file's or an object's name.
-
-    fsspec takes it for file systems within each other.
-    """
-    scheme, _, _ = url.partition("://")
-    return not is_remote(url) or scheme in _UNCHAINED_SCHEMES
 
 
 @contextmanager

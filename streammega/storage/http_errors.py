@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 from streammega.errors import (
@@ -170,7 +169,8 @@ def failure_without_status(
 
 def status_of(error: BaseException) -> int:
     """The HTTP status in an error of botocore, aiohttp or a driver that uses them; 0: none."""
-    for cause in _causes(error):
+    cause: BaseException | None = error
+    while cause is not None:
         answer = getattr(cause, "response", None)
         if isinstance(answer, dict):
             metadata = answer.get("ResponseMetadata", {})
@@ -179,13 +179,8 @@ def status_of(error: BaseException) -> int:
             status = getattr(cause, "status", None)
         if isinstance(status, int):
             return status
+        cause = cause.__cause__
     return 0
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def is_of_network(error: BaseException) -> bool:

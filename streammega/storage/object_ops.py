@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 from streammega.config import StorageConfig
@@ -16,7 +16,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.open import is_remote
-from streammega.storage.store import Buffer, ObjectInfo, Store, atomic_writer
+from streammega.storage.store import Store, atomic_writer
 
 COPY_BYTES = 16 << 20
 """Bytes of an object that a copy holds in memory, without the parts of its upload."""
@@ -111,14 +111,11 @@ def move(source: str, target: str, storage: StorageConfig) -> None:
         info = store.info(key)
     except ObjectNotFoundError:
         return
-    _write(target, _read_chunks(store, info), with_part_bytes_for(storage, info.size))
-
-
-def _read_chunks(store: Store, info: ObjectInfo) -> Iterator[Buffer]:
-    for start in range(0, info.size, COPY_BYTES):
-        stop = min(start + COPY_BYTES, info.size)
-        (body,) = store.read(info.key, [(start, stop)], info.etag)
-        yield body
+    spans = [
+        (start, min(start + COPY_BYTES, info.size)) for start in range(0, info.size, COPY_BYTES)
+    ]
+    chunks = (store.read(key, [span], info.etag)[0] for span in spans)
+    _write(target, chunks, with_part_bytes_for(storage, info.size))
 
 
 def _move_file(source: str, target: str, storage: StorageConfig) -> None:

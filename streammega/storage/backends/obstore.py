@@ -231,20 +231,16 @@ class ObstoreStore(RemoteStore):
         for info in objects.values():
             if info.size == 0 or times_listed[info.key] > 1:
                 doubtful.append(info.key)
-        _, pool = self._client()
-        stored = pool.map(self._info_or_none, doubtful)
-        for key, info_or_none in zip(doubtful, stored, strict=True):
-            if info_or_none is None:
-                del objects[key]
-            else:
-                objects[key] = info_or_none
-        return list(objects.values())
 
-    def _info_or_none(self, key: str) -> ObjectInfo | None:
-        try:
-            return self.info(key)
-        except ObjectNotFoundError:
-            return None
+        def look_up(key: str) -> None:
+            try:
+                objects[key] = self.info(key)
+            except ObjectNotFoundError:
+                del objects[key]
+
+        _, pool = self._client()
+        pool.map(look_up, doubtful)
+        return list(objects.values())
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""

@@ -60,8 +60,8 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     region = client_kwargs.get("region_name")
     # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
-        region = _region_of(session)
-    store: dict[str, Any] = {"region": "us-east-1" if region is None else region}
+        region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
+    store: dict[str, Any] = {"region": region or "us-east-1"}
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
     if endpoint:
@@ -122,12 +122,6 @@ def _late_session(options: Mapping[str, Any]) -> Callable[[], Any]:
         return botocore.session.Session(profile=options.get("profile"))
 
     return session
-
-
-def _region_of(session: Callable[[], Any]) -> str | None:
-    """The region in the user's AWS configuration, if there is one."""
-    region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
-    return str(region) if region else None
 
 
 def _endpoint_of(session: Callable[[], Any]) -> str | None:

@@ -351,7 +351,7 @@ class CachedStore(WrapperStore):
         missing_outs = []
         for (start, stop), out in zip(spans, outs, strict=True):
             if stop - start >= MIN_PAGED_BYTES or self.cached.contains(start, stop):
-                hits = self.cached.read(start, stop, out, fetch, self._is_closed)
+                hits = self.cached.read(start, stop, out, fetch, lambda: self._closed)
                 self._count(hits, 0)
             else:
                 missing_spans.append((start, stop))
@@ -371,9 +371,6 @@ class CachedStore(WrapperStore):
     def close(self) -> None:
         """End all waiting for pages that others fetch."""
         self._closed = True
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def _count(self, hits: int, fetched: int) -> None:
         with self._lock:

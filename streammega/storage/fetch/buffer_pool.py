@@ -72,7 +72,10 @@ class BufferPool:
         self.in_use += count
         self.peak = max(self.peak, self.in_use)
         while self._kept and self.in_use + self._kept > self.budget:
-            self._drop_one()
+            # The largest first: the fewest are lost until there is room.
+            largest = max(size for size, buffers in self._free.items() if buffers)
+            self._free[largest].pop()
+            self._kept -= largest
 
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer that was taken."""
@@ -80,12 +83,6 @@ class BufferPool:
         self.in_use -= buffer_bytes
         self._kept += buffer_bytes
         self._free[buffer_bytes].append(buffer)
-
-    def _drop_one(self) -> None:
-        # The largest first: the fewest are lost until there is room.
-        largest = max(size for size, buffers in self._free.items() if buffers)
-        self._free[largest].pop()
-        self._kept -= largest
 
     def clear(self) -> None:
         """Forget the buffers kept for reuse."""
