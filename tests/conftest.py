@@ -21,6 +21,8 @@ from tests.support.oss_server import KEY as oss_key
 from tests.support.oss_server import SECRET as oss_secret
 from tests.support.oss_server import Oss, oss_server
 from tests.support.servers import S3, moto_server, rclone_server
+from tests.support.streams import write_data
+from tools.bench.object_server import Running, running
 
 settings.register_profile(
     "streammega",
@@ -196,6 +198,21 @@ def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         return
     with rclone_server(tmp_path_factory.mktemp("rclone")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_object_server: Running) -> Running:
+    """A server for benches with the datasets of streams.py; it behaves well at first."""
+    _object_server.behave()
+    return _object_server
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 
 from streammega import DataConfig, PhaseConfig, StreamLoader
 from streammega.errors import FormatError
-from tests.support.streams import config_of, storage_of, write_data
-from tools.bench.object_server import Running, running
+from tests.support.streams import config_of, storage_of
+from tools.bench.object_server import Running
 
 SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
 KINDS: dict[str, dict[str, Any]] = {
@@ -24,14 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "stream": {"order": "stream"},
     "phases": {"order": "stream", "phases": (PhaseConfig(first_sample=64, sequence_length=32),)},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    root = tmp_path_factory.mktemp("objects")
-    write_data(root)
-    with running(root) as server:
-        yield server, root
 
 
 def loaded(config: DataConfig, how: str) -> dict[str, weakref.ref[Any]]:
@@ -61,14 +52,12 @@ def loaded(config: DataConfig, how: str) -> dict[str, weakref.ref[Any]]:
 @pytest.mark.parametrize("where", ["s3", "local", "cache"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_for_the_collector(
-    server: tuple[Running, Path], tmp_path: Path, kind: str, where: str, how: str
+    server: Running, tmp_path: Path, kind: str, where: str, how: str
 ) -> None:
-    endpoint, root = server
-    endpoint.behave()
-    storage = storage_of(endpoint, "obstore")
+    storage = storage_of(server, "obstore")
     if where == "cache":
         storage = replace(storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=1 << 20)
-    place = str(root) if where == "local" else "s3:/"
+    place = str(server.root) if where == "local" else "s3:/"
     config = replace(config_of("stream", place, tmp_path, storage, 400), **KINDS[kind])
     if config.order == "megatron":
         config = replace(config, shuffle_lanes=None)
@@ -81,7 +70,7 @@ def test_nothing_is_left_for_the_collector(
     try:
         refs = loaded(config, how)
         alive = [name for name, ref in refs.items() if ref() is not None]
-        mapped = Path("/proc/self/maps").read_text().count(f"{root}/data/")
+        mapped = Path("/proc/self/maps").read_text().count(f"{server.root}/data/")
         assert (alive, mapped) == ([], 0)
         assert threading.active_count() <= threads
     finally:

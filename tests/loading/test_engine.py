@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,19 +34,11 @@ from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
 from streammega.storage.fetch.buffer_pool import BufferPool, rounded
 from tests.support.builders import write_dataset
-from tests.support.streams import config_of, storage_of, stream, write_data
-from tools.bench.object_server import Running, running
+from tests.support.streams import blend_of, config_of, storage_of, stream
+from tools.bench.object_server import Running
 
 FILES = 3
 TOKENS = 5000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    root = tmp_path_factory.mktemp("objects")
-    write_data(root)
-    with running(root) as server:
-        yield server, root
 
 
 def table(local: list[bool]) -> FileTable:
@@ -215,11 +206,10 @@ def least_memory(config: DataConfig) -> int:
 @pytest.mark.guarantee("memory-budget-never", "9-budget-deadlocks")
 @pytest.mark.parametrize(("order", "beyond"), orders_and_budgets())
 def test_any_budget_gives_the_same_stream_within_it(
-    server: tuple[Running, Path], tmp_path: Path, order: str, beyond: int
+    server: Running, tmp_path: Path, order: str, beyond: int
 ) -> None:
     """From the least that the error names on: fetched blocks, ids and fields that are ready."""
-    endpoint, root = server
-    storage = storage_of(endpoint, "obstore")
+    storage = storage_of(server, "obstore")
     # 130 bytes each
     config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if beyond < 50_000 else 3000)
     if order == "sequential":
@@ -231,21 +221,16 @@ def test_any_budget_gives_the_same_stream_within_it(
         got = torch.cat(
             [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
         )
-    blend: Any = (
-        [f"{root}/data/web"]
-        if order == "sequential"
-        else [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
-    )
+    blend: Any = [f"{server.root}/data/web"] if order == "sequential" else blend_of(server.root)
     assert torch.equal(got, stream(replace(config, blend=blend)))
     assert 0 < loader.stats()["most_held_bytes"] <= budget
 
 
 @pytest.mark.guarantee("9-budget-deadlocks")
 def test_a_budget_too_small_for_the_open_blocks_is_told_with_what_would_do(
-    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=300_000)
+    storage = replace(storage_of(server, "obstore"), memory_bytes=300_000)
 
     def reading_with(memory_bytes: int) -> ReadPlan:
         caplog.clear()
@@ -266,11 +251,8 @@ def test_a_budget_too_small_for_the_open_blocks_is_told_with_what_would_do(
 
 
 @pytest.mark.guarantee("fetches-token-once", "pieces-held-whole")
-def test_the_stream_order_fetches_every_byte_once(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+def test_the_stream_order_fetches_every_byte_once(server: Running, tmp_path: Path) -> None:
+    storage = replace(storage_of(server, "obstore"), memory_bytes=4_000_000)
     config = replace(
         config_of("stream", "s3:/", tmp_path, storage),
         blend=["s3://data/web"],
@@ -286,7 +268,7 @@ def test_the_stream_order_fetches_every_byte_once(
     loader = StreamLoader(
         replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8
     )
-    endpoint.behave()
+    server.behave()
     assert len(list(loader)) == epoch * 2
     assert loader.stats()["amplification"] < 1.05, "an extra token for each piece of 16 samples"
     assert loader.stats()["requests"] < epoch * 8 / 4
@@ -345,10 +327,9 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
 
 @pytest.mark.guarantee("pieces-held-whole")
 def test_blocks_are_held_whole_of_datasets_drawn_most_first(
-    server: tuple[Running, Path], tmp_path: Path
+    server: Running, tmp_path: Path
 ) -> None:
-    endpoint, _ = server
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"))
     config = replace(config, blend=[("s3://data/web", 0.3), ("s3://data/code", 0.7)])
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     held = []
@@ -360,12 +341,9 @@ def test_blocks_are_held_whole_of_datasets_drawn_most_first(
     )
 
 
-def lookahead_with_room(
-    server: tuple[Running, Path], cache: Path, samples: int
-) -> tuple[Lookahead, int]:
+def lookahead_with_room(server: Running, cache: Path, samples: int) -> tuple[Lookahead, int]:
     """One that may plan far ahead, as memory and samples are no limit, and its slabs' batches."""
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    storage = replace(storage_of(server, "obstore"), memory_bytes=100_000_000)
     config = replace(config_of("stream", "s3:/", cache, storage), num_samples=(samples, 0, 0))
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     reading = plan_reading(steps, 0, storage.memory_bytes)
@@ -375,7 +353,7 @@ def lookahead_with_room(
 
 
 @pytest.mark.guarantee("first-spans-small")
-def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_training_starts_with_the_first_parts(server: Running, tmp_path: Path) -> None:
     """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
     lookahead, group_batches = lookahead_with_room(server, tmp_path, 3000)
     lookahead.keep_pace(0.0)
@@ -433,14 +411,13 @@ def test_ids_in_their_stored_width_are_the_tokens_and_labels(config: DataConfig)
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
 def test_context_parallel_ranks_read_their_parts_and_no_more(
-    server: tuple[Running, Path], tmp_path: Path, order: Any, remote: bool
+    server: Running, tmp_path: Path, order: Any, remote: bool
 ) -> None:
     """Two of four parts each, with the token after them; pieces are fetched and freed as often as
     they are used.
     """
-    endpoint, root = server
     config = config_of(
-        order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore")
+        order, "s3:/" if remote else str(server.root), tmp_path, storage_of(server, "obstore")
     )
     config = replace(config, exclude_samples=((64, 72),))
     sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
@@ -518,12 +495,10 @@ def open_and_close(config: DataConfig, times: int) -> None:
 @pytest.mark.guarantee("inter-document-masking")
 @pytest.mark.parametrize("where", ["s3:/", "local"])
 def test_bounds_of_sequences_are_those_of_samples_by_themselves(
-    server: tuple[Running, Path], tmp_path: Path, where: str
+    server: Running, tmp_path: Path, where: str
 ) -> None:
-    endpoint, root = server
-    endpoint.behave()
-    place = str(root) if where == "local" else where
-    config = config_of("megatron", place, tmp_path, storage_of(endpoint, "obstore"))
+    place = str(server.root) if where == "local" else where
+    config = config_of("megatron", place, tmp_path, storage_of(server, "obstore"))
     config = replace(config, inter_document_masking=True)
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         length = config.sequence_length
@@ -542,42 +517,36 @@ def test_bounds_of_sequences_are_those_of_samples_by_themselves(
 
 @pytest.mark.parametrize("where", ["s3:/", "local", "cache"])
 def test_nothing_is_left_of_loaders_that_were_closed(
-    server: tuple[Running, Path], tmp_path: Path, where: str
+    server: Running, tmp_path: Path, where: str
 ) -> None:
-    endpoint, root = server
-    endpoint.behave()
-    storage = storage_of(endpoint, "obstore")
+    storage = storage_of(server, "obstore")
     if where == "cache":
         storage = replace(storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=1 << 20)
-    config = config_of("megatron", str(root) if where == "local" else "s3:/", tmp_path, storage)
+    config = config_of(
+        "megatron", str(server.root) if where == "local" else "s3:/", tmp_path, storage
+    )
     open_and_close(config, 16)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["s3:/", "local"])
 def test_nothing_is_left_of_two_hundred_loaders(
-    server: tuple[Running, Path], tmp_path: Path, where: str
+    server: Running, tmp_path: Path, where: str
 ) -> None:
-    endpoint, root = server
-    endpoint.behave()
     open_and_close(
         config_of(
             "stream",
-            str(root) if where == "local" else "s3:/",
+            str(server.root) if where == "local" else "s3:/",
             tmp_path,
-            storage_of(endpoint, "obstore"),
+            storage_of(server, "obstore"),
         ),
         200,
     )
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_batches_leave_everything_flat(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
-    endpoint, _ = server
-    endpoint.behave()
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+def test_a_hundred_thousand_batches_leave_everything_flat(server: Running, tmp_path: Path) -> None:
+    storage = replace(storage_of(server, "obstore"), memory_bytes=4_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=None)
     process = psutil.Process()
     threads = []
@@ -597,22 +566,18 @@ def test_a_hundred_thousand_batches_leave_everything_flat(
 
 
 @pytest.mark.guarantee("stats-log-prometheus")
-def test_stats_say_what_was_read_and_how_long_was_waited(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
-    endpoint, _ = server
-    endpoint.behave()
+def test_stats_say_what_was_read_and_how_long_was_waited(server: Running, tmp_path: Path) -> None:
     loader = StreamLoader(
-        config_of("megatron", "s3:/", tmp_path, storage_of(endpoint, "obstore")),
+        config_of("megatron", "s3:/", tmp_path, storage_of(server, "obstore")),
         micro_batch_size=4,
         global_batch_size=8,
     )
-    before = endpoint.counts()
+    before = server.counts()
     with loader:
         for _ in loader:
             time.sleep(0.0005)
     stats = loader.stats()
-    after = endpoint.counts()
+    after = server.counts()
     assert stats["batches"] == len(loader)
     assert stats["requests"] == after["requests"] - before["requests"]
     assert stats["fetched_bytes"] == after["bytes"] - before["bytes"]
@@ -629,11 +594,10 @@ def test_stats_say_what_was_read_and_how_long_was_waited(
 
 
 @pytest.mark.guarantee("7-stores-datasets")
-def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_a_forked_child_reads_by_itself(server: Running, tmp_path: Path) -> None:
     """A dataset used before a fork (as torch's workers are made) works in the child."""
-    endpoint, _ = server
-    endpoint.behave()
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=800)
+    server.behave()
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=800)
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     expected = stream(config)
     workers = torch.utils.data.DataLoader(
@@ -656,14 +620,11 @@ next(batches)
 """
 
 
-def test_a_program_may_end_with_an_iteration_open(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
+def test_a_program_may_end_with_an_iteration_open(server: Running, tmp_path: Path) -> None:
     """Exit functions run before Python takes threads away: one that is in torch then would abort
     the process.
     """
-    _, root = server
-    command = [sys.executable, "-c", LEFT_OPEN, str(root / "data" / "web"), str(tmp_path)]
+    command = [sys.executable, "-c", LEFT_OPEN, str(server.root / "data" / "web"), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
@@ -710,14 +671,12 @@ assert os.wait()[1] == 0
 
 
 def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
-    server: tuple[Running, Path],
+    server: Running,
 ) -> None:
     """s3fs would try to close them in the child, and print a traceback for each
     that it could not.
     """
-    endpoint, _ = server
-    endpoint.behave()
-    command = [sys.executable, "-W", "ignore", "-c", FORK, endpoint.endpoint]
+    command = [sys.executable, "-W", "ignore", "-c", FORK, server.endpoint]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
@@ -732,17 +691,16 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
     skip=st.sampled_from([(), ((800, 960), (1600, 1608))]),
 )
 def test_pieces_survive_seeks_skips_and_any_ranks(
-    server: tuple[Running, Path],
+    server: Running,
     tmp_path_factory: pytest.TempPathFactory,
     seek: int,
     dp_size: int,
     skip: Any,
 ) -> None:
-    endpoint, root = server
     tmp_path = tmp_path_factory.mktemp("t")
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=1_000_000)
+    storage = replace(storage_of(server, "obstore"), memory_bytes=1_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), exclude_samples=skip)
-    local = replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
+    local = replace(config, blend=blend_of(server.root))
     for rank in range(dp_size):
         both = []
         for own in (config, local):
@@ -761,13 +719,12 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
 @settings(max_examples=20)
 @given(every=st.sampled_from([8, 16, 32, 64, 128, 1024]), size=st.sampled_from([8, 64, 256, 264]))
 def test_skips_leave_nothing_open_wherever_they_fall(
-    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, every: int, size: int
+    server: Running, tmp_path_factory: pytest.TempPathFactory, every: int, size: int
 ) -> None:
     """Each jump forgets the pieces that are open; one that stayed would keep its memory, and in the
     end there would be none.
     """
-    endpoint, root = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    storage = replace(storage_of(server, "obstore"), memory_bytes=4_000_000)
     config = replace(
         config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
         exclude_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
@@ -776,9 +733,8 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         got = [next(loader)["tokens"].clone() for _ in range(len(loader))]
         # a piece of both datasets in each of 16 lanes
         assert loader.stats()["held_bytes"] <= 16 * 2 * (config.shuffle_block_bytes + 4096)
-    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     with StreamLoader(
-        replace(config, blend=blend), micro_batch_size=4, global_batch_size=8
+        replace(config, blend=blend_of(server.root)), micro_batch_size=4, global_batch_size=8
     ) as local:
         assert all(
             torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True)
@@ -795,29 +751,25 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     memory=st.sampled_from([400_000, 4_000_000]),
 )
 def test_ranks_follow_their_lanes_over_skips(
-    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int,
+    server: Running, tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int,
     skip: list[tuple[int, int]], memory: int,
 ) -> None:  # fmt: skip
-    endpoint, root = server
     size = micro * dp_size * steps
     config = config_of(
         "stream",
         "s3:/",
         tmp_path_factory.mktemp("t"),
-        replace(storage_of(endpoint, "obstore"), memory_bytes=memory),
+        replace(storage_of(server, "obstore"), memory_bytes=memory),
     )
     ranges = tuple((first * size, (first + count) * size) for first, count in skip)
-    config = replace(
-        config, shuffle_lanes=size, num_samples=(70 * size, 0, 0), exclude_samples=ranges
-    )
-    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    config = replace(config, shuffle_lanes=size, num_samples=(70 * size, 0, 0), exclude_samples=ranges)
     sizes: Any = {
         "micro_batch_size": micro,
         "global_batch_size": size,
         "dp_rank": dp_size - 1,
         "dp_size": dp_size,
     }
-    expected = StreamingDataset(replace(config, blend=blend), **sizes)
+    expected = StreamingDataset(replace(config, blend=blend_of(server.root)), **sizes)
     dataset = StreamingDataset(config, **sizes)
     # a piece of both datasets in each of its lanes
     open_bytes = size // dp_size * 2 * (config.shuffle_block_bytes + 2)
@@ -832,11 +784,10 @@ def test_ranks_follow_their_lanes_over_skips(
 
 
 def test_samples_of_lanes_that_are_not_followed_are_refused(
-    server: tuple[Running, Path], tmp_path: Path
+    server: Running, tmp_path: Path
 ) -> None:
-    endpoint, _ = server
     dataset = StreamLoader(
-        config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")),
+        config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore")),
         micro_batch_size=4,
         global_batch_size=8,
         dp_rank=0,
@@ -853,7 +804,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
 
 @pytest.mark.guarantee("ahead-filled-up")
 def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
-    server: tuple[Running, Path], tmp_path: Path
+    server: Running, tmp_path: Path
 ) -> None:
     """A plan of one slab costs nearly as much as one of thirty-two."""
     lookahead, group_batches = lookahead_with_room(server, tmp_path, 300_000)
@@ -872,9 +823,7 @@ def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
 
 
 @pytest.mark.guarantee("first-spans-small")
-def test_a_slow_caller_is_not_read_far_ahead_of(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
+def test_a_slow_caller_is_not_read_far_ahead_of(server: Running, tmp_path: Path) -> None:
     planned = []
     for seconds in (0.0, 1e6):
         lookahead, _ = lookahead_with_room(server, tmp_path, 100_000)
@@ -886,9 +835,8 @@ def test_a_slow_caller_is_not_read_far_ahead_of(
     assert planned[0] >= 8 * planned[1] > 0
 
 
-def test_the_whole_epoch_frees_what_it_held(server: tuple[Running, Path], tmp_path: Path) -> None:
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+def test_the_whole_epoch_frees_what_it_held(server: Running, tmp_path: Path) -> None:
+    storage = replace(storage_of(server, "obstore"), memory_bytes=4_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=None)
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     batches = iter(loader)

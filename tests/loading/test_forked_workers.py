@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,15 @@ from torch.utils.data import DataLoader
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.loading import engine
-from tests.support.streams import FAULTS, config_of, storage_of, write_data
-from tools.bench.object_server import Running, running
+from tests.support.streams import FAULTS, config_of, storage_of
+from tools.bench.object_server import Running
 
 SAMPLES = 160
 BATCH = 4
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    root = tmp_path_factory.mktemp("objects")
-    write_data(root)
-    with running(root) as server:
-        yield server
-
-
 @pytest.fixture
 def config(server: Running, tmp_path: Path) -> DataConfig:
-    server.behave()
     return config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=SAMPLES)
 
 
@@ -167,7 +157,6 @@ while True:
 
 @pytest.mark.guarantee("batches-forked-workers")
 def test_ctrl_c_ends_a_run_and_its_forked_workers(server: Running, tmp_path: Path) -> None:
-    server.behave()
     command = [sys.executable, "-W", "ignore", "-c", CTRL_C, server.endpoint, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     run = subprocess.Popen(

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,22 +39,6 @@ from tests.support.streams import (
 from tools.bench.object_server import Running, running, start
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    root = tmp_path_factory.mktemp("objects")
-    write_data(root)
-    with running(root) as server:
-        yield server, root
-
-
-@pytest.fixture
-def server(started: tuple[Running, Path]) -> tuple[Running, Path]:
-    """A server that behaves well at first, and the folder of its objects."""
-    endpoint, _ = started
-    endpoint.behave()
-    return started
-
-
 @pytest.mark.guarantee("faults-change-token")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
@@ -71,12 +54,11 @@ def server(started: tuple[Running, Path]) -> tuple[Running, Path]:
     ],
 )
 def test_faults_change_no_token(
-    server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str
+    server: Running, tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
-    endpoint, root = server
-    storage = storage_of(endpoint, transport)
+    storage = storage_of(server, transport)
     remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
-    check_that_faults_change_no_token(endpoint, remote, root, fault)
+    check_that_faults_change_no_token(server, remote, server.root, fault)
 
 
 @pytest.mark.guarantee("server-counts-requests")
@@ -90,16 +72,15 @@ def test_faults_change_no_token(
     ids=["a few at once", "so many a second", "small ones late"],
 )
 def test_servers_that_serve_little_change_no_token(
-    server: tuple[Running, Path], tmp_path: Path, behaviour: dict[str, Any]
+    server: Running, tmp_path: Path, behaviour: dict[str, Any]
 ) -> None:
-    endpoint, root = server
-    remote = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=400)
-    expected = stream(replace(remote, blend=blend_of(root)))
+    remote = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=400)
+    expected = stream(replace(remote, blend=blend_of(server.root)))
     loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
-    endpoint.behave(**behaviour)
+    server.behave(**behaviour)
     with loader:
         assert torch.equal(rows_of(loader), expected)
-    refused = endpoint.counts()["faults"]
+    refused = server.counts()["faults"]
     assert loader.stats()["throttled"] > 0 or "rate" not in behaviour, f"{refused} refused"
 
 
@@ -108,27 +89,27 @@ def test_servers_that_serve_little_change_no_token(
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transport: str) -> None:
     write_data(tmp_path)
-    endpoint = start(tmp_path)
-    storage = storage_of(endpoint, transport)
+    server = start(tmp_path)
+    storage = storage_of(server, transport)
     config = config_of(order, "s3:/", tmp_path / "cache", storage, samples=1200)
     expected = stream(replace(config, blend=blend_of(tmp_path)))
     again: list[Running] = []
 
     def restart() -> None:
         time.sleep(0.7)
-        again.append(start(tmp_path, endpoint.port))
+        again.append(start(tmp_path, server.port))
 
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         got = []
         for number, batch in enumerate(loader):
             if number == 20:
-                endpoint.process.kill()
-                endpoint.process.wait()
+                server.process.kill()
+                server.process.wait()
                 thread = threading.Thread(target=restart)
                 thread.start()
             got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
     thread.join()
-    for process in (endpoint.process, again[0].process):
+    for process in (server.process, again[0].process):
         process.kill()
         process.wait()
         assert process.stdout is not None
@@ -138,7 +119,7 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transp
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
-    server: tuple[Running, Path],
+    server: Running,
     tmp_path: Path,
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,13 +128,12 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     # so that a few seconds hold a dozen pauses
     monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
-    endpoint, root = server
-    storage = replace(storage_of(endpoint, transport), max_retries=None)
+    storage = replace(storage_of(server, transport), max_retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
-    expected = stream(replace(config, blend=blend_of(root)))
+    expected = stream(replace(config, blend=blend_of(server.root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
-        endpoint.behave(status=503)
-        threading.Timer(4.0, endpoint.behave).start()
+        server.behave(status=503)
+        threading.Timer(4.0, server.behave).start()
         got = rows_of(loader)
     assert torch.equal(got, expected)
     said = [
@@ -175,35 +155,33 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     ],
 )
 def test_what_waiting_cannot_mend_fails_at_once(
-    server: tuple[Running, Path],
+    server: Running,
     tmp_path: Path,
     transport: str,
     status: int,
     kind: type[StorageError],
     words: str,
 ) -> None:
-    endpoint, _ = server
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, transport))
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, transport))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-    endpoint.behave(status=status)
-    before = endpoint.counts()["requests"]
+    server.behave(status=status)
+    before = server.counts()["requests"]
     began = time.monotonic()
     with pytest.raises(kind, match=rf"(web|code)\.bin: .*{words}"):
         next(iter(loader))
     assert time.monotonic() - began < 20, "the pauses between its tries would last 30 seconds"
-    assert endpoint.counts()["requests"] - before <= 64, "not tried again and again"
+    assert server.counts()["requests"] - before <= 64, "not tried again and again"
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_storage_is_given_up_after_so_many_retries(
-    server: tuple[Running, Path], tmp_path: Path, transport: str
+    server: Running, tmp_path: Path, transport: str
 ) -> None:
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, transport), max_retries=2)
+    storage = replace(storage_of(server, transport), max_retries=2)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
-    endpoint.behave(status=503)
+    server.behave(status=503)
     with pytest.raises(EndpointError, match="lower max_concurrent_requests if this goes on"):
         next(iter(loader))
     assert loader.stats()["throttled"] > 0
@@ -216,8 +194,8 @@ def test_an_object_that_is_replaced_stops_the_run(
     tmp_path: Path, order: str, transport: str
 ) -> None:
     write_data(tmp_path)
-    with running(tmp_path) as endpoint:
-        config = config_of(order, "s3:/", tmp_path / "cache", storage_of(endpoint, transport))
+    with running(tmp_path) as server:
+        config = config_of(order, "s3:/", tmp_path / "cache", storage_of(server, transport))
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
         batches = iter(loader)
         next(batches)
@@ -231,14 +209,13 @@ def test_an_object_that_is_replaced_stops_the_run(
 
 
 @pytest.mark.guarantee("slow-answers-asked")
-def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_stragglers_are_asked_for_twice(server: Running, tmp_path: Path) -> None:
     """One answer in fifty takes a second; nobody waits for it."""
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), read_timeout=20, request_timeout=30)
+    storage = replace(storage_of(server, "obstore"), read_timeout=20, request_timeout=30)
     loader = StreamLoader(
         config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
-    endpoint.behave(latency=0.003, slow_share=0.02, slow_factor=300, seed=3)
+    server.behave(latency=0.003, slow_share=0.02, slow_factor=300, seed=3)
     began = time.monotonic()
     assert len(list(loader)) == len(loader)
     stats = loader.stats()
@@ -247,16 +224,13 @@ def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: 
     assert time.monotonic() - began < 20, "without hedges every wave would wait a second"
 
 
-def test_closing_does_not_wait_for_a_stalled_endpoint(
-    server: tuple[Running, Path], tmp_path: Path
-) -> None:
-    endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), read_timeout=3, request_timeout=30)
+def test_closing_does_not_wait_for_a_stalled_endpoint(server: Running, tmp_path: Path) -> None:
+    storage = replace(storage_of(server, "obstore"), read_timeout=3, request_timeout=30)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
     next(iter(loader))
-    endpoint.behave(stall_share=1.0)
+    server.behave(stall_share=1.0)
     loader.seek(0)
     iter(loader)
     began = time.monotonic()
@@ -266,17 +240,16 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(
 
 @pytest.mark.guarantee("server-answers-ranges")
 def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
-    server: tuple[Running, Path],
+    server: Running,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
-    endpoint, root = server
-    endpoint.behave(plain_200=True)
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=600)
+    server.behave(plain_200=True)
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=600)
     got = stream(config)
-    assert torch.equal(got, stream(replace(config, blend=blend_of(root))))
+    assert torch.equal(got, stream(replace(config, blend=blend_of(server.root))))
     gc.collect()  # the stores of that stream are gone, those of the next are new
     stream(config)
     warnings = [
@@ -287,12 +260,11 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
 
 @pytest.mark.guarantee("10-transports-try")
 @pytest.mark.parametrize("moment", ["waiting for bytes", "in the step"])
-def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, moment: str) -> None:
-    endpoint, _ = server
+def test_ctrl_c_ends_a_run_soon(server: Running, tmp_path: Path, moment: str) -> None:
     code = f"""
 import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
-storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {endpoint.endpoint!r}}}, read_timeout=2)
+storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {server.endpoint!r}}}, read_timeout=2)
 config = DataConfig(
     blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r}
 )
@@ -316,7 +288,7 @@ for batch in loader:
     assert run.stdin is not None
     run.stdout.readline()
     if moment == "waiting for bytes":
-        endpoint.behave(stall_share=1.0)
+        server.behave(stall_share=1.0)
     run.stdin.write("\n")
     run.stdin.flush()
     time.sleep(1.0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ from streammega.storage.cache.chunk_file import try_lock
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.store import Bytes
 from tests.support.processes import Family, run_python
-from tests.support.streams import config_of, storage_of, stream, write_data
-from tools.bench.object_server import Running, running
+from tests.support.streams import config_of, storage_of, stream
+from tools.bench.object_server import Running
 
 SIZE = 5 * PAGE_BYTES + 1000
 CHUNK = 1 << 20
@@ -291,23 +291,14 @@ for at in range(0, {SIZE}, 100_000):
 
 
 def test_a_cache_dir_that_cannot_be_made_is_one_warning(
-    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoint, _ = server
     (tmp_path / "file").write_text("not a folder")
-    storage = replace(storage_of(endpoint, "obstore"), cache_dir=tmp_path / "file")
-    plain = config_of("stream", "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
+    storage = replace(storage_of(server, "obstore"), cache_dir=tmp_path / "file")
+    plain = config_of("stream", "s3:/", tmp_path / "idx", storage_of(server, "obstore"))
     with caplog.at_level(logging.WARNING):
         assert torch.equal(stream(replace(plain, storage=storage)), stream(plain))
     assert len([record for record in caplog.records if "without a cache" in record.message]) == 1
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    root = tmp_path_factory.mktemp("objects")
-    write_data(root)
-    with running(root) as server:
-        yield server, root
 
 
 def bin_bytes(root: Path) -> int:
@@ -317,18 +308,17 @@ def bin_bytes(root: Path) -> int:
 @pytest.mark.guarantee("cache-local-disk", "cache-dir-whole")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
-    server: tuple[Running, Path], tmp_path: Path, order: str
+    server: Running, tmp_path: Path, order: str
 ) -> None:
-    endpoint, root = server
-    plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
+    plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(server, "obstore"))
     expected = stream(plain)
     storage = replace(
         plain.storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=CHUNK, memory_bytes=4_000_000
     )
     config = replace(plain, storage=storage)
     assert torch.equal(stream(config), expected)
-    wait_until_staged(config, bin_bytes(root))
-    before = endpoint.counts()["bytes"]
+    wait_until_staged(config, bin_bytes(server.root))
+    before = server.counts()["bytes"]
     # on a busy machine a cached page may be asked for twice
     config = replace(config, storage=replace(storage, hedge_requests=False))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
@@ -337,7 +327,7 @@ def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
             [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
         )
     assert torch.equal(got, expected)
-    assert endpoint.counts()["bytes"] - before < 200 + 4 * 1024, (
+    assert server.counts()["bytes"] - before < 200 + 4 * 1024, (
         "headers of .idx files, and a KiB of each end of two datasets"
     )
     assert loader.stats()["cache_hit_bytes"] > 0
@@ -380,17 +370,17 @@ def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
 
 
 def kill_at_random_moments(
-    endpoint: Running, order: str, folder: Path, times: int, seed: int
+    server: Running, order: str, folder: Path, times: int, seed: int
 ) -> None:
     """Runs that share a cache, killed at random moments, two at a time; what they leave is sound
     and gives the same stream.
     """
     rng = np.random.default_rng(seed)
-    endpoint.behave(latency=0.002)
+    server.behave(latency=0.002)
     for number in range(times // 2):
         logs = folder / f"logs-{number}"
         logs.mkdir()
-        runs = Family(logs, 2, read_all, endpoint.endpoint, order, str(folder))
+        runs = Family(logs, 2, read_all, server.endpoint, order, str(folder))
         for rank in range(2):
             runs.wait_for("started", rank)
             time.sleep(float(rng.uniform(0, 0.25)))
@@ -400,28 +390,24 @@ def kill_at_random_moments(
             for path in entry.folder.glob("*.data"):
                 with open(path, "r+b") as file:
                     assert try_lock(file.fileno()), "locks die with their holders"
-    endpoint.behave()
-    plain = config_of(order, "s3:/", folder / "idx", storage_of(endpoint, "obstore"))
+    server.behave()
+    plain = config_of(order, "s3:/", folder / "idx", storage_of(server, "obstore"))
     cached = replace(plain, storage=StorageConfig(
-        storage_options=endpoint.storage_options, max_request_bytes=65536, cache_dir=folder / "cache", cache_chunk_bytes=1 << 20
+        storage_options=server.storage_options, max_request_bytes=65536, cache_dir=folder / "cache", cache_chunk_bytes=1 << 20
     ))  # fmt: skip
     assert torch.equal(stream(cached), stream(plain))
 
 
 @pytest.mark.guarantee("nothing-half-written", "12-page-file")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_cache_of_killed_runs_is_sound(
-    server: tuple[Running, Path], tmp_path: Path, order: str
-) -> None:
-    kill_at_random_moments(server[0], order, tmp_path, times=4, seed=1)
+def test_a_cache_of_killed_runs_is_sound(server: Running, tmp_path: Path, order: str) -> None:
+    kill_at_random_moments(server, order, tmp_path, times=4, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_cache_of_fifty_killed_runs_is_sound(
-    server: tuple[Running, Path], tmp_path: Path, order: str
-) -> None:
-    kill_at_random_moments(server[0], order, tmp_path, times=50, seed=2)
+def test_a_cache_of_fifty_killed_runs_is_sound(server: Running, tmp_path: Path, order: str) -> None:
+    kill_at_random_moments(server, order, tmp_path, times=50, seed=2)
 
 
 def test_a_cache_dir_that_is_a_file_is_said_so(

@@ -520,10 +520,11 @@ def etag(stat: os.stat_result) -> str:
 
 @dataclasses.dataclass
 class Running:
-    """A server in another process."""
+    """A server in another process. root: the folder of its buckets."""
 
     process: subprocess.Popen[str]
     port: int
+    root: Path
 
     @property
     def endpoint(self) -> str:
@@ -561,7 +562,7 @@ def start(root: Path, port: int = 0) -> Running:
     line = process.stdout.readline()
     if not line:
         raise RuntimeError("the object server ended at its start")
-    return Running(process, int(line))
+    return Running(process, int(line), root)
 
 
 @contextlib.contextmanager
