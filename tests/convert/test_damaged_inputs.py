@@ -226,7 +226,7 @@ def test_faults_within_the_limit_are_skipped(limit: Any, tmp_path: Path) -> None
 def test_faults_beyond_the_limit_end_the_conversion(
     limit: Any, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 10)
+    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 1000)
     inputs = broken_lines(tmp_path / "in")
     with pytest.raises(
         ConvertError, match=r"more than max_errors.*\n.*jsonl.* broken JSON"
@@ -245,7 +245,7 @@ def test_faults_of_all_tasks_are_counted_together(tmp_path: Path) -> None:
         "tokenizer": "bytes", "on_error": "skip", "workers": 1, "work_dir": str(tmp_path / "work"),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.job.UNIT_BYTES", 10)
+        patch.setattr("streammega.convert.job.UNIT_BYTES", 1000)
         with pytest.raises(ConvertError, match="more than max_errors"):
             convert_task(inputs, output, Task(number=0, of=1), max_errors=5, **settings)
         for number in range(2):
