@@ -305,7 +305,7 @@ def test_describe_says_when_the_tokenizer_is_another(
 def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(
     tokenizer: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "in.jsonl").write_text(('{"text": "' + "word " * 2000 + '"}\n') * 20000)
+    (tmp_path / "in.jsonl").write_text(('{"text": "' + "word " * 2000 + '"}\n') * 5000)
     words = [str(tmp_path / "in.jsonl"), str(tmp_path / "out" / "p"), "--tokenizer", tokenizer]
     process = subprocess.Popen(
         [sys.executable, "-m", "streammega", "convert", *words],

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import os
-import random
 import sys
 import tarfile
 import threading
@@ -32,8 +31,11 @@ from streammega.convert import job as plan
 from streammega.errors import ConfigError
 from tests.support.builders import convert_files
 
-LETTERS = random.Random(1)
-TEXTS = ["".join(LETTERS.choices("abcdefghij ", k=2000)) for _ in range(1500)]
+LETTERS = np.frombuffer(b"abcdefghij ", np.uint8)
+TEXTS = [
+    LETTERS[row].tobytes().decode()
+    for row in np.random.default_rng(1).integers(0, len(LETTERS), (1500, 2000))
+]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 

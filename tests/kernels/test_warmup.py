@@ -34,16 +34,17 @@ import json, sys
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.kernels.jit import KERNELS
 from streammega.convert import convert
-name, texts, out, options = sys.argv[1:]
+local, remote, texts, out, options = sys.argv[1:]
 convert([texts], out, tokenizer="bytes", shuffle_seed=1, dedup=True, pack=64)
 storage = StorageConfig(storage_options=json.loads(options))
-for order in ("stream", "megatron", "sequential"):
-    for blend in ([name], ["0.3", name, "0.7", name]):
-        config = DataConfig(
-            blend=blend, sequence_length=32, order=order, split="9,1,0", num_samples=(50, 8, 0),
-            eod_id=0, reset_attention_mask=True, reset_position_ids=True, storage=storage,
-        )
-        next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=0, dp_size=1)))
+for name in (local, remote):
+    for order in ("stream", "megatron", "sequential"):
+        for blend in ([name], ["0.3", name, "0.7", name]):
+            config = DataConfig(
+                blend=blend, sequence_length=32, order=order, split="9,1,0", num_samples=(50, 8, 0),
+                eod_id=0, reset_attention_mask=True, reset_position_ids=True, storage=storage,
+            )
+            next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=0, dp_size=1)))
 print(json.dumps({k.__name__: sum(k.stats.cache_misses.values()) for k in KERNELS}))
 """
 
@@ -98,14 +99,11 @@ def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
     if cache == "empty":
         assert str(tmp_path / "numba") in done.stdout
     write_dataset(tmp_path / "web", [np.arange(1, 100)] * 50)
-    write_jsonl(tmp_path / "texts.jsonl", ["some words", "others"] * 50)
-    words = [str(tmp_path / "texts.jsonl"), str(tmp_path / "out")]
-    misses, _ = run(FIRST_BATCHES, str(tmp_path / "web"), *words, "{}", **environment)
-    assert not any(misses.values()), misses
+    texts = write_jsonl(tmp_path / "texts.jsonl", ["some words", "others"] * 50)
     bucket = moto.new_bucket()
     for ending in (".bin", ".idx"):
         moto.objects(bucket)[f"web{ending}"] = (tmp_path / f"web{ending}").read_bytes()
-    words[1] += "-of-objects"
-    url = f"s3://{bucket}/web"
-    misses, _ = run(FIRST_BATCHES, url, *words, json.dumps(moto.options), **environment)
+    datasets = [str(tmp_path / "web"), f"s3://{bucket}/web"]
+    words = [*datasets, texts, str(tmp_path / "out"), json.dumps(moto.options)]
+    misses, _ = run(FIRST_BATCHES, *words, **environment)
     assert not any(misses.values()), misses

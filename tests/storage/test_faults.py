@@ -126,14 +126,15 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
-    # so that a few seconds hold a dozen pauses
-    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
+    # so that a second holds a dozen pauses, and more than one that could warn
+    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.1)
+    monkeypatch.setattr("streammega.storage.retry.WARN_AFTER_S", 0.5)
     storage = replace(storage_of(server, transport), max_retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
     expected = stream(replace(config, blend=blend_of(server.root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         server.behave(status=503)
-        threading.Timer(4.0, server.behave).start()
+        threading.Timer(1.5, server.behave).start()
         got = rows_of(loader)
     assert torch.equal(got, expected)
     said = [

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -105,10 +106,20 @@ def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
     assert len({r["batch_hash"] for r in records}) == 16
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The out_dir of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_random_pair(str(folder / "data" / "pair"))
+    Trainer(load_run(write_small_run(folder, f"{folder}/data/pair")), CPU).run()
+    return folder / "run"
+
+
 @pytest.fixture
-def trained(run_file: str) -> RunConfig:
+def trained(run_file: str, finished: Path) -> RunConfig:
+    """A run over equal data with a copy of what the finished one left."""
     config = load_run(run_file)
-    Trainer(config, CPU).run()
+    shutil.copytree(finished, config.train.out_dir)
     return config
 
 
