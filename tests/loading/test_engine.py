@@ -762,7 +762,9 @@ def test_ranks_follow_their_lanes_over_skips(
         replace(storage_of(server, "obstore"), memory_bytes=memory),
     )
     ranges = tuple((first * size, (first + count) * size) for first, count in skip)
-    config = replace(config, shuffle_lanes=size, num_samples=(70 * size, 0, 0), exclude_samples=ranges)
+    config = replace(
+        config, shuffle_lanes=size, num_samples=(70 * size, 0, 0), exclude_samples=ranges
+    )
     sizes: Any = {
         "micro_batch_size": micro,
         "global_batch_size": size,
