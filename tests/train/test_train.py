@@ -240,8 +240,11 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.itres=5", r"unknown setting train\.itres; did you mean train\.iters"),
-        ("data.storage.timeuot=5", r"did you mean data\.storage\.timeout"),
+        (
+            "train.train_itres=5",
+            r"unknown setting train\.train_itres; did you mean train\.train_iters",
+        ),
+        ("data.storage.request_timeuot=5", r"did you mean data\.storage\.request_timeout"),
         ("train.train_iters=many", "train.train_iters is 'many'; it must be a whole number"),
         ("train.train_iters=0", "must be at least 1"),
         ("train.train_iters", "write it as section.name=value"),
@@ -296,7 +299,7 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     assert len(open_plain(load_run(run_file))) == 64
 
 
-RUN_WITH = "[train]\niters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence_length=1\n"
+RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence_length=1\n"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +311,7 @@ RUN_WITH = "[train]\niters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
         (
             f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart_datasets='a'",
-            "restart is 'a'; it must be a",
+            "restart_datasets is 'a'; it must be a",
         ),
     ],
 )
