@@ -38,8 +38,9 @@ BATCH_FIELDS = (
     "attention_mask",
     "cu_seqlens",
     "max_seqlen",
+    "dataset_id",
 )
-"""What Megatron reads of a batch. It needs the first four in any case."""
+"""What Megatron reads of a batch: it needs the first four in any case; the last is for one's own steps."""
 MIN_LANES = 1024
 """Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
 

@@ -17,14 +17,13 @@ from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import imported
 from streammega.integrations.megatron import MegatronBatches
+from streammega.loading.source_losses import add_losses_by_source
 
 KEY = "lm loss"
 """Megatron's own name of the loss; that of a dataset is "lm loss/NAME"."""
@@ -114,7 +113,10 @@ def _reported(
     mask = _mask_of(loss_func, output)
     dataset_ids = batches.open().dataset.dataset_ids(position)
     names = batches.source_names
-    sums = _sums_by_source(output, mask, dataset_ids, len(names))
+    rows = len(dataset_ids)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=output.device)
+    sources = torch.from_numpy(dataset_ids)
+    add_losses_by_source(sums, sources, output.reshape(rows, -1), mask.reshape(rows, -1))
     report = result[-1] | {f"{KEY}/{name}": sums[number] for number, name in enumerate(names)}
     return (*result[:-1], report)
 
@@ -128,22 +130,6 @@ def _mask_of(loss_func: Any, output: Tensor) -> Tensor:
         "losses by source need the loss mask of each token: have forward_step return the losses of "
         "tokens and partial(loss_func, loss_mask, ...), as Megatron's own does"
     )
-
-
-def _sums_by_source(
-    output: Tensor, mask: Tensor, dataset_ids: NDArray[np.int64], sources: int
-) -> Tensor:
-    """(loss, tokens) of each dataset, float64 [sources, 2]."""
-    rows = len(dataset_ids)
-    counted = mask.detach().reshape(rows, -1).double()
-    losses = output.detach().reshape(rows, -1).double()
-    # chosen, not multiplied: 0 times an infinite loss is none
-    loss_of_token = torch.where(counted != 0, losses * counted, 0.0)
-    loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
-    sums = torch.zeros(sources, 2, dtype=torch.float64, device=output.device)
-    # not waited for, as a copy to the device otherwise is, with all that it still computes
-    sources_of_rows = torch.from_numpy(dataset_ids).to(output.device, non_blocking=True)
-    return sums.index_add_(0, sources_of_rows, loss_and_tokens)
 
 
 def _batches_among(arguments: tuple[Any, ...]) -> MegatronBatches | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from streammega.samples.fields import Batch
 
@@ -20,46 +20,26 @@ class CopiedBatch:
     event: torch.cuda.Event | None = None
 
 
-class Copier(Protocol):
-    """Puts batches on one device."""
+class Copier:
+    """Puts batches on a device. On CUDA it copies on a stream of its own, which the caller's stream waits
+    for when it is given the batch; elsewhere, where nothing is known of streams, it waits for each copy.
+
+    Pinned memory of the host needs no keeping: torch's allocator holds a block until the copies from
+    it are done. Of memory that is not pinned the copy is made before `to` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """In the thread that will take the batches."""
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._device = self._stream.device  # with its number, which "cuda" has not
 
     def start(self, batch: Batch) -> CopiedBatch:
         """Ask for the copy of a batch, which may be dropped right after."""
-
-    def finish(self, copied: CopiedBatch) -> Batch:
-        """The batch, for what the caller now asks of its current stream."""
-
-
-class BlockingCopier:
-    """For the CPU, where batches stay what they are, and for devices of whose streams nothing is
-    known here.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self, batch: Batch) -> CopiedBatch:
-        """Copy and wait."""
-        return CopiedBatch({name: field.to(self._device) for name, field in batch.items()})
-
-    def finish(self, copied: CopiedBatch) -> Batch:
-        """What was copied."""
-        return copied.batch
-
-
-class CudaCopier:
-    """Copies on a side stream, which the caller's stream waits for when it is given the batch.
-
-    The host's memory needs no keeping: torch's pinned allocator holds a block until the copies from
-    it are done, and of memory that is not pinned the copy is made before `to` returns.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # with its number, which "cuda" has not
-
-    def start(self, batch: Batch) -> CopiedBatch:
-        """Queue the copies, without waiting for what the device computes."""
+        if self._stream is None:
+            return CopiedBatch({name: field.to(self._device) for name, field in batch.items()})
         with torch.cuda.stream(self._stream):
             on_device = {
                 name: field.to(self._device, non_blocking=True) for name, field in batch.items()
@@ -69,22 +49,22 @@ class CudaCopier:
         return CopiedBatch(on_device, event)
 
     def finish(self, copied: CopiedBatch) -> Batch:
-        """The batch, after which the current stream of the device has to wait: not this thread."""
-        current = torch.cuda.current_stream(self._device)
-        assert copied.event is not None
-        current.wait_event(copied.event)
-        for field in copied.batch.values():
-            # The allocator knows the side stream only, on which the memory was asked for: it would
-            # give the memory away there while this stream still reads.
-            field.record_stream(current)
+        """The batch, for what the caller now asks of its current stream."""
+        if copied.event is not None:
+            wait_on_stream(copied.batch, copied.event, self._device)
         return copied.batch
 
 
-def copier_to(device: torch.device) -> Copier:
-    """What copies to a device. Call it in the thread that will take the batches."""
-    if device.type == "cuda":
-        return CudaCopier(device)
-    return BlockingCopier(device)
+def wait_on_stream(
+    batch: Mapping[str, Tensor], event: torch.cuda.Event, device: torch.device
+) -> None:
+    """Have the current stream of a device, not this thread, wait for a batch that another stream made."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+    for field in batch.values():
+        # The allocator knows the other stream only, on which the memory was asked for: it would give
+        # the memory away there while this stream still reads.
+        field.record_stream(current)
 
 
 class DeviceBatches(Iterator[tuple[int, Batch]]):

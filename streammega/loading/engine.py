@@ -26,8 +26,7 @@ from streammega.loading.buffers import RecycledMemory, batch_memory
 from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import GatherGroup
-from streammega.loading.rank_args import WHOLE, KeptColumns
+from streammega.loading.planner import WHOLE, GatherGroup, KeptColumns
 from streammega.loading.read_plan import local_addresses, plan_reading
 from streammega.loading.staging import Stager
 from streammega.loading.stats import Stats
@@ -104,7 +103,7 @@ class Engine:
         self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
         self._closed = False
         self._at_hand = 0  # batches that are gathered, of the group that is being handed out
-        self.stats.at_hand = self._is_ready
+        self.stats.at_hand = self.is_ready
         self._ready: queue.Queue[ReadyGroup | BaseException | None] = queue.Queue(
             memory.ready_groups
         )
@@ -179,7 +178,7 @@ class Engine:
         if self._closed:
             return  # an iteration left open is closed as the program ends, and when it is dropped
         self._closed = True
-        if self.stats.at_hand == self._is_ready:
+        if self.stats.at_hand == self.is_ready:
             self.stats.at_hand = None
         if self._fetcher is not None:
             self._fetcher.close()
@@ -211,12 +210,7 @@ class Engine:
                 self._ready.not_full.notify_all()
             thread.join(JOIN)
 
-    @property
     def is_ready(self) -> bool:
-        """Whether the next batch, the end, or an error is there."""
-        return self._is_ready()
-
-    def _is_ready(self) -> bool:
         """Whether the next batch, the end, or the error in its place is there: the caller would not
         wait.
         """

@@ -16,11 +16,11 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.loading.device_prefetch import DeviceBatches, copier_to
+from streammega.loading.device_prefetch import Copier, DeviceBatches
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.rank_args import kept_columns_of
+from streammega.loading.planner import kept_columns_of
 from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.fields import Batch
@@ -388,7 +388,7 @@ def _batches_of(
         """What an engine reads, on the device."""
         if device is None or device.type == "cpu":
             return iter(engine)
-        return DeviceBatches(iter(engine), lambda: engine.is_ready, copier_to(device))
+        return DeviceBatches(iter(engine), engine.is_ready, Copier(device))
 
     num_global_batches = 0
     batches = iterate_batches(

@@ -108,9 +108,9 @@ class _Groups(NamedTuple):
     fields.
     """
 
-    batches: int
+    group_batches: int
     field_batches: int
-    ready: int
+    ready_groups: int
     ready_bytes: int
     field_bytes: int
 
@@ -158,7 +158,7 @@ def _blocks_beside(
     for every sample.
     """
     room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
-    group_samples = groups.batches * batch.samples
+    group_samples = groups.group_batches * batch.samples
     whole: list[int] = []
     lane_bytes = wanted_lane_bytes = 0
     largest = wanted_largest = 0
@@ -206,11 +206,11 @@ def plan_memory(
         if len(beside_small.whole) > len(held.whole):
             groups, held = small, beside_small
     # Without blocks, groups become smaller until the next one can be fetched while one is gathered.
-    while not held.whole and groups.batches > 1:
-        fetched = GROUPS_FETCHED * batch.fetched(groups.batches) if is_remote else 0
+    while not held.whole and groups.group_batches > 1:
+        fetched = GROUPS_FETCHED * batch.fetched(groups.group_batches) if is_remote else 0
         if groups.ready_bytes + fetched <= memory_bytes:
             break
-        groups = _groups_of(batch, groups.batches // 2, ahead, GROUP_BYTES)
+        groups = _groups_of(batch, groups.group_batches // 2, ahead, GROUP_BYTES)
     least = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
     if least > memory_bytes:
         raise ConfigError(
@@ -223,19 +223,12 @@ def plan_memory(
     left = fetch_bytes - held.open_bytes
     fitting = max(1, left // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
-    if GROUPS_FETCHED * batch.fetched(groups.batches) > left:
+    if GROUPS_FETCHED * batch.fetched(groups.group_batches) > left:
         coalesce_gap_bytes = 0
     return MemoryPlan(
-        group_batches=groups.batches,
-        field_batches=groups.field_batches,
-        ready_groups=groups.ready,
-        ready_bytes=groups.ready_bytes,
-        field_bytes=groups.field_bytes,
+        **groups._asdict(),
+        **held._asdict(),
         fetch_bytes=fetch_bytes,
-        window_batches=max(groups.batches, window_batches),  # a group is of one window
+        window_batches=max(groups.group_batches, window_batches),  # a group is of one window
         coalesce_gap_bytes=coalesce_gap_bytes,
-        whole=held.whole,
-        open_bytes=held.open_bytes,
-        unfit=held.unfit,
-        enough_bytes=held.enough_bytes,
     )

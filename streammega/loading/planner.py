@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from streammega.errors import ShortReadError
 from streammega.kernels.plan import cached_rows
 from streammega.loading.buffers import BufferTable
-from streammega.loading.rank_args import WHOLE, KeptColumns
 from streammega.order import Extents
+from streammega.order.extents import cut_extents
 from streammega.order.open_blocks import OpenBlocks, OpenedBlocks
+from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fetch import SharedRequests, coalesce, rows_of
 from streammega.storage.fetch.requests import FetchGroup
 
@@ -36,6 +37,52 @@ NO_SLOT = -1
 """Of a row of which it is not known yet where its bytes will be."""
 _LIKE_BYTES = np.empty(0, np.uint8)
 _LIKE_ADDRESSES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptColumns:
+    """Tokens [start, stop) of every sample, for each of `bounds`: equally long, and each a row of a
+    batch. Without bounds a sample is kept whole, as one row.
+    """
+
+    bounds: Sequence[tuple[int, int]] = ()
+
+    @property
+    def rows_of_sample(self) -> int:
+        """Rows of a batch that one sample makes."""
+        return max(len(self.bounds), 1)
+
+    def width(self, sample_width: int) -> int:
+        """Tokens of a row, of samples of `sample_width` tokens."""
+        if not self.bounds:
+            return sample_width
+        start, stop = self.bounds[0]
+        return stop - start
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first token of each part, int64 [rows of a sample]."""
+        if not self.bounds:
+            return np.zeros(1, np.int64)
+        return np.array([start for start, _ in self.bounds], np.int64)
+
+    def cut(self, extents: Extents) -> Extents:
+        """The extents of what is kept, each part as a sample of its own."""
+        return cut_extents(extents, self.bounds) if self.bounds else extents
+
+
+WHOLE = KeptColumns()
+"""Samples as they are."""
+
+
+def kept_columns_of(sequence_length: int, cp_rank: int, cp_size: int) -> KeptColumns:
+    """What a context-parallel rank keeps of each sample, with the token after each part: its last
+    label. Raises ConfigError for a rank that does not exist: it would read others' tokens.
+    """
+    parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
+    if cp_size == 1:
+        return WHOLE
+    return KeptColumns(bounds=[(start, stop + 1) for start, stop in parts])
 
 
 @dataclass(frozen=True, kw_only=True)

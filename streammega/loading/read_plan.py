@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import FileTable, Planner
-from streammega.loading.rank_args import WHOLE, KeptColumns
+from streammega.loading.planner import WHOLE, FileTable, KeptColumns, Planner
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import bytes_of_field

@@ -53,12 +53,7 @@ class SourceLosses:
         counts of it, [batch, S]: tokens with 0 do not, whatever their loss. None: all tokens count.
         """
         mask = torch.ones_like(losses) if mask is None else mask
-        counted = mask.to(losses.device).double()
-        # chosen, not multiplied: 0 times an infinite loss is none
-        loss_of_token = torch.where(counted != 0, losses.detach().double() * counted, 0.0)
-        loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
-        device = self._sums.device
-        self._sums.index_add_(0, dataset_id.to(device), loss_and_tokens.to(device))
+        add_losses_by_source(self._sums, dataset_id, losses, mask.to(losses.device))
 
     def means(self, group: Any = None, *, prefix: str = "") -> dict[str, float]:
         """{prefix + name: mean loss} of each dataset that had tokens since this was asked last, over
@@ -78,3 +73,16 @@ class SourceLosses:
     def clear(self) -> None:
         """Forget what was added."""
         self._sums = torch.zeros_like(self._sums)
+
+
+def add_losses_by_source(sums: Tensor, dataset_id: Tensor, losses: Tensor, mask: Tensor) -> None:
+    """Add (loss, tokens) of a micro-batch to those of its datasets, sums float64 [datasets, 2]; losses and
+    mask [batch, S].
+    """
+    counted = mask.detach().double()
+    # chosen, not multiplied: 0 times an infinite loss is none
+    loss_of_token = torch.where(counted != 0, losses.detach().double() * counted, 0.0)
+    loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
+    sums.index_add_(
+        0, dataset_id.to(sums.device, non_blocking=True), loss_and_tokens.to(sums.device)
+    )

@@ -24,7 +24,7 @@ from torch.utils.data import default_convert, get_worker_info
 from streammega.kernels.fields import join_labels, scan_ids
 from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.derived_fields import plain_mask, plain_positions
+from streammega.samples.derived_fields import PLAIN_FIELDS, plain_fields
 from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files, field_names, masks_by_files
@@ -33,16 +33,12 @@ NARROW = (np.uint16, np.uint32)
 """What ids are sent as, where they fit."""
 
 
-DERIVED = ["tokens", "labels", "loss_mask", "position_ids"]
-"""The fields that ids tell."""
-
-
 class IdBatch:
     """Ids [samples, S + 1] that nobody looks at in the worker. They arrive as a dict of fields."""
 
-    def __init__(self, ids: Tensor, names: Sequence[str] = DERIVED) -> None:
+    def __init__(self, ids: Tensor, names: Sequence[str] = tuple(PLAIN_FIELDS)) -> None:
         self._ids = ids
-        self._names = list(names)
+        self._names = names
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpack, (dict.fromkeys(self._names), self._ids.numpy(), self._names)
@@ -76,7 +72,7 @@ def ids_tell_fields(steps: MicroSteps) -> bool:
         or are_packed(all_files(steps.samples.files))
     ):
         return False
-    return set(names) <= set(DERIVED)
+    return PLAIN_FIELDS.keys() >= set(names)
 
 
 def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
@@ -119,31 +115,21 @@ class WorkerBatch(dict[str, Any]):
         made: list[str] = []
         if ids is not None:
             made = ["tokens", "labels"]
-            if _is_ones(self.get("loss_mask"), self["tokens"].shape):
-                made.append("loss_mask")
-            if _counts_up(self.get("position_ids"), self["tokens"].shape):
-                made.append("position_ids")
+            shape = self["tokens"].shape
+            for name, plain in (("loss_mask", 1), ("position_ids", np.arange(shape[1]))):
+                field = self.get(name)
+                is_like_tokens = _is_plain(field, PLAIN_FIELDS[name]) and field.shape == shape
+                if is_like_tokens and (field.numpy() == plain).all():
+                    made.append(name)
         for name, value in sent.items():
             sent[name] = None if name in made else _without_rest(value)
         return _unpack, (sent, ids, made)
 
 
-def _unpack(sent: dict[str, Any], ids: NDArray[Any] | None, made: list[str]) -> dict[str, Any]:
+def _unpack(sent: dict[str, Any], ids: NDArray[Any] | None, made: Sequence[str]) -> dict[str, Any]:
     """The fields, in their order; those that are made of ids in memory of their own."""
-    if ids is None:
-        return sent
-    shape = (ids.shape[0], ids.shape[1] - 1)
-    allocate = recycled_memory()
-    for name, first in (("tokens", 0), ("labels", 1)):
-        if name not in made:
-            continue
-        field = allocate(shape, torch.int64)
-        field.numpy()[:] = ids[:, first : first + shape[1]]
-        sent[name] = field
-    if "loss_mask" in made:
-        sent["loss_mask"] = plain_mask(shape, allocate)
-    if "position_ids" in made:
-        sent["position_ids"] = plain_positions(shape, allocate)
+    if ids is not None:
+        sent |= plain_fields(ids, ids.shape[1] - 1, made, recycled_memory())
     return sent
 
 
@@ -161,20 +147,6 @@ def _ids_of(tokens: Any, labels: Any) -> NDArray[Any] | None:
         if join_labels(tokens.numpy(), labels.numpy(), ids):
             return ids
     return None
-
-
-def _is_ones(mask: Any, shape: torch.Size) -> bool:
-    return (
-        _is_plain(mask, torch.float32) and mask.shape == shape and bool((mask.numpy() == 1).all())
-    )
-
-
-def _counts_up(positions: Any, shape: torch.Size) -> bool:
-    return (
-        _is_plain(positions, torch.int64)
-        and positions.shape == shape
-        and bool((positions.numpy() == np.arange(shape[1])).all())
-    )
 
 
 def _is_plain(field: Any, dtype: torch.dtype) -> bool:

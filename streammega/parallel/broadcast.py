@@ -18,6 +18,7 @@ from torch import Tensor
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
+from streammega.loading.device_prefetch import wait_on_stream
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, rank_fields
 from streammega.parallel.groups import Ranks, has_cpu_backend
@@ -214,12 +215,7 @@ class BatchBroadcast:
         """The fields of a micro-batch, ready for use."""
         if pending.event is not None:
             assert pending.batch is not None
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(pending.event)
-            for field in pending.batch.values():
-                # The allocator knows the side stream only, on which the memory was asked for: it
-                # would give the memory away there while this stream still reads.
-                field.record_stream(current)
+            wait_on_stream(pending.batch, pending.event, self._device)
         if pending.batch is not None:
             return pending.batch
         if pending.message is None:

@@ -4,7 +4,7 @@ anywhere alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,8 +32,14 @@ from streammega.samples.loss_masks import SampleJoins
 Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-_NO_IDS: Ids = np.empty((0, 0), np.int64)
-_NO_MASK = np.empty((0, 0), np.float32)
+PLAIN_FIELDS = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "position_ids": torch.int64,
+}
+"""The fields that all samples have, and their dtypes."""
+_NOT_MADE = {dtype: torch.empty((0, 0), dtype=dtype).numpy() for dtype in PLAIN_FIELDS.values()}
 
 
 def or_none(token: int | None) -> int:
@@ -78,7 +84,6 @@ def make_fields(
     loss_mask is left out.
     """
     length = config.sequence_length
-    shape = (len(samples.ids), length)
     pad = config.effective_pad_id
     eod = or_none(config.eod_id)
     joins = samples.joins
@@ -100,43 +105,37 @@ def make_fields(
     makes_mask = has_mask and "loss_mask" in names
     bounded = config.reset_attention_mask and not {"cu_seqlens", "attention_mask"}.isdisjoint(names)
     restarts = config.reset_position_ids and "position_ids" in names
-    made: Batch = {}
-    tokens = labels = positions = _NO_IDS
-    mask = _NO_MASK
-    if "tokens" in names or bounded or restarts or makes_mask:
-        made["tokens"] = allocate(shape, torch.int64)
-        tokens = made["tokens"].numpy()
-    if "labels" in names or makes_mask:
-        made["labels"] = allocate(shape, torch.int64)
-        labels = made["labels"].numpy()
-    if "loss_mask" in names:
-        made["loss_mask"] = allocate(shape, torch.float32)
-        mask = made["loss_mask"].numpy()
-    if "position_ids" in names and samples.pieces is None:
-        made["position_ids"] = allocate(shape, torch.int64)
-        positions = made["position_ids"].numpy()
-    fill_fields(ids, tokens, labels, mask, positions)
-    if width == length:
-        labels[:, -1:] = pad
+    wanted = {*names}
+    if bounded or restarts or makes_mask:
+        wanted.add("tokens")
     if makes_mask:
-        make_mask(tokens, labels, pad, eod, config.eod_mask_loss, mask)
+        wanted.add("labels")
+    if samples.pieces is not None:
+        wanted.discard("position_ids")  # those of sequences are made below
+    made = plain_fields(ids, length, wanted, allocate)
+    arrays = {name: field.numpy() for name, field in made.items()}
+    if width == length and "labels" in made:
+        arrays["labels"][:, -1] = pad
+    if makes_mask:
+        mask = arrays["loss_mask"]
+        make_mask(arrays["tokens"], arrays["labels"], pad, eod, config.eod_mask_loss, mask)
         if joins is not None:
             mask[joins.sample, joins.label_column] = 0
-    if samples.learned is not None and "loss_mask" in names:
-        mask[:, : width - 1] *= samples.learned[:, 1:]
+    if samples.learned is not None and "loss_mask" in made:
+        arrays["loss_mask"][:, : width - 1] *= samples.learned[:, 1:]
     bounds: list[Tensor] = []
     if bounded or restarts:
-        ends = with_ends(tokens, eod, joins)
+        ends = with_ends(arrays["tokens"], eod, joins)
         if bounded:
             bounds = bounds_of(np.split(ends, batches), eod, allocate)
         if restarts and samples.pieces is None:
-            make_positions(ends, eod, positions)
+            make_positions(ends, eod, arrays["position_ids"])
     if "attention_mask" in names:
         made["attention_mask"] = causal_mask(len(ids), length, bounds, allocate)
     # last: masks and bounds are made by what padding was
     if has_padding:
         for name in {"tokens", "labels"} & made.keys():
-            zero_padding(made[name].numpy(), pad)
+            zero_padding(arrays[name], pad)
     if samples.pieces is not None:
         made |= sequence_fields(*samples.pieces, config, allocate, packed=packed)
     if samples.dataset_id is not None:
@@ -151,6 +150,24 @@ def make_fields(
     return [
         dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
+
+
+def plain_fields(
+    ids: NDArray[Any], length: int, names: Collection[str], allocate: Allocate
+) -> Batch:
+    """Those of PLAIN_FIELDS that `names` has, [samples, length], of whole samples: a mask of ones, and
+    positions that only count up.
+    """
+    made: Batch = {}
+    arrays = []
+    for name, dtype in PLAIN_FIELDS.items():
+        if name in names:
+            made[name] = allocate((len(ids), length), dtype)
+            arrays.append(made[name].numpy())
+        else:
+            arrays.append(_NOT_MADE[dtype])
+    fill_fields(ids, *arrays)
+    return made
 
 
 def bytes_of_field(name: str, length: int) -> int:
@@ -229,20 +246,6 @@ def sequence_fields(
         cu_seqlens.numpy(), max_seqlen.numpy(), position_ids.numpy(),
     )  # fmt: skip
     return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "position_ids": position_ids}
-
-
-def plain_mask(shape: tuple[int, ...], allocate: Allocate) -> Tensor:
-    """float32 ones."""
-    mask = allocate(shape, torch.float32)
-    mask.numpy().fill(1)
-    return mask
-
-
-def plain_positions(shape: tuple[int, ...], allocate: Allocate) -> Tensor:
-    """int64 [..., S]: 0 to S - 1 in each row."""
-    positions = allocate(shape, torch.int64)
-    positions.numpy()[:] = np.arange(shape[-1])
-    return positions
 
 
 def causal_mask(samples: int, length: int, bounds: Sequence[Tensor], allocate: Allocate) -> Tensor:

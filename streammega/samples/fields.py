@@ -28,7 +28,6 @@ from streammega.samples.derived_fields import (
     make_fields,
     new_memory,
     or_none,
-    plain_positions,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
 from streammega.samples.loss_masks import SampleJoins
@@ -120,10 +119,11 @@ def position_ids(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
     tokens: integers [samples, S]. Raises ConfigError for other shapes and kinds.
     """
     ids = _matrix(tokens, "tokens")
-    if eod_id is None:
-        return plain_positions(ids.shape, new_memory)
     positions = new_memory(ids.shape, torch.int64)
-    make_positions(ids, eod_id, positions.numpy())
+    if eod_id is None:
+        positions.numpy()[:] = np.arange(ids.shape[1])
+    else:
+        make_positions(ids, eod_id, positions.numpy())
     return positions
 
 

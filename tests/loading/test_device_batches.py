@@ -131,7 +131,7 @@ class LateCopier:
 @pytest.fixture
 def copier(pinned: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> LateCopier:
     late = LateCopier(pinned)
-    monkeypatch.setattr(loader_module, "copier_to", lambda device: late)
+    monkeypatch.setattr(loader_module, "Copier", lambda device: late)
     return late
 
 
