@@ -117,7 +117,7 @@ class WorkerBatch(dict[str, Any]):
             made = ["tokens", "labels"]
             shape = self["tokens"].shape
             for name, plain in (("loss_mask", 1), ("position_ids", np.arange(shape[1]))):
-                field = self.get(name)
+                field: Any = self.get(name)
                 is_like_tokens = _is_plain(field, PLAIN_FIELDS[name]) and field.shape == shape
                 if is_like_tokens and (field.numpy() == plain).all():
                     made.append(name)
