@@ -4,7 +4,6 @@ once from the token counts of files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,15 +130,26 @@ def epoch_layout(
     before_dataset = ends_of_all[np.append(0, ends_of_parts)]
     sizes = np.diff(before_dataset)
     if not sizes.all():
-        raise _no_sample(int(np.argmin(sizes)), datasets, length, extra)
-    blocks = [max(1, shuffle_block_bytes // (length * dataset.itemsize)) for dataset in datasets]
+        number = int(np.argmin(sizes))
+        longest = max((part.tokens for part in datasets[number].parts), default=0)
+        raise ConfigError(
+            f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
+            f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
+        )
+    itemsizes = np.array([dataset.itemsize for dataset in datasets], np.int64)
+    blocks = np.maximum(shuffle_block_bytes // (length * itemsizes), 1)
+    # as many runs as lanes; with fewer blocks, the largest divisor of the lanes that gives every run
+    # a block; and one run if there are fewer samples than lanes
+    divisors = np.flatnonzero(lanes % np.arange(1, lanes + 1) == 0) + 1
+    num_blocks = -(-sizes // blocks)
+    num_runs = divisors[np.searchsorted(divisors, num_blocks, side="right") - 1]
     rows = np.zeros(len(datasets), DATASET)
     rows["key"] = key
     rows["lanes"] = lanes
     rows["number"] = numbers
     rows["size"] = sizes
     rows["block"] = blocks
-    rows["group"] = _groups(sizes, blocks, lanes)
+    rows["group"] = np.where(sizes < lanes, lanes, lanes // num_runs)
     rows["length"] = length
     rows["first_part"] = ends_of_parts - num_parts
     rows["end_part"] = ends_of_parts
@@ -156,41 +166,3 @@ def _column(datasets: Sequence[StreamDataset], field: str) -> Integers:
     """A field of all parts, those of all datasets end to end."""
     value = attrgetter(field)
     return np.array([value(part) for dataset in datasets for part in dataset.parts], np.int64)
-
-
-def _no_sample(
-    number: int, datasets: Sequence[StreamDataset], length: int, extra: int
-) -> ConfigError:
-    longest = max((part.tokens for part in datasets[number].parts), default=0)
-    return ConfigError(
-        f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
-        f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
-    )
-
-
-def _groups(sizes: Integers, blocks: Sequence[int], lanes: int) -> Integers:
-    """Lanes that share a run of each dataset, int64 [datasets]."""
-    groups = []
-    for size, block in zip(sizes.tolist(), blocks, strict=True):
-        num_blocks = -(-size // block)
-        groups.append(lanes // _num_runs(size, num_blocks, lanes))
-    return np.array(groups, np.int64)
-
-
-def _num_runs(size: int, blocks: int, lanes: int) -> int:
-    """As many runs as lanes; with fewer blocks, the largest divisor of the lanes that gives every run
-    a block. One run if there are fewer samples than lanes.
-    """
-    if size < lanes:
-        return 1
-    return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors, in no order; the root of a square comes twice."""
-    divisors = []
-    for small in range(1, math.isqrt(number) + 1):
-        if number % small == 0:
-            divisors.append(small)
-            divisors.append(number // small)
-    return divisors

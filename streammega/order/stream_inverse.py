@@ -11,7 +11,6 @@ import numpy as np
 
 from streammega.kernels.stream import RUN, lane_draw_counts, samples_of_draws, samples_using
 from streammega.order.epoch_layout import Integers, Records
-from streammega.order.extents import Extents
 from streammega.order.stream_order import StreamOrder
 
 EPOCHS_AT_ONCE = 4096
@@ -55,11 +54,7 @@ def samples_using_tokens(
     runs = np.concatenate(parts)
     # A sample that reads two parts of a file comes once for each.
     uses = [TokenUses(runs["item"] + order.first_sample, runs["start"], runs["stop"])]
-    # a sample also reads the extra token after its last
-    joined = _samples_of_remainder(order, column, (file, start - order.extra, stop), end)
-    if len(joined):
-        within = _within(order.locate(joined), joined, (dataset, file, start, stop))
-        uses.append(TokenUses(*within))
+    uses.append(_uses_of_remainder(order, column, (file, start, stop), end))
     return concatenate_uses(uses)
 
 
@@ -72,32 +67,28 @@ def concatenate_uses(uses: Sequence[TokenUses]) -> TokenUses:
     return TokenUses(sample[order], start[order], stop[order])
 
 
-def _samples_of_remainder(
+def _uses_of_remainder(
     order: StreamOrder, column: int, tokens: tuple[int, int, int], end: int
-) -> Integers:
-    """The samples of the remainder before `end` that read tokens (file, start, stop), ascending."""
+) -> TokenUses:
+    """The uses of tokens (file, start, stop) before `end` by samples of a dataset's remainder."""
     remainder = order.remainders[column]
     if remainder is None:
-        return np.empty(0, np.int64)
-    numbers = remainder.samples_with(*tokens)
+        return concatenate_uses([])
+    file, start, stop = tokens
+    # a sample also reads the extra token after its last
+    numbers = remainder.samples_with(file, start - order.extra, stop)
     lane, draw = remainder.lane_of(numbers)
     samples = np.empty(len(numbers), np.int64)
     # draws of a lane count from its first one after the remainder
     samples_of_draws(lane, draw - remainder.lane_counts[lane], column, order.tree, samples)
-    is_here = (samples >= 0) & (samples < end - order.first_sample)
-    return np.unique(samples[is_here] + order.first_sample)
-
-
-def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:
-    """(sample, start, stop) of the tokens (dataset, file, start, stop) that samples have, int64 [3,
-    uses]. extents: where the samples lie.
-    """
-    dataset, file, start, stop = tokens
-    sample = np.repeat(samples, np.diff(extents.row_splits))
+    samples += order.first_sample
+    samples = np.unique(samples[(samples >= order.first_sample) & (samples < end)])
+    extents = order.locate(samples)
     low = np.maximum(extents.start, start)
     high = np.minimum(extents.stop, stop)
-    reads = (extents.dataset == dataset) & (extents.file == file) & (low < high)
-    return np.array([sample[reads], low[reads], high[reads]])
+    reads = (extents.file == file) & (low < high)
+    sample = np.repeat(samples, np.diff(extents.row_splits))
+    return TokenUses(sample[reads], low[reads], high[reads])
 
 
 def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:

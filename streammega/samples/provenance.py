@@ -321,42 +321,34 @@ def documents_with(
             continue
         searched.add(prefix)
         for shard, documents in enumerate(provenance.shards(dataset)):
-            for start, size, ids in _places(documents, patterns):
+            for start, size, ids in _matches(documents, patterns):
                 for run in documents.runs(start, start + size)[:1]:
                     name = DocumentName(dataset=dataset, shard=shard, document=run.document)
                     yield name, start, ids
 
 
-def _places(
+def _matches(
     documents: ShardDocuments, patterns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, Ids]]:
     """(token of a shard, tokens of the pattern, ids around it) of every match."""
-    longest = max(len(pattern) for pattern in patterns)
-    at_once = SEARCH_BYTES // documents.dtype.itemsize
-    for first, ids in _stretches(documents, at_once, longest):
-        for pattern in patterns:
-            # later matches are found again in the next stretch, which begins with them
-            for place in _starts(ids, pattern).tolist():
-                if place < at_once:
-                    around = ids[max(0, place - longest) : place + len(pattern) + longest]
-                    yield first + place, len(pattern), around
-
-
-def _stretches(documents: ShardDocuments, at_once: int, longest: int) -> Iterator[tuple[int, Ids]]:
-    """(first token, ids) of a shard's stretches. Each has the beginning of the next, for a match may
-    lie in both.
-    """
     store, info = documents.files.tokens()
-    dtype = documents.dtype
-    itemsize = dtype.itemsize
+    itemsize = documents.dtype.itemsize
     tokens = info.size // itemsize
-    part = documents.files.storage.max_request_bytes
-    for first in range(0, tokens, at_once):
-        stop = min(tokens, first + at_once + longest - 1)
-        starts = list(range(first * itemsize, stop * itemsize, part))
+    request_bytes = documents.files.storage.max_request_bytes
+    stretch = SEARCH_BYTES // itemsize
+    longest = max(len(pattern) for pattern in patterns)
+    for first in range(0, tokens, stretch):
+        # with the beginning of the next stretch, for a match may lie in both
+        stop = min(tokens, first + stretch + longest - 1)
+        starts = list(range(first * itemsize, stop * itemsize, request_bytes))
         stops = [*starts[1:], stop * itemsize]
         bodies = store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
-        yield first, np.frombuffer(b"".join(bytes(body) for body in bodies), dtype)
+        ids = np.frombuffer(b"".join(bytes(body) for body in bodies), documents.dtype)
+        for pattern in patterns:
+            for place in _starts(ids, pattern).tolist():
+                if place < stretch:
+                    around = ids[max(0, place - longest) : place + len(pattern) + longest]
+                    yield first + place, len(pattern), around
 
 
 def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:

@@ -92,26 +92,14 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         # seeded with the epoch alone, so that a resumed run permutes as before
         generator = torch.Generator()
         generator.manual_seed(epoch)
-        mine = (
-            self._bucket(generator, offset)
-            if self.data_sharding
-            else self._in_turn(generator, offset)
-        )
+        if self.data_sharding:
+            bucket_samples = self.total_samples // step * size
+            permuted = torch.randperm(bucket_samples, generator=generator)
+            mine = self.dp_rank * bucket_samples + permuted[offset // self.dp_size :]
+        else:
+            # Megatron permutes whole micro-batches of one rank, not of all
+            permuted = torch.randperm(self.total_samples // size * size, generator=generator)
+            mine = permuted[offset:][self.dp_rank :: self.dp_size]
         for first in range(0, len(mine) - size + 1, size):
             self.consumed_samples += step
             yield mine[first : first + size].tolist()
-
-    def _bucket(self, generator: torch.Generator, offset: int) -> torch.Tensor:
-        """The rest of this rank's own part of the data, permuted. offset: samples of all ranks into the
-        epoch.
-        """
-        bucket_samples = self.total_samples // self._step * self.micro_batch_size
-        permuted = torch.randperm(bucket_samples, generator=generator)
-        return self.dp_rank * bucket_samples + permuted[offset // self.dp_size :]
-
-    def _in_turn(self, generator: torch.Generator, offset: int) -> torch.Tensor:
-        """This rank's samples of the rest of the permuted epoch; ranks take them in turn."""
-        # Megatron permutes whole micro-batches of one rank, not of all
-        permuted_samples = self.total_samples // self.micro_batch_size * self.micro_batch_size
-        permuted = torch.randperm(permuted_samples, generator=generator)
-        return permuted[offset:][self.dp_rank :: self.dp_size]

@@ -83,8 +83,14 @@ def _cut_dataset(
     name: str, shards: list[Shard], share: str, split: str, config: DataConfig
 ) -> OpenDataset:
     """Cut a dataset, its shards end to end, by `share`: by sequences, or by bins if it is packed."""
-    bin_tokens = _bin_tokens(name, shards)
-    units = [_num_units(shard, bin_tokens) for shard in shards]
+    if len({shard.bin_tokens for shard in shards}) > 1:
+        raise ConfigError(f"{name}: its shards differ in their bins; make a blend of them")
+    bin_tokens = shards[0].bin_tokens
+    # splits are cut by sequences, or by bins
+    units = [
+        shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
+        for shard in shards
+    ]
     bounds = split_bounds(share, sum(units))[split]
     if bounds is None or bounds[0] == bounds[1]:
         kind = "sequences" if bin_tokens is None else "bins"
@@ -119,19 +125,6 @@ def _cut_dataset(
     return OpenDataset(
         name=name, files=files, parts=dataset, bin_tokens=bin_tokens, tokenizers=set()
     )
-
-
-def _bin_tokens(name: str, shards: Sequence[Shard]) -> int | None:
-    """Tokens of the bins of a dataset; None where documents lie end to end."""
-    lengths = {shard.bin_tokens for shard in shards}
-    if len(lengths) > 1:
-        raise ConfigError(f"{name}: its shards differ in their bins; make a blend of them")
-    return lengths.pop()
-
-
-def _num_units(shard: Shard, bin_tokens: int | None) -> int:
-    """How many units a shard has, by which splits are cut: bins, or sequences."""
-    return shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
 
 
 def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:
