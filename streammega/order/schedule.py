@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from streammega.config import DataConfig, PhaseConfig, Segment
 from streammega.errors import ConfigError
 from streammega.order.sharding import check_batch_sizes
 
-Stage = tuple[int, int]
-"""(first sample, global batch size)."""
+
+class Stage(NamedTuple):
+    """From a sample on, until the next stage begins, global batches have one size."""
+
+    first_sample: int
+    global_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +67,7 @@ class TrainingSchedule:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """(first sample, global batch size) of every stage from `origin` on, in order."""
-        stages = self._stages_of_first_segment()
-        for segment in self.segments[1:]:
-            if segment.global_batch_size is None:
-                continue
-            begins = max(segment.first_sample, self.origin)
-            stages = [stage for stage in stages if _first_sample(stage) < begins]
-            stages.append((begins, segment.global_batch_size))
-        return stages
-
-    def _stages_of_first_segment(self) -> list[Stage]:
-        """The stages of a run whose first segment has no end."""
+        """Every stage from `origin` on, in order."""
         stages: list[Stage] = []
         first_sample = self.origin
         if self.rampup_batch_size is not None:
@@ -83,16 +77,22 @@ class TrainingSchedule:
                 size = start + number * increment
                 end = samples * (number + 1) / count
                 if first_sample < end:
-                    stages.append((first_sample, size))
+                    stages.append(Stage(first_sample, size))
                     # The next stage begins with the first step that starts at or past this one's end.
                     steps = -int((first_sample - end) // size)
                     first_sample += steps * size
-        return [*stages, (first_sample, self.global_batch_size)]
+        stages.append(Stage(first_sample, self.global_batch_size))
+        for segment in self.segments[1:]:
+            if segment.global_batch_size is None:
+                continue
+            begins = max(segment.first_sample, self.origin)
+            stages = [stage for stage in stages if stage.first_sample < begins]
+            stages.append(Stage(begins, segment.global_batch_size))
+        return stages
 
     def size_at(self, consumed: int) -> int:
         """The global batch size of the step that holds sample `consumed`."""
-        _, size = self._stage(consumed)
-        return size
+        return self._stage(consumed).global_batch_size
 
     def offset_at(self, consumed: int) -> int:
         """How many samples of its global batch come before sample `consumed`."""
@@ -160,7 +160,7 @@ class TrainingSchedule:
         return aligned._stage_from(consumed)
 
     def _stage_from(self, consumed: int) -> Stage:
-        later = bisect_right(self.stages, consumed, key=_first_sample)
+        later = bisect_right(self.stages, consumed, key=lambda stage: stage.first_sample)
         return self.stages[max(0, later - 1)]
 
     # Steps, of a run from sample 0 on.
@@ -249,11 +249,6 @@ class TrainingSchedule:
         number = bisect_right(first_tokens, token) - 1
         segment = self.segments[number]
         return segment.first_sample + (token - first_tokens[number]) // segment.sequence_length
-
-
-def _first_sample(stage: Stage) -> int:
-    first, _ = stage
-    return first
 
 
 def training_schedule(

@@ -130,8 +130,7 @@ def _blended(
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
     check_bins(bins, config)
     if len(datasets) > 1 and not config.allow_mixed_tokenizers:
-        tokenizers = [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets]
-        check_tokenizers(tokenizers, config)
+        check_tokenizers((part.indexed.prefix, part.indexed.tokenizers) for part in datasets)
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:

@@ -112,7 +112,7 @@ def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> 
     opened = [dataset.indexed for dataset in datasets]
     check_one_kind([(indexed.prefix, indexed.bin_tokens) for indexed in opened])
     if not config.allow_mixed_tokenizers:
-        check_tokenizers([(indexed.prefix, indexed.tokenizers) for indexed in opened], config)
+        check_tokenizers((indexed.prefix, indexed.tokenizers) for indexed in opened)
     files = [dataset.files[0] for dataset in datasets]
     prefixes = [prefix for prefix, _ in dataset_names(segments)]
     excluded = excluded_tokens(config, split, prefixes, files)

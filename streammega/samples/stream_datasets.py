@@ -30,14 +30,13 @@ MANY_SEQUENCES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset. parts: those that belong to a split. bin_tokens: None: it is not packed.
-    tokenizers: empty if they are not compared.
+    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if they are not
+    compared.
     """
 
     name: str
     files: list[TokenFile]
     parts: StreamDataset
-    bin_tokens: int | None
     tokenizers: set[TokenizerLabel]
 
 
@@ -75,7 +74,7 @@ def open_datasets(
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:
-        check_tokenizers([(dataset.name, dataset.tokenizers) for dataset in opened], config)
+        check_tokenizers((dataset.name, dataset.tokenizers) for dataset in opened)
     return opened
 
 
@@ -122,9 +121,7 @@ def _cut_dataset(
     # blocks are sized in bytes, by the widest tokens
     itemsize = max(shard.dtype.itemsize for shard in shards)
     dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
-    return OpenDataset(
-        name=name, files=files, parts=dataset, bin_tokens=bin_tokens, tokenizers=set()
-    )
+    return OpenDataset(name=name, files=files, parts=dataset, tokenizers=set())
 
 
 def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:

@@ -187,7 +187,7 @@ class StreamSource(SampleSource):
         self._datasets = open_datasets(prefixes, shares, split, config, known)
         files = [dataset.files for dataset in self._datasets]
         _check_apart(self._named, prefixes, files)
-        bins = [(dataset.name, dataset.bin_tokens) for dataset in self._datasets]
+        bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]
         for named in self._named:
             bins_here = [bins[number] for number in named.numbers]
             check_bins(bins_here, _with_length(config, named.segment.sequence_length))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
 from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -106,14 +105,10 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
         )  # fmt: skip
 
 
-def check_tokenizers(
-    datasets: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig
-) -> None:
+def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> None:
     """Raise ConfigError if two datasets have different tokenizers, naming both. datasets: (name,
     tokenizers); datasets without any pass.
     """
-    if config.allow_mixed_tokenizers:
-        return
     by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
     for name, tokenizers in datasets:
         # sorted, so that the message names the same two each time
