@@ -17,14 +17,11 @@ from numpy.typing import NDArray
 
 from streammega.dataset.idx import (
     DOCUMENT_BOUND,
-    HEADER,
     LENGTH,
-    MAGIC,
     MODE,
     OFFSET,
-    VERSION,
     IndexArrays,
-    dtype_code,
+    encode_header,
     parse_index,
 )
 from streammega.dataset.local_cache import (
@@ -108,8 +105,7 @@ def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> Iterator[
     sequences_before = np.cumsum([0, *map(len, lengths)]).tolist()
     # Each part begins with the bound 0, which is the last bound of the part before it.
     bounds = [np.zeros(1, np.int64), *(part.document_indices[1:] for part in parts)]
-    code = dtype_code(parts[0].dtype)
-    yield HEADER.pack(MAGIC, VERSION, code, sequences_before[-1], sum(map(len, bounds)))
+    yield encode_header(parts[0].dtype, sequences_before[-1], sum(map(len, bounds)))
     yield from _shifted(lengths, [0] * len(parts), LENGTH)
     yield from _shifted(offsets, bytes_before, OFFSET)
     yield from _shifted(bounds, [0, *sequences_before[:-1]], DOCUMENT_BOUND)

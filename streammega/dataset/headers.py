@@ -23,7 +23,6 @@ from streammega.dataset.idx import (
     CODE_OF_DTYPE,
     DOCUMENT_BOUND,
     DTYPE_OF_CODE,
-    HEADER,
     HEADER_BYTES,
     LENGTH,
     MAGIC,
@@ -283,7 +282,7 @@ def rows_of_headers(headers: Sequence[IndexHeader]) -> Integers:
 
 _STORED = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("counts", "<u8", 2)])
 """A header as it is stored."""
-assert _STORED.itemsize == HEADER_BYTES == HEADER.size
+assert _STORED.itemsize == HEADER_BYTES
 
 
 def rows_of(

@@ -375,6 +375,11 @@ def _check_documents(arrays: IndexArrays, path: str) -> None:
             )
 
 
+def encode_header(dtype: np.dtype[Any], sequence_count: int, document_count: int) -> bytes:
+    """The header of an `.idx`. document_count: documents + 1."""
+    return HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequence_count, document_count)
+
+
 def encode_index(
     dtype: np.dtype[Any],
     lengths: NDArray[np.int32],
@@ -383,8 +388,7 @@ def encode_index(
     offsets: NDArray[np.int64] | None = None,
 ) -> Iterator[bytes]:
     """The bytes of an `.idx`, in chunks. Offsets default to sequences laid end to end."""
-    code = dtype_code(dtype)
-    yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(document_indices))
+    yield encode_header(dtype, len(lengths), len(document_indices))
     yield _stored(lengths, LENGTH)
     if offsets is None:
         offsets = np.zeros(len(lengths), np.int64)

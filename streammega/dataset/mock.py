@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 
 from streammega.dataset.idx import (
     DOCUMENT_BOUND,
-    HEADER,
     HEADER_BYTES,
     LENGTH,
-    MAGIC,
     OFFSET,
-    VERSION,
-    dtype_code,
+    encode_header,
     index_bytes,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError
@@ -119,7 +116,7 @@ class MockStore(Store):
 def _index(settings: MockSettings, start: int, stop: int) -> Buffer:
     """The bytes [start, stop) of the `.idx`: after the header come three arithmetic sequences."""
     documents = settings.documents
-    header = HEADER.pack(MAGIC, VERSION, dtype_code(DTYPE), documents, documents + 1)
+    header = encode_header(DTYPE, documents, documents + 1)
     parts = [header[start:stop]]
     sequence_bytes = settings.length * DTYPE.itemsize
     array_start = HEADER_BYTES
