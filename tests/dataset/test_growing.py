@@ -844,7 +844,7 @@ def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> Non
         ("web", ["--dtype", "int32"], "has dtype 'int32'"),
         ("web@1", [], "is the name of a version"),
         ("pair", [], "is a pair without a manifest"),
-        ("words", [], "of tokenizer"),
+        ("words", [], "was made with the tokenizer"),
     ],
 )
 def test_what_could_not_be_appended_is_refused_before_it_is_converted(
