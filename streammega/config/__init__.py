@@ -1,4 +1,4 @@
-"""Settings, checked once. Frozen and keyword-only; units in the name or beside it."""
+"""Settings, checked once. Frozen and keyword-only, with units in the name or the docstring."""
 
 from streammega.config.blends import MAX_DATASETS, Blend, parse_blend
 from streammega.config.data import FIELD_NAMES, MAX_SAMPLES, DataConfig, FieldsConfig, Order

@@ -66,7 +66,7 @@ class FieldsConfig:
     eod_id: Annotated[int | None, Ge(0)] = None
     """The id that ends documents."""
     pad_id: int | None = None
-    """The tokenizer's padding id; None: there is none."""
+    """The tokenizer's padding id; None: it has no padding."""
     allow_ambiguous_pad_tokens: bool = False
     """Accept a pad_id that equals eod_id; otherwise such a pad_id is ignored."""
     eod_mask_loss: bool = False
@@ -166,9 +166,7 @@ class FieldsConfig:
 
     @property
     def effective_pad_id(self) -> int:
-        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is
-        not allowed.
-        """
+        """The padding id in use: -1 without padding, or if it equals eod_id and that is not allowed."""
         if self.pad_id is None:
             return -1
         if self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens:
@@ -208,14 +206,14 @@ class DataConfig(FieldsConfig):
     """
     blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
     """Stream order: [(first sample, weights)], short for phases that change the weights of `blend`
-    alone; one may be zero for a while. Each begins at the end of a step. One at 0 replaces the blend's
-    own weights, in every split. Those past the cursor of a run may still be changed.
+    alone. A weight may be zero for a while. Each entry begins at the end of a step. One at 0 replaces
+    the weights of the blend, in every split. Entries past the cursor of a run may still be changed.
     """
     phases: Sequence[PhaseConfig] = ()
-    """What changes in the middle of training, in the order of `first_sample`; what stands above is
-    the first phase. In the stream order phases past the cursor of a run may still be changed, and
-    more be appended; in the Megatron order each is a run of its own, as Megatron's phase
-    transitions make it: docs/orders.md.
+    """Changes in the middle of training, in the order of `first_sample`. The settings above are the
+    first phase. In the stream order phases past the cursor of a run may still be changed, and more may
+    be appended. In the Megatron order each is a run of its own, as with Megatron's phase transitions:
+    docs/orders.md.
     """
     follow: FollowConfig | None = None
     """Stream order: take in what is appended to the datasets while the run trains."""
@@ -226,16 +224,16 @@ class DataConfig(FieldsConfig):
     order: Order = "megatron"
     """`megatron`: Megatron's shuffle, bit for bit.
 
-    `stream`: shuffled for object storage. `sequential`: as files lie.
+    `stream`: shuffled for object storage. `sequential`: in the order of the files.
     """
     inter_document_masking: bool = False
-    """Tokens do not attend over the bounds of sequences in the `.idx`, whatever ids stand there, in
+    """Tokens do not attend over the bounds of sequences in the `.idx`, whatever their ids, in
     Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
     "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
     """
     return_dataset_ids: bool = False
-    """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
-    phases, in the order in which they first appear. For losses by source: SourceLosses.
+    """Add "dataset_id", int64 [batch]: the dataset of each sample, by its place in the blend; over
+    phases, in the order in which datasets first appear. For losses by source: SourceLosses.
     """
     num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MAX_SAMPLES)] = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
@@ -246,19 +244,19 @@ class DataConfig(FieldsConfig):
     full_validation: bool = False
     """Valid is one epoch of everything, whatever num_samples says."""
     mask_loss_by_mode: bool | None = None
-    """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose
-    manifest names such modes (that of `convert --chat` does); True: in every dataset, those without
-    such a manifest learning all modes but 0; False: never.
+    """Loss only for labels in sequences whose mode is learned. None: in datasets whose manifest names
+    these modes, as after `convert --chat`; True: in every dataset, where without such a manifest all
+    modes but 0 are learned; False: never.
     """
     allow_mixed_tokenizers: bool = False
-    """Blend datasets whose manifests name different tokenizers, whose ids mean different things;
-    else that is an error.
+    """Allow a blend of datasets whose manifests name different tokenizers. Their ids mean different
+    things, so it is an error by default.
     """
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
     mid_level_dataset_surplus: Annotated[float, Ge(0)] = 0.005
-    """Megatron order: share by which a blend asks its datasets for more samples than it will
-    take.
+    """Megatron order: the share of samples that a blend requests from its datasets beyond those that it
+    takes.
     """
     shuffle_lanes: Annotated[int | None, Ge(1)] = None
     """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
@@ -267,10 +265,10 @@ class DataConfig(FieldsConfig):
     shuffle_block_bytes: Annotated[int, Ge(1)] = MiB // 4
     """Stream order: bytes that are shuffled as one."""
     exclude_samples: Sequence[tuple[int, int]] = ()
-    """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
+    """Ranges [start, stop) of global sample ids to leave out: whole global batches."""
     exclude_documents: ExcludedNames | Sequence[tuple[int, ExcludedNames]] = ()
-    """Documents that training does not see: eod_id stands for each of their tokens, and there is no
-    loss on it. The path of a file of names, one a line; a list of names; either by dataset, as
+    """Documents to leave out of training: each of their tokens becomes eod_id, without loss.
+    Given as the path of a file of names, one a line; a list of names; either by dataset, as
     {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/orders.md.
@@ -282,23 +280,23 @@ class DataConfig(FieldsConfig):
     StreamingDataset.sample_joins says where the joins are.
     """
     balance_attention_cost: bool = False
-    """Deal the samples of a global batch out to ranks and micro-batches so that attention over
-    their documents costs all the same, by the lengths in the `.idx`; for configs with
-    reset_attention_mask or inter_document_masking. Global batches stay the same sets.
+    """Distribute the samples of a global batch over ranks and micro-batches so that attention over
+    their documents costs each the same, by the lengths in the `.idx`. Needs reset_attention_mask or
+    inter_document_masking. Global batches stay the same sets.
     """
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     index_publish_url: str | None = None
-    """A folder, beside the data for instance, that `streammega prepare` fills with built indices
-    for nodes to download.
+    """A folder, such as that of the data, that `streammega prepare` fills with built indices for nodes
+    to download.
     """
     storage: StorageConfig = field(default_factory=StorageConfig)
     """How its bytes are fetched."""
     storage_by_prefix: Mapping[str, StorageConfig] = field(default_factory=dict)
     """Storage of another account, endpoint or region: {"s3://other/": StorageConfig}. The longest
-    prefix that a URL begins with counts; for all other URLs it is `storage`. A value says transport,
-    storage_options, timeout, read_timeout and multipart_part_bytes; the rest is `storage`'s, for it
-    counts for the whole loader.
+    prefix that a URL begins with counts; other URLs use `storage`. A value sets transport,
+    storage_options, request_timeout, read_timeout and multipart_part_bytes. All other settings are
+    those of `storage`, for the whole loader.
     """
 
     def __repr__(self) -> str:
@@ -441,7 +439,7 @@ class DataConfig(FieldsConfig):
             self.reset_attention_mask or self.reset_position_ids
         ):
             raise ConfigError(
-                'sample_joins="separate" ends documents for reset_attention_mask and reset_position_ids, of which '
+                'sample_joins="separate" ends documents for reset_attention_mask and reset_position_ids, and '
                 'neither is set; set one of them, or sample_joins="mask_loss", which has no loss there'
             )
 
@@ -463,5 +461,5 @@ class DataConfig(FieldsConfig):
     def _check_excluded_documents(self) -> None:
         if self.exclusions_of("train") and self.eod_id is None:
             raise ConfigError(
-                "exclude_documents needs eod_id, the id that stands for tokens which are not seen"
+                "exclude_documents needs eod_id, the id that replaces the excluded tokens"
             )

@@ -28,11 +28,11 @@ class ExcludedList(NamedTuple):
     dataset: str | None = None
 
 
-def excluded_lists(given: Any) -> list[ExcludedList]:
+def excluded_lists(excluded: Any) -> list[ExcludedList]:
     """The lists in exclude_documents of a run. Raises ConfigError for other forms."""
-    if isinstance(given, Sequence) and given and not isinstance(given[0], str):
+    if isinstance(excluded, Sequence) and excluded and not isinstance(excluded[0], str):
         lists: list[ExcludedList] = []
-        for entry in given:
+        for entry in excluded:
             is_pair = isinstance(entry, Sequence) and len(entry) == 2
             if not is_pair or type(entry[0]) is not int or entry[0] < 0:
                 raise ConfigError(
@@ -42,12 +42,12 @@ def excluded_lists(given: Any) -> list[ExcludedList]:
             first_sample, names = entry
             lists += excluded_names(names, first_sample)
         return lists
-    return excluded_names(given, 0)
+    return excluded_names(excluded, 0)
 
 
-def excluded_names(given: Any, first_sample: int) -> list[ExcludedList]:
+def excluded_names(excluded: Any, first_sample: int) -> list[ExcludedList]:
     """One list of names, or one for each dataset. Raises ConfigError for other forms."""
-    by_dataset = given if isinstance(given, Mapping) else {None: given}
+    by_dataset = excluded if isinstance(excluded, Mapping) else {None: excluded}
     lists = []
     for dataset, names in by_dataset.items():
         if isinstance(names, os.PathLike):
@@ -57,7 +57,7 @@ def excluded_names(given: Any, first_sample: int) -> list[ExcludedList]:
         are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
         if not are_names or not isinstance(dataset, str | None):
             raise ConfigError(
-                f"exclude_documents is {redact_urls(repr(given))}; it takes the path of a file of names, a list of "
+                f"exclude_documents is {redact_urls(repr(excluded))}; it takes the path of a file of names, a list of "
                 "names, or either for each dataset, as {prefix: names}"
             )
         if len(names):
@@ -94,15 +94,15 @@ class PhaseConfig:
     """Settings of earlier versions, and their names now."""
 
     first_sample: int = 0
-    """The global sample it begins at: the end of a step of the phase before. Or first_step or
-    first_token says it.
+    """The global sample at which it begins: the end of a step of the phase before. Set this, first_step
+    or first_token.
     """
     first_step: int | None = None
     """Its first step, counted from 1 as in metrics.jsonl: over the batch sizes of the config from
     sample 0 on, its ramp-up and its skips.
     """
     first_token: int | None = None
-    """How many tokens the samples before it have, excluded ones too; a step must end there."""
+    """The number of tokens of the samples before it, with excluded ones. A step must end there."""
     blend: Blend | None = None
     """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
     was, and so does one that comes back; one that is new begins its first epoch.
@@ -110,15 +110,13 @@ class PhaseConfig:
     global_batch_size: Annotated[int | None, Ge(1)] = None
     """Samples of one optimizer step over all ranks."""
     sequence_length: Annotated[int | None, Ge(1)] = None
-    """Tokens of a sample. What epochs in progress have left is cut anew, so that nothing is lost."""
+    """Tokens of a sample. The rest of epochs in progress is cut to the new length, so nothing is lost."""
     shuffle_lanes: Annotated[int | None, Ge(1)] = None
     """Lanes, a multiple of the global batch. As of `sequence_length`."""
     restart_datasets: Sequence[str] = ()
-    """Prefixes of the blend that begin a new epoch here. What is left of the one before is passed
-    over.
-    """
+    """Prefixes of the blend that begin a new epoch here. The rest of their epoch is left out."""
     exclude_documents: ExcludedNames = ()
-    """Documents that are not seen from this phase on, beside those of the phases before it: as
+    """Documents to leave out from this phase on, in addition to those of earlier phases. Given as
     `exclude_documents` of the run.
     """
 
@@ -147,10 +145,10 @@ class PhaseConfig:
             raise ConfigError(
                 f"a phase has {' and '.join(chosen)}; set one of them, at which it begins"
             )
-        for name, (value, least) in chosen.items():
-            if value is not None and value < least:
+        for name, (value, minimum) in chosen.items():
+            if value is not None and value < minimum:
                 raise ConfigError(
-                    f"{name} of a phase is {value}; it must be at least {least} (a phase begins at a "
+                    f"{name} of a phase is {value}; it must be at least {minimum} (a phase begins at a "
                     "first_sample, a first_step or a first_token)"
                 )
 
@@ -248,7 +246,7 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
         name = "shuffle_lanes" if phase.shuffle_lanes is not None else "restart_datasets"
         raise ConfigError(
             f"phase {number} sets {name}, which is of the stream order; in that of Megatron every "
-            "phase begins its datasets anew: leave it out"
+            "phase begins its datasets again: leave it out"
         )
 
 

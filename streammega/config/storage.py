@@ -31,7 +31,7 @@ SETTINGS_OF_A_STORE = (
     "read_timeout",
     "multipart_part_bytes",
 )
-"""Fields of StorageConfig that each account or endpoint may have for itself."""
+"""Fields of StorageConfig that may differ between accounts or endpoints."""
 _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 
 
@@ -59,12 +59,12 @@ class StorageConfig:
     """Settings of earlier versions, and their names now."""
 
     transport: Transport = "auto"
-    """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss,
-    `fsspec` is oss2.
+    """`auto` uses obstore for s3, oss, gs, az and http(s), and fsspec for other schemes. For oss,
+    `fsspec` means oss2.
     """
     local_io: Literal["mmap", "pread"] = "mmap"
-    """How local files are read: mapped, or by reads, whose I/O errors (of NFS, of FUSE) are tried
-    again, and end no process.
+    """How local files are read: mapped, or by `pread`. I/O errors of `pread` (NFS, FUSE) are retried;
+    those of a mapped file end the process.
     """
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
@@ -73,51 +73,50 @@ class StorageConfig:
     max_request_bytes: Annotated[int, Ge(4096)] = 8 * MiB
     """Largest single range request."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
-    """Range requests in flight at once: what many small reads need."""
+    """Most range requests in flight: limits many small reads."""
     max_in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
-    """Bytes of range requests in flight at once: what few large reads need."""
+    """Most bytes of range requests in flight: limits few large reads."""
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
-    """All that a loader holds: what is fetched ahead or in flight, and what is ready. Too few for the
-    open blocks of the stream order make it several times slower, and a warning says how many would do.
+    """Bytes that a loader holds: fetched ahead, in flight, and ready. If they are too few for the open
+    blocks of the stream order, it is several times slower, and a warning says how many are needed.
     """
     coalesce_gap_bytes: Annotated[int, Ge(0)] = 64 * 1024
-    """Ranges with at most this gap between them are fetched as one, while at most a seventh more is
-    fetched than is used.
+    """Ranges with at most this gap between them are fetched as one, if at most a seventh more is
+    fetched than used.
     """
     cache_dir: str | Path | None = None
-    """A folder on a local disk that keeps what was fetched, for all processes and runs of this
-    node; None: no cache.
+    """A folder on a local disk that keeps fetched bytes for all processes and runs of this node; None:
+    no cache.
     """
     cache_max_bytes: Annotated[int, Ge(0)] = 64 * 1024 * MiB
-    """Largest size of everything in `cache_dir`.
+    """Largest size of all files in `cache_dir`.
 
-    The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth.
+    The larger of 1 GiB and 1 % of its disk stays free, on a small disk a tenth.
     """
     cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
-    """Bytes of an object that are one file of the cache."""
+    """Bytes of an object in one file of the cache."""
     request_timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds one request may take."""
     read_timeout: Annotated[float, Gt(0)] = 10.0
-    """Seconds without a single byte after which a request is given up and tried again."""
+    """Seconds without a byte after which a request fails and is retried."""
     multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
-    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000
-    parts: this times as much is the largest object. Conversions raise it by themselves where a
-    shard will be larger.
+    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores accept 10,000
+    parts, so the largest object has 10,000 times as many bytes. Conversions raise it for larger shards.
     """
     retry_timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no
-    answer, name not found) is tried again, with pauses that grow to 10 seconds, before its error is
-    raised. Other errors are raised at once.
+    """Seconds for which a request is retried after transient errors (503, 429, refused, reset, no
+    answer, name not found), with pauses that grow to 10 seconds. Then its error is raised. Other
+    errors are raised at once.
     """
     connect_deadline: Annotated[float, Gt(0)] = 30.0
-    """Seconds after which an endpoint that has never answered this process is given up, if that is
-    less than `retry_timeout`: a mistyped name is no outage. Any answer counts, of any bucket of the
-    endpoint; spawned workers know of their parent's.
+    """Seconds for which requests are retried to an endpoint that has never answered this process, if
+    that is less than `retry_timeout`: its name may be mistyped. An answer for any bucket of the
+    endpoint counts. Spawned workers know which endpoints answered their parent.
     """
     max_retries: Annotated[int | None, Ge(0)] = None
-    """Times a failed request is tried again at most; None: as often as `retry_timeout` allows."""
+    """Most retries of a failed request; None: as many as `retry_timeout` allows."""
     hedge_requests: bool = True
-    """Send a second request for one that takes far longer than others did."""
+    """Send a second request for one that takes far longer than others."""
     # Not a setting: `with_prefixes` sets it.
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
 
@@ -128,12 +127,12 @@ class StorageConfig:
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
 
     def for_url(self, url: str) -> StorageConfig:
-        """The settings of the longest prefix that a URL begins with; these, where none does."""
+        """The settings of the longest prefix that a URL begins with; these, if it begins with none."""
         prefixes = [prefix for prefix in self._by_prefix if url.startswith(prefix)]
         return self._by_prefix[max(prefixes, key=len)] if prefixes else self
 
     def changed(self, **settings: Any) -> StorageConfig:
-        """The same with other settings, also for URLs that have settings of their own."""
+        """A copy with other settings, also for URLs with their own settings."""
         storage = replace(self, **settings)
         by_prefix = {url: replace(other, **settings) for url, other in self._by_prefix.items()}
         object.__setattr__(storage, "_by_prefix", by_prefix)
@@ -189,7 +188,7 @@ def with_prefixes(storage: StorageConfig, by_prefix: Mapping[str, StorageConfig]
                 raise ConfigError(
                     f"{where}: {item.name} counts for the whole loader; set it in storage"
                 )
-        own = {name: getattr(other, name) for name in SETTINGS_OF_A_STORE}
-        chosen[prefix] = replace(storage, **own)
+        changed = {name: getattr(other, name) for name in SETTINGS_OF_A_STORE}
+        chosen[prefix] = replace(storage, **changed)
     object.__setattr__(routed, "_by_prefix", chosen)
     return routed

@@ -73,7 +73,7 @@ class FieldType(NamedTuple):
 
     @property
     def range(self) -> str:
-        """The bounds of a number: "at least 0 and less than 1"; empty if there are none."""
+        """The bounds of a number: "at least 0 and less than 1"; empty without bounds."""
         return " and ".join(map(str, self.bounds))
 
     @property

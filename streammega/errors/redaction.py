@@ -1,5 +1,4 @@
-"""Secrets kept out of what people read: messages, logs, reports, and files that say where data
-lies.
+"""Secrets are kept out of messages, logs, reports, and files with the places of data.
 
 What a URL carries (a password, a signature, a token) is known by its form: `redact_urls`, which
 every error applies to its own message. What `storage_options` carry is known by their names:
@@ -89,10 +88,10 @@ def redact_urls(text: str) -> str:
     return text
 
 
-def _without_user(found: re.Match[str]) -> str:
-    before = found.string[: found.start()]
-    if before.endswith(_CONTAINER_SCHEMES) and ":" not in found[1]:
-        return found[0]
+def _without_user(match: re.Match[str]) -> str:
+    before = match.string[: match.start()]
+    if before.endswith(_CONTAINER_SCHEMES) and ":" not in match[1]:
+        return match[0]
     return f"://{HIDDEN}@"
 
 

@@ -15,7 +15,7 @@ def pluralize(count: int, noun: str, plural: str = "") -> str:
 
 def without_controls(text: str) -> str:
     """Text with its control characters escaped, which a terminal would obey. Newlines and tabs stay."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 @lru_cache(maxsize=64)

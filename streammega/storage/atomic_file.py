@@ -111,8 +111,8 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
 
 def final_name(name: str) -> str | None:
     """The final name of a temporary file; None for all other names."""
-    found = _UNFINISHED.fullmatch(name)
-    return None if found is None else found["local"] or found["remote"]
+    match = _UNFINISHED.fullmatch(name)
+    return None if match is None else match["local"] or match["remote"]
 
 
 def _sweep(folder: str) -> None:

@@ -54,7 +54,7 @@ def same_version(one: str, other: str) -> bool:
     return _bare(one) == _bare(other)
 
 
-def check_version(url: str, expected: str, found: str) -> None:
+def check_version(url: str, expected: str, actual: str) -> None:
     """Raise ObjectChangedError if an answer is of another version than the object that was opened.
 
     An answer without a version, or with one of the other kind, cannot be compared: some servers
@@ -62,11 +62,11 @@ def check_version(url: str, expected: str, found: str) -> None:
     """
     if not expected:
         return
-    if not found or expected.startswith(MODIFIED) != found.startswith(MODIFIED):
+    if not actual or expected.startswith(MODIFIED) != actual.startswith(MODIFIED):
         warn_incomparable(url)
-    elif not same_version(expected, found):
+    elif not same_version(expected, actual):
         raise ObjectChangedError(
-            f"{url}: the object was replaced while it was being read (ETag {found}, it was "
+            f"{url}: the object was replaced while it was being read (ETag {actual}, it was "
             f"{expected}); data would be mixed. Start again on the new object, or put the old one "
             f"back"
         )

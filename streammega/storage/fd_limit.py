@@ -43,10 +43,10 @@ def raise_limit() -> None:
 def explain_fd_limit(error: BaseException) -> str:
     """The message for an error that the limit of open files caused; empty for all other errors."""
     # Two errors may be each other's context: such a chain has no end.
-    seen: set[int] = set()
+    visited: set[int] = set()
     behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        seen.add(id(behind))
+    while behind is not None and id(behind) not in visited:
+        visited.add(id(behind))
         text = str(behind).lower()
         has_number = isinstance(behind, OSError) and behind.errno in TOO_MANY_ERRNOS
         if has_number or any(sign in text for sign in _SIGNS):
@@ -61,7 +61,7 @@ def explain_fd_limit_of_connection(error: BaseException) -> str:
     if blame:
         return blame
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A negative limit means that there is none.
+    # A negative limit means unlimited.
     if 0 <= soft <= open_files() + NEARLY:
         return fd_limit_message()
     return ""
@@ -70,11 +70,11 @@ def explain_fd_limit_of_connection(error: BaseException) -> str:
 def fd_limit_message() -> str:
     """How many files are open, how many may be, and what to do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     remedy = "raise `ulimit -n`"
     if soft != hard:
         remedy += f" (up to {hard:,} without asking anybody)"
-    return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_concurrent_requests"
+    return f"too many open files: {open_files():,} of {allowed}; {remedy}, or lower max_concurrent_requests"
 
 
 def open_files() -> int:

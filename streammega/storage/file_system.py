@@ -149,12 +149,12 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         """The objects and folders directly in a folder."""
         key = self._key(path)
         prefix = f"{key}/" if key else ""
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for item in self._list(key):
             name, deeper, _rest = item.key.removeprefix(prefix).partition("/")
             full = f"{self._root}{prefix}{name}"
-            found[full] = _folder(full) if deeper else self._described(item)
-        return list(found.values()) if detail else list(found)
+            entries[full] = _folder(full) if deeper else self._described(item)
+        return list(entries.values()) if detail else list(entries)
 
     def find(
         self, path: str, maxdepth: int | None = None, *_: Any, detail: bool = False, **__: Any
@@ -184,9 +184,9 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         return self._store.info(key)
 
     def _list(self, folder: str, recursive: bool = True) -> list[ObjectInfo]:
-        found = self._store.list(f"{folder}/" if folder else "", recursive)
-        self._listed.update((item.key, item) for item in found)
-        return found
+        infos = self._store.list(f"{folder}/" if folder else "", recursive)
+        self._listed.update((info.key, info) for info in infos)
+        return infos
 
     def _key(self, path: str) -> str:
         return str(self._strip_protocol(path)).removeprefix(self._root.rstrip("/")).strip("/")

@@ -215,9 +215,9 @@ def check_range(
             f"answered with status {status} and no Content-Range, as for the whole object; use a "
             f"server that serves ranges, or copy the data to a disk"
         )
-    found = _CONTENT_RANGE.fullmatch(content_range)
-    if found:
-        first, last, size = found.groups()
+    match = _CONTENT_RANGE.fullmatch(content_range)
+    if match:
+        first, last, size = match.groups()
         end = stop if size == "*" else min(stop, int(size))
         if (int(first), int(last) + 1) == (start, end):
             return

@@ -194,8 +194,10 @@ def _digest_of(config: StorageConfig) -> bytes:
     latest_config, latest_environment, digest = _latest_digest
     if latest_config is not config or latest_environment != environment:
         latest_environment = dict(environment)
-        found = ((os.fsdecode(name), value) for name, value in latest_environment.items())
-        read = sorted(pair for pair in found if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES))
+        variables = ((os.fsdecode(name), value) for name, value in latest_environment.items())
+        read = sorted(
+            pair for pair in variables if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES)
+        )
         # The text of a config leaves its options out.
         options = sorted(config.storage_options.items(), key=str)
         digest = hashlib.blake2b(repr((config, options, read)).encode()).digest()

@@ -119,8 +119,8 @@ class RetryPolicy:
         retries: float = MAX_SHORT_READS if isinstance(error, ShortReadError) else math.inf
         if self.retries is not None:
             retries = self.retries
-        left = deadline - elapsed
-        if failures > retries or left < MIN_PAUSE:
+        remaining = deadline - elapsed
+        if failures > retries or remaining < MIN_PAUSE:
             tries = "1 try" if failures == 1 else f"{failures} tries"
             note = f" [given up after {tries} in {elapsed:.1f} s]"
             if never_answered and self.first_answer < self.deadline:
@@ -141,13 +141,13 @@ class RetryPolicy:
         # Random, so that ranks that failed together do not return together.
         pause = random.uniform(longest / 2, longest)
         # The last try is at the deadline.
-        return left if left - pause < MIN_PAUSE else pause
+        return remaining if remaining - pause < MIN_PAUSE else pause
 
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds; after the last try its error is raised.
 
         Within a call of another policy it ends with that one. A pause ends at once, by
-        `thread_pool.Cancelled`, when `stop` is set or nobody waits for this thread's work any more.
+        `thread_pool.Cancelled`, when `stop` is set or this thread's work is not wanted any more.
         """
         began = time.monotonic()
         outer_end: float = getattr(_thread, "end", math.inf)

@@ -1,6 +1,6 @@
 """The zstd seekable format: independent frames, then a table of their sizes.
 
-The table is a skippable frame, which every zstd tool passes over: magic 0x184D2A5E u32, its size
+The table is a skippable frame, which every zstd tool ignores: magic 0x184D2A5E u32, its size
 u32, then for each frame its compressed and decompressed size u32 u32 (and a checksum u32 where the
 descriptor's bit 7 is set), the number of frames u32, the descriptor u8, and 0x8F92EAB1 u32. All
 little-endian.
@@ -297,7 +297,7 @@ class Frames:
 
 
 def read_frames(store: Store, info: ObjectInfo) -> Frames:
-    """The frames of a seekable zstd object: one read of its end, seldom two.
+    """The frames of a seekable zstd object: one read of its end, rarely two.
 
     Raises FormatError, StorageError.
     """

@@ -170,7 +170,7 @@ class Store(ABC):
         raise UnsupportedOperation(f"{self.url(key)}: this storage cannot be written to")
 
     def local_path(self, key: str) -> str | None:
-        """The path of the file that is this object; None where there is none to read directly."""
+        """The path of the file that is this object; None if it cannot be read as a file."""
         return None
 
     def view(self, key: str, etag: str = "") -> Buffer:
@@ -309,7 +309,7 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
 def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
     """Replace the small object that has this ETag.
 
-    False if there is none or another one now, which may be this one, after a lost answer. It is
+    False if it is gone or another one now, which may be this one, after a lost answer. It is
     written without a condition where the store or the server has no conditional writes, or sent a
     time instead of an ETag. Raises StorageError.
     """

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from streammega import StorageConfig
 from streammega.storage.fetch.flow_control import (
+    ALONE_AFTER_REFUSAL,
     BATCH_REQUESTS,
     FIRST_HEDGES,
     FIRST_INTERVAL,
@@ -223,7 +224,17 @@ def test_most_of_what_a_server_counts_by_the_second_is_asked_for_and_little_is_r
     assert refused <= 0.35 * answered
 
 
-# What latencies tell.
+def test_after_a_refusal_requests_go_alone_until_enough_are_answered() -> None:
+    flow = flow_with()
+    size_class = size_class_of(KIB)
+    flow.refused(0.0, 0.0)
+    for _ in range(ALONE_AFTER_REFUSAL):
+        assert flow.batch_requests(size_class) == flow.full_batch(KIB, 1000) == 1
+        flow.answered(size_class, 1, 1.0)
+    assert flow.batch_requests(size_class) == BATCH_REQUESTS
+
+
+# Latencies.
 
 
 def test_more_go_together_where_storage_is_near_and_each_size_is_judged_by_itself() -> None:

@@ -105,8 +105,8 @@ class FsspecStore(RemoteStore):
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         path = self._path(key)
-        whole = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
-        return redact(whole, self._config.storage_options)
+        url = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
+        return redact(url, self._config.storage_options)
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
@@ -128,7 +128,7 @@ class FsspecStore(RemoteStore):
         return self._call(key, head)
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One call of the driver, within `timeout`.
+        """One call of the driver, within `request_timeout`.
 
         A driver without an event loop cannot be interrupted, so its own timeouts apply.
         """
@@ -189,12 +189,12 @@ class FsspecStore(RemoteStore):
         # Other drivers have any text as ETag.
         spell = listed_etag if self.scheme == "s3" else str
         listed = []
-        asked = path.lstrip("/")
+        wanted = path.lstrip("/")
         for name, meta in files.items():
-            found = name.lstrip("/")
-            if found.startswith(asked):
+            listed_path = name.lstrip("/")
+            if listed_path.startswith(wanted):
                 # Spelled as the prefix: some drivers begin their names with a slash.
-                key = prefix + found[len(asked) :]
+                key = prefix + listed_path[len(wanted) :]
                 etag = spell(_etag_of(meta))
                 listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
         return sorted(listed, key=lambda info: info.key)
@@ -345,7 +345,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
 
 
 def _etag_of(meta: Mapping[str, Any]) -> Any:
-    """The ETag in what a driver returns; empty where there is none."""
+    """The ETag in what a driver returns, or an empty text."""
     return meta.get("ETag") or meta.get("etag") or ""
 
 

@@ -317,7 +317,7 @@ class LocalWriter(ObjectWriter):
         """Ask the system to write bytes [start, stop) to the disk."""
         # Not every system and file supports it. `commit` alone makes the bytes safe.
         with contextlib.suppress(AttributeError, OSError):
-            # Linux begins to write dirty pages, and drops clean ones, of which there are hardly any.
+            # Linux begins to write dirty pages. It drops clean ones, but there are hardly any.
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def commit(self) -> None:

@@ -111,8 +111,7 @@ class ObstoreStore(RemoteStore):
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         if key not in self._urls:
-            whole = f"{self.scheme}://{self.root}/{key}"
-            self._urls[key] = self._redacted(whole)
+            self._urls[key] = self._redacted(f"{self.scheme}://{self.root}/{key}")
         return self._urls[key]
 
     def _check_key(self, key: str) -> None:
@@ -329,18 +328,18 @@ class ObstoreStore(RemoteStore):
         """Our error for one of obstore's, with its first line (the rest is a debug dump)."""
         if isinstance(error, StreammegaError) or not isinstance(error, Exception):
             return error
-        whole = str(error)
-        lines = whole.splitlines() or [type(error).__name__]
+        message = str(error)
+        lines = message.splitlines() or [type(error).__name__]
         text = redact(lines[0], self._config.storage_options)
         url = self.url(key)
         # All that the server said: codes may be in later lines.
-        said = whole.partition(_DEBUG_DUMP)[0]
-        if self.scheme in _FALLBACK_SCHEMES and any(sign in said for sign in _RANGES_REFUSED):
+        answer = message.partition(_DEBUG_DUMP)[0]
+        if self.scheme in _FALLBACK_SCHEMES and any(sign in answer for sign in _RANGES_REFUSED):
             return RangesRefused(f"{url}: {text}")
         status = _STATUS.search(text)
         if status:
-            said = redact(said, self._config.storage_options)
-            return failure_of_status(url, int(status[1]), said)
+            answer = redact(answer, self._config.storage_options)
+            return failure_of_status(url, int(status[1]), answer)
         if isinstance(error, FileNotFoundError):
             return missing(url)
         if "invalid path" in text:
@@ -358,7 +357,7 @@ class ObstoreStore(RemoteStore):
             return wrong_range(url, (start, stop), f"bytes [{first}, {end})")
         if _NO_SIZE in text:
             return no_size(url)
-        network = any(sign in whole for sign in _NETWORK)
+        network = any(sign in message for sign in _NETWORK)
         return failure_without_status(url, error, text, of_network=network)
 
 

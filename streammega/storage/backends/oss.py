@@ -186,7 +186,7 @@ class OssStore(ObstoreStore):
     def _s3_arguments(self) -> dict[str, Any]:
         arguments = oss_arguments(self.root, self._config, os.environ)
         if self._credentials is not None:
-            # If there are none, raise our error here, not within obstore.
+            # Raise our error for missing credentials here, not within obstore.
             self._credentials.current()
             arguments["credential_provider"] = self._provide
         return arguments

@@ -74,19 +74,19 @@ class OssCredentials:
         if options.get("anon"):
             return None
         sources = ("key", "credentials_provider", "credentials_file")
-        given = [name for name in sources if options.get(name)]
-        if len(given) > 1:
+        chosen = [name for name in sources if options.get(name)]
+        if len(chosen) > 1:
             raise ConfigError(
-                f"oss://{bucket}: storage_options hold {' and '.join(given)}; give one of them"
+                f"oss://{bucket}: storage_options hold {' and '.join(chosen)}; give one of them"
             )
         if bool(options.get("key")) != bool(options.get("secret")):
             raise ConfigError(
                 f"oss://{bucket}: storage_options need both 'key' and 'secret', or neither; only "
                 f"one of them was given"
             )
-        if not given:
+        if not chosen:
             return cls(lambda: _environment_key(bucket))
-        name = given[0]
+        name = chosen[0]
         source = options[name]
         if name == "key":
             return cls(lambda: key_of(options, "storage_options"))

@@ -25,7 +25,7 @@ than reading all again after a failure.
 MAX_THREADS = 32
 """Concurrent requests of one store for listings, opening and tools, without those of the fetcher."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds, or `timeout` if that is less: a server accepts connections at once."""
+"""Seconds, or `request_timeout` if that is less: a server accepts connections at once."""
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000

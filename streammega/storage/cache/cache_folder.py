@@ -263,12 +263,12 @@ class Entry:
 
 def entries(folder: Path) -> list[Entry]:
     """All objects of a cache's `chunks` folder. Those of another layout have no bytes."""
-    found = []
+    readable = []
     for object_folder in sorted(object_folders(folder)):
         # It is incomplete, being removed, or not ours.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found.append(_entry(object_folder))
-    return found
+            readable.append(_entry(object_folder))
+    return readable
 
 
 def _entry(folder: Path) -> Entry:

@@ -5,7 +5,8 @@
    it again, as the congestion window of TCP.
 3. Pace: after many refusals in a row the server counts requests per second. Requests then go one
    by one, further apart after each refusal and closer after each answer.
-4. Batches: small requests of one object go out together, more of them where storage is near.
+4. Batches: small requests of one object go out together, more of them where storage is near. After
+   a refusal they go out alone for a while.
 
 No clock and no lock: the fetcher passes the time and holds its own lock.
 """
@@ -39,6 +40,10 @@ BATCH_REQUESTS = 8
 """Requests of a batch. Every return from the transport waits for the GIL, so there should be few."""
 NEAR_BATCH_REQUESTS = 24
 """Requests of a batch where storage is near: a round trip is less than the work of a thread."""
+ALONE_AFTER_REFUSAL = 64
+"""Answers after a refusal until requests go out together again: a refusal of one of a batch loses the
+answers of all.
+"""
 NEAR = 0.004
 """Seconds. Storage is near if its quickest answers take less."""
 SHARES = 4
@@ -151,6 +156,7 @@ class FlowControl:
         self.latencies = Latencies()
         self._max_window = self.window
         self._halved_at = -math.inf
+        self._alone = 0  # answers until requests go out together again
 
     def can_send(self, size: int, now: float, count: int = 1) -> bool:
         """Whether `count` requests of `size` bytes may be sent now."""
@@ -164,7 +170,7 @@ class FlowControl:
 
     def batch_requests(self, size_class: int) -> int:
         """How many small requests may go out together."""
-        if self.pace.interval:
+        if self.pace.interval or self._alone:
             return 1
         return NEAR_BATCH_REQUESTS if self.latencies.is_near(size_class) else BATCH_REQUESTS
 
@@ -191,12 +197,14 @@ class FlowControl:
         """`count` requests that were sent together were answered."""
         self.latencies.add(size_class, seconds)
         self.pace.answered()
+        self._alone = max(0, self._alone - count)
         if self.window < self._max_window:
             self.window = min(self._max_window, self.window + count / self.window)
 
     def refused(self, sent_at: float, now: float) -> None:
         """The server refused a batch that was sent at `sent_at`."""
         self.pace.refused(sent_at, now)
+        self._alone = ALONE_AFTER_REFUSAL
         if now - self._halved_at > REFUSED_TOGETHER:
             self.window = max(1.0, self.window / 2)
             self._halved_at = now

@@ -24,8 +24,8 @@ class RangeRequest:
 
     | state     | `copies` | `done` | where it is                      | next                          |
     |-----------|----------|--------|----------------------------------|-------------------------------|
-    | queued    | 0        | no     | the queue, by `serial`           | in flight; dropped if nobody  |
-    |           |          |        |                                  | wants it any more             |
+    | queued    | 0        | no     | the queue, by `serial`           | in flight; dropped if it is   |
+    |           |          |        |                                  | not wanted any more           |
     | in flight | 1        | no     | `Fetcher._in_flight`             | done; hedged; after an error  |
     |           |          |        |                                  | queued, paused or failed      |
     | hedged    | 2        | no     | `Fetcher._in_flight`; the second | done by the copy that is first|
@@ -249,7 +249,7 @@ def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> b
     is_same_object = (
         request.store is first.store and request.key == first.key and request.etag == first.etag
     )
-    # Unpacking local files needs no round trip. Requests of one shard seldom follow each other
+    # Unpacking local files needs no round trip. Requests of one shard rarely follow each other
     # there, so a thread would take one at a time.
     if not is_same_object and not (_unpacks(first) and _unpacks(request)):
         return False
