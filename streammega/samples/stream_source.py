@@ -107,7 +107,7 @@ class StreamSegment(SegmentSource):
             "sequence_length": order.sequence_length,
             "add_extra_token": order.extra_token,
             "seed": order.seed,
-            "lanes": order.lanes,
+            "shuffle_lanes": order.lanes,
             "shuffle_block_bytes": order.shuffle_block_bytes,
             "datasets": self._described_datasets(),
         }
@@ -117,11 +117,11 @@ class StreamSegment(SegmentSource):
         order = self.order
         numbers = order.dataset_numbers.tolist()
         datasets = zip(numbers, self._described_datasets(), strict=True)
-        restart = {"restart": sorted(order.restart)} if order.restart else {}
+        restart = {"restart_datasets": sorted(order.restart)} if order.restart else {}
         return restart | {
             "first_sample": order.first_sample,
             "sequence_length": order.sequence_length,
-            "lanes": order.lanes,
+            "shuffle_lanes": order.lanes,
             "datasets": [f"{number}:{dataset}" for number, dataset in datasets],
         }
 
