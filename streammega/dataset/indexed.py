@@ -94,7 +94,7 @@ class IndexedDataset(Sequence["Item"]):
         path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
         multimodal: whether sequences come with their modes; None: where the file has them. Or, for
             short, `storage`.
-        mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short,
+        mmap: map local tokens, or read them (`StorageConfig.local_io`). Or, for short,
             `index_cache_dir`.
         object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
         storage: credentials, transport and limits.

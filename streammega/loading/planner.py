@@ -219,7 +219,7 @@ class Planner:
 
     Args:
         files: sizes and places of the files.
-        coalesce_gap_bytes, part_bytes: as in StorageConfig.
+        coalesce_gap_bytes, max_request_bytes: as in StorageConfig.
         blocks: the open blocks of a reader of whole lanes; None: everything is fetched window by
             window.
         kept: which tokens of every sample are read.
@@ -229,7 +229,7 @@ class Planner:
         self,
         files: FileTable,
         coalesce_gap_bytes: int,
-        part_bytes: int,
+        max_request_bytes: int,
         blocks: OpenBlocks | None,
         kept: KeptColumns = WHOLE,
     ) -> None:
@@ -237,7 +237,7 @@ class Planner:
         self.blocks = blocks
         self.kept = kept
         self.coalesce_gap_bytes = coalesce_gap_bytes
-        self.part_bytes = part_bytes
+        self.max_request_bytes = max_request_bytes
         self.table = BufferTable(len(files.itemsize))
 
     def plan(self, sample_ids: Integers, extents: Extents, group_samples: int) -> PlanWindow:
@@ -392,7 +392,7 @@ class Planner:
         stop = rows.stop[unplaced]
         by_place = np.lexsort((start, file))
         gap = largest_gap(file[by_place], start[by_place], stop[by_place], self.coalesce_gap_bytes)
-        requests = coalesce(file, start, stop, by_place, gap=gap, largest=self.part_bytes)
+        requests = coalesce(file, start, stop, by_place, gap=gap, largest=self.max_request_bytes)
         first_row = unplaced[_first_of_each(requests.of_row, len(requests))]
         slot_of_request = np.empty(len(requests), np.int64)
         shift_of_request = np.empty(len(requests), np.int64)  # from byte of file to that of buffer
@@ -424,7 +424,7 @@ class Planner:
         together: list[int] = []
         bytes_together = 0
         for number in np.argsort(first_row, kind="stable").tolist():
-            fits = bytes_together + size[number] <= self.part_bytes
+            fits = bytes_together + size[number] <= self.max_request_bytes
             if together and not (fits and first_group[number] == first_group[together[0]]):
                 yield together
                 together = []
@@ -454,10 +454,10 @@ class Planner:
         return parts, size, begins
 
     def _in_parts(self, file: int, start: int, stop: int, at: int) -> list[Request]:
-        """Bytes [start, stop) of a file as requests of `part_bytes`, to byte `at` of a buffer and
+        """Bytes [start, stop) of a file as requests of `max_request_bytes`, to byte `at` of a buffer and
         on.
         """
-        step = self.part_bytes
+        step = self.max_request_bytes
         if stop - start <= step:
             return [Request(file, start, stop, at)]
         return [

@@ -166,10 +166,10 @@ def _blocks_to_prefetch(
         return nothing
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
     # samples of a block lie end to end, the last with the token after it
-    shuffle_block_bytes = (order.block_samples * order.sequence_length + order.extra) * itemsizes
+    bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
-        BlockSize(dataset=dataset, stored=int(shuffle_block_bytes[dataset]))
+        BlockSize(dataset=dataset, stored=int(bytes_of_block[dataset]))
         for dataset in most_drawn_first
         if _can_be_whole(dataset, order, table)
     ]

@@ -12,9 +12,9 @@ ranks. A rank that finds something writes it as the cause.
 | what the thread finds | the rank ends after |
 |---|---|
 | a cause | a beat |
-| a rank gives no sign of life | `SILENCE` beats, or `timeout` if shorter; `SOON` after a signal |
+| a rank gives no sign of life | `SILENCE` beats, or `collective_timeout` if shorter; `SOON` after a signal |
 | the job's store does not answer | the same |
-| a rank waits, and another one is at an earlier place | `timeout`, and up to `LOOK` beats |
+| a rank waits, and another one is at an earlier place | `collective_timeout`, and up to `LOOK` beats |
 | Ctrl-C wants the end at once, and the main thread does not take it | `TAKEN` beats |
 """
 

@@ -435,7 +435,8 @@ def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
         ),
         PhaseConfig(first_sample=96, sequence_length=24, exclude_documents=lists[96]),
     ]
-    config = config_of(root, phases=phases, exclude_documents=lists[0])
+    fields = ["tokens", "labels", "loss_mask", "position_ids"]
+    config = config_of(root, phases=phases, exclude_documents=lists[0], fields=fields)
     oracle = Oracle(config, documents, since)
     state = None
     at = 0
@@ -796,7 +797,7 @@ def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents
     with pytest.raises(ConfigError, match="exclude_documents needs eod_id"):
         replace(config, eod_id=None)
     config = replace(config, eod_id=70_000, exclude_documents=["a#1"])
-    with pytest.raises(ConfigError, match=r"stores ids as uint16, which eod_id 70000 is not"):
+    with pytest.raises(ConfigError, match=r"stores ids as uint16, and eod_id 70000 does not fit"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
 
 

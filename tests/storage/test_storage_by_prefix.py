@@ -141,7 +141,7 @@ def write_run(path: Path, servers: tuple[S3, S3], more: str = "") -> None:
         f'sequence_length = 16\norder = "stream"\nindex_cache_dir = "cache"\n'
         f'[data.storage.storage_options]\nkey = "{KEY}"\nsecret = "x"\n'
         f'endpoint_url = "{near.endpoint}"\n'
-        f'[data.storage_by_prefix."s3://far/"]\ntimeout = 20\n{more}'
+        f'[data.storage_by_prefix."s3://far/"]\nrequest_timeout = 20\n{more}'
         f'[data.storage_by_prefix."s3://far/".storage_options]\nkey = "{KEY}"\n'
         f'secret = "{OTHER_SECRET}"\nendpoint_url = "{far.endpoint}"\n'
         "[model]\nvocab_size = 50304\n[train]\ntrain_iters = 10\nmicro_batch_size = 1\n"
@@ -174,7 +174,7 @@ def test_a_mistyped_setting_of_a_prefix_is_named_without_its_value(
     servers: tuple[S3, S3], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.toml"
-    write_run(path, servers, f'stall_timout = "{OTHER_SECRET}"\n')
+    write_run(path, servers, f'read_timout = "{OTHER_SECRET}"\n')
     with pytest.raises(ConfigError, match=r"did you mean .*read_timeout") as caught:
         load_run(str(path))
     assert OTHER_SECRET not in str(caught.value)
