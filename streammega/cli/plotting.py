@@ -138,7 +138,7 @@ def _draw_field(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of the values around each, over a fiftieth of all; fewer at both ends."""
+    """The mean of the values around each: a few of them, or a fiftieth of many; fewer at both ends."""
     reach = max(1, len(values) // SMOOTHED) // 2 + 1
     sums = [0.0, *accumulate(values)]
     means = []
