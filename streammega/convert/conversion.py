@@ -34,11 +34,7 @@ from streammega.convert.report import (
     warn_of_earlier_merge,
 )
 from streammega.convert.tokenize.tokenizers import Tokenizer
-from streammega.convert.work_dir import (
-    can_resume,
-    clear_work_dir,
-    remove_work_dir,
-)
+from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import run_tasks
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import remove_duplicates
@@ -58,7 +54,6 @@ from streammega.dataset.manifest import Manifest
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
 from streammega.kernels import num_threads
-from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
 
 log = logging.getLogger(__name__)
@@ -101,10 +96,10 @@ class WrittenDataset:
 
 @dataclass(kw_only=True)
 class Conversion:
-    """One conversion, as `plan` makes it. work: its work folder."""
+    """One conversion, as `plan` makes it."""
 
     prefix: str
-    work: str
+    work_dir: WorkDir
     inputs: list[Input]
     skipped_files: SkippedFiles
     options: ConvertOptions
@@ -127,7 +122,7 @@ class Conversion:
         """Publishes this job: these inputs with these options."""
         inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
         job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
-        return Publisher(self.destination, self.work, job, has_origins=self.options.provenance)
+        return Publisher(self.destination, self.work_dir, job, has_origins=self.options.provenance)
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -150,7 +145,7 @@ class Conversion:
             options=self.options,
             storage=self.storage,
             input_storage=self.input_storage,
-            work=self.work,
+            work_dir=self.work_dir,
             units=units,
             tokenizer_digest=self._tokenizer_digest,
             segment_bytes=segment_bytes_within(self.execution.shuffle_memory_bytes, units_at_once),
@@ -162,7 +157,7 @@ class Conversion:
         is_merge: all units are done already, by tasks.
         """
         if not self.execution.resume:
-            clear_work_dir(self.work, self.storage)
+            self.work_dir.clear()
         if not self.options.provenance:
             warn_missing_provenance(self.inputs, self.input_storage)
         warn_of_earlier_merge(self.inputs)
@@ -272,11 +267,12 @@ class Conversion:
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
         self.publisher.release(unless_written=True)
-        if is_remote(self.work) or not os.path.isdir(self.work):
+        if self.work_dir.is_remote or not os.path.isdir(self.work_dir.url):
             return
-        if can_resume(self.work):
+        if self.work_dir.can_resume():
             log.warning(
-                "what is done is kept in %s; run the same command again to resume", self.work
+                "what is done is kept in %s; run the same command again to resume",
+                self.work_dir.url,
             )
         else:
             self.remove_work()
@@ -284,7 +280,7 @@ class Conversion:
     def remove_work(self) -> None:
         """Remove everything unfinished: at once, so that a kill leaves all of it or nothing."""
         self.publisher.release()
-        remove_work_dir(self.work, self.storage)
+        self.work_dir.remove()
 
     def do_units(
         self, job: Job, numbers: Sequence[int], done: dict[int, UnitRecord]
@@ -303,7 +299,7 @@ class Conversion:
             self.progress.advance,
             # Splitting sentences is Python throughout, and holds the GIL.
             max_threads=1 if self.options.split_sentences else MAX_THREADS,
-            work=self.work,
+            work_dir=self.work_dir,
             inputs=self.inputs,
         ):
             records[number] = record
@@ -336,7 +332,7 @@ class Conversion:
             # A tar is written by Python, which holds the GIL.
             max_threads=1 if self.options.format == "tar" else num_threads(),
             max_at_once=MAX_SHUFFLED_SHARDS if needs_memory else None,
-            work=self.work,
+            work_dir=self.work_dir,
             inputs=self.inputs,
         ):
             done[number] = record

@@ -5,10 +5,8 @@ A unit is a stretch of the inputs that one worker handles, planned from their si
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +15,8 @@ from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.source import Input, Skipped, Slice
+from streammega.convert.work_dir import WorkDir
 from streammega.dataset.indexed import IndexedDataset
-from streammega.errors import StorageError
-from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.store import Bytes
 
 SEGMENT_BYTES = 32 << 20
 """Token bytes after which a segment is written, where there is memory for it."""
@@ -36,8 +32,8 @@ class Job:
 
     options: ConvertOptions
     storage: StorageConfig
-    """Of the output and the work folder."""
-    work: str
+    """Of the output."""
+    work_dir: WorkDir
     units: list[list[Slice]]
     input_storage: StorageConfig = field(default_factory=StorageConfig)
     """Of the inputs."""
@@ -73,11 +69,11 @@ class Segment:
 
     def prefix(self, job: Job) -> str:
         """Under which its pair is stored."""
-        return self.name if self.is_input else join_url(job.work, self.name)
+        return self.name if self.is_input else job.work_dir.file(self.name)
 
     def open(self, job: Job) -> IndexedDataset:
         """Its pair."""
-        storage = job.input_storage if self.is_input else job.storage
+        storage = job.input_storage if self.is_input else job.work_dir.storage
         return IndexedDataset(self.prefix(job), storage)
 
 
@@ -127,7 +123,7 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
     """The records of units that are done and were made from the same, by their numbers."""
     records = {}
     for number in numbers:
-        stored = load_json(_record_url(job, number), job.storage)
+        stored = job.work_dir.read_record(_record_name(number))
         if stored is not None and stored.get("digest") == job.unit_digest(number):
             segments = [Segment(**segment) for segment in stored.pop("segments")]
             skipped = Skipped(**stored.pop("skipped"))
@@ -137,11 +133,11 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:
     """Say that a unit is done: after all that it made is written."""
-    save_json(_record_url(job, number), asdict(record), job.storage)
+    job.work_dir.write_record(_record_name(number), asdict(record))
 
 
-def _record_url(job: Job, number: int) -> str:
-    return join_url(job.work, f"{unit_name(number)}.json")
+def _record_name(number: int) -> str:
+    return f"{unit_name(number)}.json"
 
 
 UNIT_BYTES = 64 << 20
@@ -190,27 +186,3 @@ def stored_bytes(pieces: Iterable[Slice]) -> int | None:
     sizes = [piece.stored_bytes for piece in pieces]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
-
-
-def load_bytes(url: str, storage: StorageConfig) -> Bytes:
-    """A small file of the work folder. Raises StorageError."""
-    store, key = open_store(url, storage)
-    info = store.info(key)
-    (stored,) = store.read(key, [(0, info.size)], info.etag)
-    return np.frombuffer(stored, np.uint8)
-
-
-def load_json(url: str, storage: StorageConfig) -> dict[str, Any] | None:
-    """A record of the work folder; None where there is none that can be read."""
-    try:
-        stored = load_bytes(url, storage)
-        record: Any = json.loads(bytes(stored))
-    except (StorageError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def save_json(url: str, value: Any, storage: StorageConfig) -> None:
-    """Write a record, at once."""
-    text = json.dumps(value, indent=1)
-    save_bytes(url, text.encode(), storage)

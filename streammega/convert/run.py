@@ -34,7 +34,7 @@ from streammega.convert.report import ConvertReport, sum_skipped
 from streammega.convert.tokenize.chat import as_option, find_template
 from streammega.convert.tokenize.encode import NO_TOKENIZER, BatchEncoder, keep_encoder
 from streammega.convert.tokenize.tokenizers import load_tokenizer
-from streammega.convert.work_dir import can_resume, check_unlocked, output_lock, work_folder
+from streammega.convert.work_dir import WorkDir, output_lock
 from streammega.convert.write.destination import (
     Destination,
     check_may_write,
@@ -142,13 +142,13 @@ def convert(
         pipes: dict[str, str] = {}
         if any(is_pipe(name) for name in inputs):
             prefix, _ = split_name(output)
-            work = work_folder(prefix, execution.work_dir)
-            stack.enter_context(output_lock(prefix, work))
+            work_dir = WorkDir.of(prefix, execution.work_dir, storage)
+            stack.enter_context(output_lock(prefix, work_dir))
             # Of no job yet: what was made of a stream cannot be resumed.
             destination = Destination(prefix, options.format, storage)
-            Publisher(destination, work, "").check([], overwrite=overwrite)
+            Publisher(destination, work_dir, "").check([], overwrite=overwrite)
             check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "")
-            pipes = stack.enter_context(pipes_as_files(inputs, work, options.read_as))
+            pipes = stack.enter_context(pipes_as_files(inputs, work_dir, options.read_as))
         conversion = plan(
             [pipes.get(name, name) for name in inputs],
             output,
@@ -160,7 +160,7 @@ def convert(
             progress=progress,
         )
         if not pipes:
-            stack.enter_context(output_lock(conversion.prefix, conversion.work))
+            stack.enter_context(output_lock(conversion.prefix, conversion.work_dir))
         _check_before_run(conversion)
         try:
             written, manifest = _run_and_publish(conversion)
@@ -185,7 +185,7 @@ def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: An
     """
     began = time.monotonic()
     conversion = _plan_of_tasks(inputs, output, arguments)
-    check_unlocked(conversion.work)
+    conversion.work_dir.check_unlocked()
     conversion.publisher.check(conversion.inputs, overwrite=conversion.overwrite)
     check_may_write(conversion.prefix, conversion.storage)
     # All tasks are one conversion: each may take the reservation.
@@ -209,7 +209,7 @@ def merge_tasks(inputs: Sequence[str], output: str, **arguments: Any) -> Convert
     """
     began = time.monotonic()
     conversion = _plan_of_tasks(inputs, output, arguments)
-    with output_lock(conversion.prefix, conversion.work):
+    with output_lock(conversion.prefix, conversion.work_dir):
         _check_before_run(conversion)
         written, manifest = _run_and_publish(conversion, is_merge=True)
         conversion.remove_work()
@@ -246,13 +246,13 @@ def _check_before_run(conversion: Conversion) -> None:
     overwrite = conversion.overwrite
     conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     # What is done already takes room, and is not done again.
-    if not can_resume(conversion.work):
+    if not conversion.work_dir.can_resume():
         warn_of_little_room(prefix, conversion.inputs)
     check_not_grown(prefix, conversion.storage, overwrite=overwrite)
     check_writable(prefix, conversion.storage, why_delete=WHY_DELETE if overwrite else "")
-    if is_remote(conversion.work):
+    if conversion.work_dir.is_remote:
         why_delete = "a work folder is removed in the end"
-        check_writable(conversion.work, conversion.storage, why_delete=why_delete)
+        check_writable(conversion.work_dir.url, conversion.storage, why_delete=why_delete)
 
 
 def _run_and_publish(
@@ -294,7 +294,8 @@ def plan(
         template = find_template(options.chat_template, options.tokenizer, options.template_vars)
         options = replace(options, chat_template=as_option(template))
     skipped_files = SkippedFiles()
-    own = OwnOutput(prefix=prefix, work=work_folder(prefix, execution.work_dir))
+    work_dir = WorkDir.of(prefix, execution.work_dir, storage)
+    own = OwnOutput(prefix=prefix, work_dir=work_dir.url)
     found = find_inputs(inputs, input_storage, options, skipped_files, own)
     metadata = labels_of(found, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:
@@ -317,7 +318,7 @@ def plan(
         )
     return Conversion(
         prefix=prefix,
-        work=own.work,
+        work_dir=work_dir,
         inputs=found,
         skipped_files=skipped_files,
         options=options,

@@ -1,119 +1,218 @@
-"""The work folder of a conversion: its place, its lock, and what a restart finds there.
+"""The work folder of a conversion: its place, its files, its lock, and what a restart finds there.
 
-Units and shards that are done have a record there and are not done again. A record is valid if its
-digest is that of what would be made now (`Job.unit_digest`, `ShardLayout.digest`). After a change of
-inputs or options only what depends on them is done again.
+| name | what |
+|---|---|
+| `unit-N.json` | the record of a unit that is done; `unit-N-*` are its segments |
+| `shard-N.json` | the record of a shard that is written |
+| `out/` | finished files that wait to be published |
+| `publishing.json` | what is being published |
+| `input-*` | what came by a pipe |
+| `lock` | held while a conversion of this machine runs |
+
+A record is valid if its digest is that of what would be made now (`Job.unit_digest`,
+`ShardLayout.digest`). After a change of inputs or options only what depends on them is done again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import filelock
+import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert.options import digest_of_bytes
-from streammega.convert.read.stdin import KEPT as KEPT_PIPE
-from streammega.convert.write.publish import RECORD
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
-from streammega.errors import ConvertError
-from streammega.storage import Store, join_url, open_store
+from streammega.errors import ConvertError, StorageError
+from streammega.storage import Store, join_url, open_store, save_bytes
 from streammega.storage.open import is_remote
+from streammega.storage.store import Bytes
 
+PUBLISHING = "publishing.json"
+KEPT_INPUT = "input-"
 LOCK = "lock"
-"""The name of the lock in a work folder of this machine."""
 REMOVED = ".removed"
 """Ends the name of a work folder that is being removed."""
 FREE_WITHIN = 10.0
 """Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
 
 
-def work_folder(prefix: str, given: str | None) -> str:
-    """A folder of this conversion alone, removed in the end: within the one given, beside a local
-    output, or in the cache.
-    """
-    stem = prefix.rpartition("/")[2]
-    # Of the whole prefix: outputs of one name may share a folder given, and share the cache.
-    digest = digest_of_bytes(prefix.encode(), 6)
-    if given:
-        return join_url(given, f"{stem}.convert-{digest}")
-    if not is_remote(prefix):
-        _, path = open_store(prefix, StorageConfig())
-        folder, name = os.path.split(path)
-        return os.path.join(folder, f".{name}.convert")
-    return str(default_cache_dir() / "convert" / f"{stem}-{digest}")
+@dataclass(frozen=True)
+class WorkDir:
+    """The work folder of one conversion, which is removed in the end. url: a path, or a URL."""
+
+    url: str
+    storage: StorageConfig
+
+    @classmethod
+    def of(cls, prefix: str, parent: str | None, storage: StorageConfig) -> WorkDir:
+        """The work folder of an output: within a parent, else beside a local output, else in the
+        cache.
+        """
+        stem = prefix.rpartition("/")[2]
+        # Of the whole prefix: outputs of one name may share a parent, and share the cache.
+        digest = digest_of_bytes(prefix.encode(), 6)
+        if parent:
+            return cls(join_url(parent, f"{stem}.convert-{digest}"), storage)
+        if not is_remote(prefix):
+            _, path = open_store(prefix, StorageConfig())
+            folder, name = os.path.split(path)
+            return cls(os.path.join(folder, f".{name}.convert"), storage)
+        return cls(str(default_cache_dir() / "convert" / f"{stem}-{digest}"), storage)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in a bucket, where it has no lock."""
+        return is_remote(self.url)
+
+    def file(self, name: str) -> str:
+        """The URL of a file in it."""
+        return join_url(self.url, name)
+
+    def read(self, name: str) -> Bytes:
+        """A small file. Raises StorageError."""
+        store, key = open_store(self.file(name), self.storage)
+        info = store.info(key)
+        (stored,) = store.read(key, [(0, info.size)], info.etag)
+        return np.frombuffer(stored, np.uint8)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, at once."""
+        save_bytes(self.file(name), data, self.storage)
+
+    def read_record(self, name: str) -> dict[str, Any] | None:
+        """A JSON file; None where there is none that can be read."""
+        try:
+            record: Any = json.loads(bytes(self.read(name)))
+        except (StorageError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def write_record(self, name: str, record: dict[str, Any]) -> None:
+        """Write a JSON file, at once."""
+        self.write(name, json.dumps(record, indent=1).encode())
+
+    def can_resume(self) -> bool:
+        """Whether it is on this machine and holds what a second run can use."""
+        if self.is_remote or not os.path.isdir(self.url):
+            return False
+        records = [name for name in os.listdir(self.url) if name.endswith(".json")]
+        return any(name.startswith(("unit-", "shard-")) for name in records)
+
+    def clear(self) -> None:
+        """Remove what an interrupted run has done; the lock is held, and what is noted of the
+        output's names stays true.
+        """
+        store, keys = self._files()
+        # Records go before what they speak of.
+        for key in sorted(keys, key=lambda key: not key.endswith(".json")):
+            name = os.path.basename(key)
+            if name not in (LOCK, PUBLISHING) and not name.startswith(KEPT_INPUT):
+                store.delete(key)
+
+    def remove(self) -> None:
+        """Remove it, at the end of the conversion."""
+        if not self.is_remote:
+            if os.path.isdir(self.url):
+                # Renamed first, so that a kill leaves all of it or nothing.
+                removed = f"{self.url}{REMOVED}"
+                shutil.rmtree(removed, ignore_errors=True)
+                os.rename(self.url, removed)
+                shutil.rmtree(removed, ignore_errors=True)
+            return
+        store, keys = self._files()
+        # What is noted of the output goes last: as long as anything is here, it says whose the
+        # output is.
+        for key in sorted(keys, key=lambda key: os.path.basename(key) == PUBLISHING):
+            store.delete(key)
+
+    @contextmanager
+    def lock(self, *, is_needed: bool = True) -> Iterator[None]:
+        """One conversion at a time in it; one in a bucket has no lock.
+
+        Raises ConvertError if it cannot be made and `is_needed`, or if another is running.
+        """
+        if self.is_remote:
+            yield
+            return
+        try:
+            self.make()
+        except ConvertError:
+            if is_needed:
+                raise
+            yield
+            return
+        lock = filelock.FileLock(os.path.join(self.url, LOCK))
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ConvertError(
+                f"{self.url}: another conversion to this output is running; wait for it, or choose "
+                f"another output"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+            if os.path.isdir(self.url) and set(os.listdir(self.url)) <= {LOCK}:
+                shutil.rmtree(self.url, ignore_errors=True)
+            # Of a run that was killed at its very end.
+            shutil.rmtree(f"{self.url}{REMOVED}", ignore_errors=True)
+
+    def check_unlocked(self) -> None:
+        """Raise ConvertError if a conversion holds it: it may be removed by the next moment.
+
+        Tasks do not hold it, for they share it.
+        """
+        if self.is_remote:
+            return
+        self.make()
+        try:
+            with filelock.FileLock(os.path.join(self.url, LOCK), timeout=FREE_WITHIN):
+                return
+        except filelock.Timeout:
+            raise ConvertError(
+                f"{self.url}: another conversion to this output is running, perhaps the one that "
+                f"merges what tasks did; wait for it"
+            ) from None
+
+    def make(self) -> None:
+        """Make it on this machine. Raises ConvertError if it cannot be made."""
+        try:
+            os.makedirs(self.url, exist_ok=True)
+        except OSError as error:
+            raise ConvertError(
+                f"{self.url}: the work folder cannot be made ({error.strerror}); name another by "
+                f"--work-dir, a folder or a URL"
+            ) from None
+
+    def _files(self) -> tuple[Store, list[str]]:
+        """The store of its files, and their keys."""
+        store, folder = open_store(f"{self.url}/", self.storage)
+        return store, [info.key for info in store.list(f"{folder.rstrip('/')}/")]
 
 
 @contextmanager
-def output_lock(prefix: str, work: str) -> Iterator[None]:
+def output_lock(prefix: str, work_dir: WorkDir) -> Iterator[None]:
     """One conversion at a time to an output of this machine, and in a work folder.
 
     The folder of conversions that name none is locked too, so that two to one output do not meet
     whatever their folders are. Raises ConvertError where another is running.
     """
-    unnamed = work_folder(prefix, None)
-    if work == unnamed:
-        with work_dir_lock(work):
+    unnamed = WorkDir.of(prefix, None, work_dir.storage)
+    if work_dir.url == unnamed.url:
+        with work_dir.lock():
             yield
         return
-    with work_dir_lock(unnamed, is_needed=False), work_dir_lock(work):
+    with unnamed.lock(is_needed=False), work_dir.lock():
         yield
-
-
-@contextmanager
-def work_dir_lock(work: str, *, is_needed: bool = True) -> Iterator[None]:
-    """One conversion at a time in a work folder of this machine; one in a bucket has no lock.
-
-    Raises ConvertError if it cannot be made and `is_needed`, or if another is running.
-    """
-    if is_remote(work):
-        yield
-        return
-    try:
-        _make(work)
-    except ConvertError:
-        if is_needed:
-            raise
-        yield
-        return
-    lock = filelock.FileLock(os.path.join(work, LOCK))
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ConvertError(
-            f"{work}: another conversion to this output is running; wait for it, or choose another "
-            f"output"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        if os.path.isdir(work) and set(os.listdir(work)) <= {LOCK}:
-            shutil.rmtree(work, ignore_errors=True)
-        # Of a run that was killed at its very end.
-        shutil.rmtree(f"{work}{REMOVED}", ignore_errors=True)
-
-
-def check_unlocked(work: str) -> None:
-    """Raise ConvertError if a conversion holds a work folder: it may be removed by the next moment.
-
-    Tasks do not hold it, for they share it.
-    """
-    if is_remote(work):
-        return
-    _make(work)
-    try:
-        with filelock.FileLock(os.path.join(work, LOCK), timeout=FREE_WITHIN):
-            return
-    except filelock.Timeout:
-        raise ConvertError(
-            f"{work}: another conversion to this output is running, perhaps the one that merges "
-            f"what tasks did; wait for it"
-        ) from None
 
 
 def is_locked(output: str) -> bool:
@@ -121,7 +220,7 @@ def is_locked(output: str) -> bool:
     named.
     """
     prefix, _ = split_name(output.removesuffix(MANIFEST))
-    lock = os.path.join(work_folder(prefix, None), LOCK)
+    lock = WorkDir.of(prefix, None, StorageConfig()).file(LOCK)
     if not os.path.exists(lock):
         return False
     try:
@@ -129,57 +228,3 @@ def is_locked(output: str) -> bool:
             return False
     except filelock.Timeout:
         return True
-
-
-def _make(work: str) -> None:
-    """Raise ConvertError if the work folder cannot be made."""
-    try:
-        os.makedirs(work, exist_ok=True)
-    except OSError as error:
-        raise ConvertError(
-            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work-dir, "
-            f"a folder or a URL"
-        ) from None
-
-
-def can_resume(work: str) -> bool:
-    """Whether a work folder of this machine holds what a second run can use."""
-    if is_remote(work) or not os.path.isdir(work):
-        return False
-    records = [name for name in os.listdir(work) if name.endswith(".json")]
-    return any(name.startswith(("unit-", "shard-")) for name in records)
-
-
-def clear_work_dir(work: str, storage: StorageConfig) -> None:
-    """Remove what an interrupted run has done; the lock is held, and what is noted of the
-    output's names stays true.
-    """
-    store, keys = _files_of(work, storage)
-    # Records go before what they speak of.
-    for key in sorted(keys, key=lambda key: not key.endswith(".json")):
-        name = os.path.basename(key)
-        if name not in (LOCK, RECORD) and not name.startswith(KEPT_PIPE):
-            store.delete(key)
-
-
-def remove_work_dir(work: str, storage: StorageConfig) -> None:
-    """Remove the work folder of a conversion that is done."""
-    if not is_remote(work):
-        if os.path.isdir(work):
-            # Renamed first, so that a kill leaves all of it or nothing.
-            removed = f"{work}{REMOVED}"
-            shutil.rmtree(removed, ignore_errors=True)
-            os.rename(work, removed)
-            shutil.rmtree(removed, ignore_errors=True)
-        return
-    store, keys = _files_of(work, storage)
-    # What is noted of the output goes last: as long as anything is here, it says whose the output
-    # is.
-    for key in sorted(keys, key=lambda key: os.path.basename(key) == RECORD):
-        store.delete(key)
-
-
-def _files_of(work: str, storage: StorageConfig) -> tuple[Store, list[str]]:
-    """The store of a work folder, and the keys of its files."""
-    store, folder = open_store(f"{work}/", storage)
-    return store, [info.key for info in store.list(f"{folder.rstrip('/')}/")]

@@ -26,6 +26,7 @@ from typing import Any
 
 from streammega.convert.options import ExecutionConfig
 from streammega.convert.read.source import Input
+from streammega.convert.work_dir import WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
@@ -58,18 +59,18 @@ def run_tasks(
     *,
     max_threads: int = 1,
     max_at_once: int | None = None,
-    work: str | None = None,
+    work_dir: WorkDir | None = None,
     inputs: Sequence[Input] = (),
 ) -> Iterator[tuple[int, Any]]:
     """(number, result) as tasks are done. Raises what a task raised, and stops the others.
 
     max_threads: up to so many workers are threads of this process, which start at once and share a
-    tokenizer's cache. More are processes. work, inputs: what each machine of a cluster must see.
+    tokenizer's cache. More are processes. work_dir, inputs: what each machine of a cluster must see.
     """
     if not numbers:
         return
     if execution.backend == "ray":
-        with _shared_files(work, inputs) as files:
+        with _shared_files(work_dir, inputs) as files:
             yield from _run_on_ray(task, numbers, files, progress, max_at_once)
         return
     wanted = execution.workers or num_threads()
@@ -261,9 +262,11 @@ class SharedFiles:
 
 
 @contextmanager
-def _shared_files(work: str | None, inputs: Sequence[Input]) -> Iterator[SharedFiles | None]:
+def _shared_files(
+    work_dir: WorkDir | None, inputs: Sequence[Input]
+) -> Iterator[SharedFiles | None]:
     """What the machines of a cluster must see while tasks run."""
-    if work is None:
+    if work_dir is None:
         yield None
         return
     files = []
@@ -273,9 +276,9 @@ def _shared_files(work: str | None, inputs: Sequence[Input]) -> Iterator[SharedF
             files.append((path, item.size))
     step = max(1, -(-len(files) // MAX_CHECKED_INPUTS))
     # The name is new each time, so that no machine has such a file from an earlier conversion.
-    marker = f"{work}/cluster-{uuid.uuid4().hex}"
+    marker = work_dir.file(f"cluster-{uuid.uuid4().hex}")
     try:
-        if not is_remote(work):
+        if not work_dir.is_remote:
             with open(marker, "wb"):
                 pass
         yield SharedFiles(marker=marker, inputs=tuple(files[::step]))

@@ -15,6 +15,7 @@ from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job
 from streammega.convert.tokenize.encode import encoder_of
+from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import SharedFiles
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
@@ -52,7 +53,7 @@ def test_a_worker_with_another_tokenizer_makes_no_tokens() -> None:
     job = Job(
         options=options,
         storage=StorageConfig(),
-        work="",
+        work_dir=WorkDir("", StorageConfig()),
         units=[],
         tokenizer_digest="of the driver",
         segment_bytes=1,

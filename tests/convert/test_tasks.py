@@ -17,7 +17,7 @@ from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import ExecutionConfig, Task, convert, convert_task, merge_tasks
 from streammega.convert.run import parse_task
-from streammega.convert.work_dir import work_dir_lock, work_folder
+from streammega.convert.work_dir import WorkDir
 from streammega.convert.write import destination
 from streammega.errors import ConfigError, ConvertError, ObjectChangedError
 from streammega.storage import open_store
@@ -122,7 +122,7 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     monkeypatch.setattr("streammega.convert.write.segments.BATCH_BYTES", 500)
     expected = by_one_process(inputs, tmp_path / "alone")
     output = str(tmp_path / "shared" / "web")
-    work = Path(work_folder(output, None))
+    work = Path(WorkDir.of(output, None, StorageConfig()).url)
     alone = Task(number=0, of=1)
     execution = ExecutionConfig(workers=1)
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 1000)  # of a small machine
@@ -145,7 +145,7 @@ def test_a_task_does_not_begin_while_its_folder_is_merged(
     monkeypatch.setattr("streammega.convert.work_dir.FREE_WITHIN", 0.05)
     output = str(tmp_path / "web")
     with (
-        work_dir_lock(work_folder(output, None)),
+        WorkDir.of(output, None, StorageConfig()).lock(),
         pytest.raises(ConvertError, match="another conversion to this output is running"),
     ):
         convert_task(inputs, output, Task(number=0, of=2), **OPTIONS)
@@ -216,7 +216,7 @@ def test_killed_tasks_that_are_started_again_make_the_same_in_a_bucket(
 
     processes = [start(number, 1 if number == 1 else None) for number in range(3)]
     storage = StorageConfig(storage_options=s3.options)
-    store, key = open_store(f"{work_folder(output, work)}/", storage)
+    store, key = open_store(WorkDir.of(output, work, storage).file(""), storage)
     deadline = time.monotonic() + 100
     while not any(info.key.endswith("unit-000001.json") for info in store.list(key)):
         assert time.monotonic() < deadline

@@ -31,6 +31,7 @@ from streammega.convert.job import Job, plan_units
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.run import plan
+from streammega.convert.work_dir import WorkDir
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.servers import KEY, S3, SECRET, http_server
@@ -447,7 +448,10 @@ def test_a_url_that_is_signed_again_is_the_same_input(tmp_path: Path) -> None:
             units = plan_units(inputs, ConvertOptions(), StorageConfig())
             found.append(
                 Job(
-                    options=ConvertOptions(), storage=StorageConfig(), work="", units=units
+                    options=ConvertOptions(),
+                    storage=StorageConfig(),
+                    work_dir=WorkDir("", StorageConfig()),
+                    units=units,
                 ).unit_digest(0)
             )
             assert "Signature" not in repr(inputs)

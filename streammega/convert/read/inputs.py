@@ -63,12 +63,12 @@ SPLITS = {
 
 
 class OwnOutput(NamedTuple):
-    """What a conversion writes, which is no input of it. prefix: of the dataset; work: the folder
-    for what is unfinished.
+    """What a conversion writes, which is no input of it. prefix: of the dataset; work_dir: the
+    work folder.
     """
 
     prefix: str
-    work: str
+    work_dir: str
 
 
 def find_inputs(
@@ -229,9 +229,9 @@ def _without_own(rows: list[Row], own: OwnOutput | None, skipped: SkippedFiles) 
 
 
 def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
-    work = own.work.rstrip("/")
-    may_be_work = f"/{work.rpartition('/')[2]}/" in path
-    if may_be_work and resolved(path).startswith(f"{resolved(work)}/"):
+    work_dir = own.work_dir.rstrip("/")
+    may_be_in_it = f"/{work_dir.rpartition('/')[2]}/" in path
+    if may_be_in_it and resolved(path).startswith(f"{resolved(work_dir)}/"):
         return True
     folder, _, stem = own.prefix.rpartition("/")
     above, _, name = path.rpartition("/")

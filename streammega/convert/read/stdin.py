@@ -4,6 +4,7 @@ while they are converted. After an interruption they have to be given again.
 
 from __future__ import annotations
 
+import glob
 import io
 import logging
 import os
@@ -18,13 +19,11 @@ from typing import Any
 from streammega.convert.read.compression import PieceReader, compression_of_bytes, decompressed
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.convert.work_dir import KEPT_INPUT, WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
-from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
-KEPT = "input-"
-"""Begins the names of kept inputs in the work folder."""
 READ_BYTES = 1 << 20
 SIGN_BYTES = 16
 """Of the beginning of a stream that a message shows."""
@@ -44,7 +43,7 @@ def is_pipe(item: str) -> bool:
 
 @contextmanager
 def pipes_as_files(
-    inputs: Sequence[str], work: str, read_as: str | None = None
+    inputs: Sequence[str], work_dir: WorkDir, read_as: str | None = None
 ) -> Iterator[dict[str, str]]:
     """For each input that is a pipe, a file of the work folder with all of its bytes.
 
@@ -53,21 +52,21 @@ def pipes_as_files(
     twice and a work folder that is not on this machine, ConvertError for an unknown format.
     """
     pipes = [item for item in inputs if is_pipe(item)]
-    if is_remote(work):
+    if work_dir.is_remote:
         raise ConfigError(
             f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work-dir has to name "
             f"a local one"
         )
     if len(set(pipes)) < len(pipes):
         raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
-    _remove(work)  # of a conversion that was killed
+    forget_pipes(work_dir)  # of a conversion that was killed
     kept: dict[str, str] = {}
     try:
         for number, item in enumerate(pipes):
-            kept[item] = _keep(item, number, work, read_as)
+            kept[item] = _keep(item, number, work_dir, read_as)
         yield kept
     except BaseException as error:  # Ctrl-C, too: a pipe may be endless
-        forget_pipes(work)
+        forget_pipes(work_dir)
         if isinstance(error, StreammegaError):
             error.args = tuple(
                 with_pipe_names(arg, kept) if isinstance(arg, str) else arg for arg in error.args
@@ -87,37 +86,28 @@ def _name(item: str) -> str:
     return "stdin" if item == "-" else item
 
 
-def forget_pipes(work: str) -> None:
-    """Remove what was kept, after an error."""
-    if not os.path.isdir(work):
-        return
-    _remove(work)
-    if set(os.listdir(work)) <= {"lock"}:  # made for the pipes alone
-        shutil.rmtree(work, ignore_errors=True)
+def forget_pipes(work_dir: WorkDir) -> None:
+    """Remove what was kept."""
+    for path in glob.glob(f"{glob.escape(work_dir.file(KEPT_INPUT))}*"):
+        os.unlink(path)
 
 
-def _remove(work: str) -> None:
-    for name in os.listdir(work):
-        if name.startswith(KEPT):
-            os.unlink(os.path.join(work, name))
-
-
-def _keep(item: str, number: int, work: str, read_as: str | None) -> str:
+def _keep(item: str, number: int, work_dir: WorkDir, read_as: str | None) -> str:
     """Read a pipe to its end into a file, whose suffixes say its format and its compression."""
-    log.info("%s is read to its end, into %s", _name(item), work)
+    log.info("%s is read to its end, into %s", _name(item), work_dir.url)
     try:
         with _open(item) as pipe:
             head = pipe.read(READ_BYTES)
             packed = compression_of_bytes(head)
             # a file without a suffix is read as `--as` says
             suffix = _suffix(head, packed, item) if read_as is None else ""
-            kept = os.path.join(work, f"{KEPT}{number}{suffix}{packed}")
+            kept = work_dir.file(f"{KEPT_INPUT}{number}{suffix}{packed}")
             with open(kept, "wb") as file:
                 file.write(head)
                 shutil.copyfileobj(pipe, file, READ_BYTES)
     except OSError as error:
         raise ConvertError(
-            f"{_name(item)}: cannot be kept in {work} ({error.strerror or error}); name another "
+            f"{_name(item)}: cannot be kept in {work_dir.url} ({error.strerror or error}); name another "
             f"folder by --work-dir"
         ) from None
     return kept

@@ -14,11 +14,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, offsets_of
-from streammega.convert.job import Job, Segment, load_bytes
+from streammega.convert.job import Job, Segment
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
 from streammega.kernels.stream import GOLDEN, mix
-from streammega.storage import open_store, save_bytes
+from streammega.storage import open_store
 
 Integers = NDArray[np.int64]
 Portion = tuple[Integers, Integers]
@@ -137,7 +137,7 @@ class DocumentOrder:
         part = self._parts[number]
         if not part.has_keep:
             return None
-        bits = load_bytes(f"{part.prefix(self._job)}{KEEP}", self._job.storage)
+        bits = self._job.work_dir.read(part.name + KEEP)
         return np.unpackbits(bits, count=part.documents).astype(np.bool_)
 
 
@@ -177,24 +177,24 @@ def side_rows(options: ConvertOptions) -> list[str]:
     return names
 
 
-def save_side(job: Job, prefix: str, rows: SideRows) -> None:
+def save_side(job: Job, segment: str, rows: SideRows) -> None:
     """Write what shuffling and deduplication need of a segment's documents."""
     names = side_rows(job.options)
     if names:
         in_order = [rows[name].astype("<u8", copy=False) for name in names]
-        save_bytes(f"{prefix}{SIDE}", np.stack(in_order).tobytes(), job.storage)
+        job.work_dir.write(segment + SIDE, np.stack(in_order).tobytes())
 
 
 def read_side(job: Job, part: Segment) -> SideRows:
     """The rows of a part's file, each uint64 [documents]; mapped where it is local."""
-    url = f"{part.prefix(job)}{SIDE}"
-    store, key = open_store(url, job.storage)
+    name = part.name + SIDE
+    store, key = open_store(job.work_dir.file(name), job.work_dir.storage)
     path = store.local_path(key)
     if path is not None:
         # Mapped, since a bucket needs a stretch of every file.
         values: NDArray[np.uint64] = np.memmap(path, "<u8", "r")
     else:
-        values = load_bytes(url, job.storage).view("<u8")
+        values = job.work_dir.read(name).view("<u8")
     return dict(zip(side_rows(job.options), values.reshape(-1, part.documents), strict=True))
 
 
@@ -239,7 +239,7 @@ def remove_duplicates(
     parts_with_keep = []
     num_kept = 0
     for part, flags in zip(parts, is_kept, strict=True):
-        save_bytes(f"{part.prefix(job)}{KEEP}", np.packbits(flags).tobytes(), job.storage)
+        job.work_dir.write(part.name + KEEP, np.packbits(flags).tobytes())
         parts_with_keep.append(replace(part, has_keep=True))
         num_kept += int(np.count_nonzero(flags))
     return parts_with_keep, total - num_kept

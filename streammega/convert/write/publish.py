@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from streammega.convert.job import load_json, save_json
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.source import Input
+from streammega.convert.work_dir import PUBLISHING, WorkDir
 from streammega.convert.write.destination import Destination, Reservation
 from streammega.convert.write.shards import ShardLayout
 from streammega.dataset.manifest import Manifest, ShardEntry
@@ -27,13 +27,10 @@ from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
-from streammega.storage import join_url, open_store, save_bytes
+from streammega.storage import open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, link, move
 from streammega.storage.open import local_path, resolved
 from streammega.storage.store import create_object, replace_object
-
-RECORD = "publishing.json"
-"""The name of the record in the work folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +56,12 @@ class Publisher:
     """
 
     def __init__(
-        self, destination: Destination, work: str, job: str, *, has_origins: bool = False
+        self, destination: Destination, work_dir: WorkDir, job: str, *, has_origins: bool = False
     ) -> None:
         self._destination = destination
         self._storage = destination.storage
         self._is_remote = destination.is_remote
-        self._work = work
+        self._work_dir = work_dir
         # Origins come before the .idx, which makes a shard readable.
         self._last_endings = (ENDING, ".idx") if has_origins else (".idx",)
         self._has_origins = has_origins
@@ -167,7 +164,7 @@ class Publisher:
         self._check_tokens(layout, manifest)
         digests = [digest_of_bytes(data) for data in manifests]
         self._record = replace(self._record, manifests=digests)
-        save_json(join_url(self._work, RECORD), asdict(self._record), self._storage)
+        self._work_dir.write_record(PUBLISHING, asdict(self._record))
         # Tokens without an .idx are no dataset, so each .idx comes last.
         if not self._is_remote:  # else they were written there
             self._move(layout, names, self._destination.suffix)
@@ -195,7 +192,7 @@ class Publisher:
         return self._is_remote and not self._record.mark
 
     def _stored_record(self) -> PublishRecord | None:
-        stored = load_json(join_url(self._work, RECORD), self._storage)
+        stored = self._work_dir.read_record(PUBLISHING)
         if stored is None or stored.get("job") != self._record.job:
             return None
         return PublishRecord(**stored)
@@ -324,7 +321,7 @@ class Publisher:
 
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):
-            source = join_url(self._work, f"out/{old}{ending}")
+            source = self._work_dir.file(f"out/{old}{ending}")
             move(source, self._destination.url(new + ending), self._storage)
 
     def _commit(self, manifest: bytes) -> None:

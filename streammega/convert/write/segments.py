@@ -38,7 +38,6 @@ from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
 from streammega.dataset.provenance import ENDING, ProvenanceWriter
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url, save_bytes
 from streammega.storage.progress import Progress
 
 BATCH_BYTES = 1 << 20
@@ -158,12 +157,12 @@ class SegmentWriter:
         # unit at once, one of which seemed to be dead, write other files, or the same bytes.
         number = len(self._record.segments)
         name = f"{unit_name(self._unit)}-{job.segment_bytes:x}-{number:04d}"
-        prefix = join_url(job.work, name)
-        save_side(job, prefix, rows)
+        save_side(job, name, rows)
         if options.provenance:
-            _save_origins(job, prefix, batch)
+            _save_origins(job, name, batch)
         multimodal = batch.modes is not None
-        with IndexedDatasetWriter(prefix, dtype, multimodal, job.storage, kind="bin") as writer:
+        prefix = job.work_dir.file(name)
+        with IndexedDatasetWriter(prefix, dtype, multimodal, job.work_dir.storage) as writer:
             stored = batch.tokens.view(np.uint8).data
             writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
         sizes = batch.document_tokens
@@ -239,7 +238,7 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
     return batch, kept
 
 
-def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
+def _save_origins(job: Job, segment: str, batch: Tokens) -> None:
     """Write where a segment's documents came from beside it.
 
     Raises ConvertError where that is not known of each: some would get another one's.
@@ -248,9 +247,9 @@ def _save_origins(job: Job, prefix: str, batch: Tokens) -> None:
     if batch.origins is None or len(batch.origins) != documents:
         known = 0 if batch.origins is None else len(batch.origins)
         raise ConvertError(
-            f"{prefix}: where {documents} documents came from is known of {known}; convert without "
+            f"{job.work_dir.file(segment)}: where {documents} documents came from is known of {known}; convert without "
             "--provenance, and report this"
         )
     writer = ProvenanceWriter()
     writer.add(batch.origins)
-    save_bytes(prefix + ENDING, writer.finish(), job.storage)
+    job.work_dir.write(segment + ENDING, writer.finish())

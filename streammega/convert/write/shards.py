@@ -16,7 +16,7 @@ import xxhash
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import offsets_of
-from streammega.convert.job import Job, Segment, load_json, save_json
+from streammega.convert.job import Job, Segment
 from streammega.convert.options import digest_of_json
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
@@ -36,7 +36,7 @@ from streammega.dataset.provenance import (
 )
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url, parent_url, save_bytes
+from streammega.storage import join_url, parent_url
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.progress import Progress
 
@@ -169,7 +169,7 @@ def plan_shards(
     if options.shard_bytes is not None:
         names = [shard_name(destination.stem, number, num_shards) for number in range(num_shards)]
     # Where files can be renamed, they are written to the work folder first.
-    folder = parent_url(destination.prefix) if destination.is_remote else join_url(job.work, "out")
+    folder = parent_url(destination.prefix) if destination.is_remote else job.work_dir.file("out")
     first_sequences = [0] * num_shards
     if options.format == "tar":
         first_sequences = number_sequences(documents, bounds)
@@ -207,7 +207,7 @@ def read_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
     """The records of shards that are done and belong to this layout, by their numbers."""
     records = {}
     for number in range(layout.num_shards):
-        stored = load_json(_record_url(job.work, number), job.storage)
+        stored = job.work_dir.read_record(_record_name(number))
         if stored is not None and stored.get("digest") == layout.digest:
             packing = stored.pop("packing")
             records[number] = ShardRecord(
@@ -267,7 +267,7 @@ def write_shard(
         origins=origins,
         ids=ids,
     )
-    save_json(_record_url(job.work, number), asdict(record), job.storage)
+    job.work_dir.write_record(_record_name(number), asdict(record))
     return record
 
 
@@ -289,7 +289,7 @@ def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
         kind=options.format,
         level=options.zstd_level,
         frame_bytes=options.zstd_frame_bytes,
-        index_prefix=join_url(job.work, f"out/{layout.names[number]}"),
+        index_prefix=job.work_dir.file(f"out/{layout.names[number]}"),
         first_sequence=layout.first_sequences[number],
     )
 
@@ -309,8 +309,8 @@ def _portions_of_shard(
             yield parts[start:stop], chosen[start:stop]
 
 
-def _record_url(work: str, number: int) -> str:
-    return join_url(work, f"shard-{number:06d}.json")
+def _record_name(number: int) -> str:
+    return f"shard-{number:06d}.json"
 
 
 def _write_origins(
@@ -326,7 +326,7 @@ def _write_origins(
         rows_of_parts = []
         for part, rows, numbers in documents.by_part(portion):
             prefix = documents.name(part)
-            stored = open_provenance(prefix, job.storage)
+            stored = open_provenance(prefix, job.work_dir.storage)
             if stored is None:
                 raise ConvertError(
                     f"{prefix}{ENDING}: is gone; run the same command again with --no-resume"
@@ -337,5 +337,5 @@ def _write_origins(
         in_order = np.argsort(np.concatenate(rows_of_parts))
         writer.add(concat_origins(found).take(in_order))
     data = writer.finish()
-    save_bytes(join_url(job.work, f"out/{name}{ENDING}"), data, job.storage)
+    job.work_dir.write(f"out/{name}{ENDING}", data)
     return xxhash.xxh3_128_hexdigest(data), writer.num_ids
