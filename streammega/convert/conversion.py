@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 
 import numpy as np
 
@@ -24,18 +25,13 @@ from streammega.convert.job import (
     stored_bytes,
 )
 from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
+from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import SkippedFiles
-from streammega.convert.report import (
-    check_all_units_done,
-    check_errors,
-    sum_skipped,
-    warn_missing_provenance,
-    warn_of_earlier_merge,
-)
+from streammega.convert.report import sum_skipped
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.work_dir import WorkDir
-from streammega.convert.workers import run_tasks
+from streammega.convert.workers import run_parallel
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import remove_duplicates
 from streammega.convert.write.manifest_metadata import Labels
@@ -51,8 +47,13 @@ from streammega.convert.write.shards import (
     write_shard,
 )
 from streammega.dataset.manifest import Manifest
+from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.provenance import ENDING, has_provenance
+from streammega.dataset.resolve import find_pairs
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
+from streammega.errors.redaction import redact_urls
+from streammega.errors.words import pluralize
 from streammega.kernels import num_threads
 from streammega.storage.progress import ProgressObserver
 
@@ -64,6 +65,10 @@ MAX_SHUFFLED_SHARDS = 4
 """Shards that are written at once where documents are shuffled or packed: each holds a bucket, and
 while it reads that, some of it twice.
 """
+SHOWN_ERRORS = 5
+"""Skipped records that are shown, where there are too many."""
+SHOWN_UNITS = 20
+"""Units that are named, where some are not done."""
 NO_UNITS = (
     "these inputs are copied into shards as they are, so there is nothing to share out; run it "
     "without tasks (--task)"
@@ -159,8 +164,8 @@ class Conversion:
         if not self.execution.resume:
             self.work_dir.clear()
         if not self.options.provenance:
-            warn_missing_provenance(self.inputs, self.input_storage)
-        warn_of_earlier_merge(self.inputs)
+            _warn_missing_provenance(self.inputs, self.input_storage)
+        _warn_of_earlier_merge(self.inputs)
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
@@ -174,7 +179,7 @@ class Conversion:
             numbers = range(len(job.units))
             done = read_records(job, numbers)
             if is_merge:
-                check_all_units_done(numbers, done)
+                _check_all_units_done(numbers, done)
             elif done:
                 log.warning(
                     "resuming an interrupted conversion: %d of %d units are done",
@@ -183,7 +188,7 @@ class Conversion:
                 )
             done = self.do_units(job, numbers, done)
             records = [done[number] for number in numbers]
-            check_errors(records, self.options, all_done=True)
+            _check_errors(records, self.options, all_done=True)
             parts = [segment for record in records for segment in record.segments]
             sources = [record.digest for record in records]
             source_bytes = sum(record.source_bytes for record in records)
@@ -291,8 +296,8 @@ class Conversion:
             "converting", stored_bytes(piece for number in remaining for piece in job.units[number])
         )
         records = dict(done)
-        check_errors(records.values(), self.options)
-        for number, record in run_tasks(
+        _check_errors(records.values(), self.options)
+        for number, record in run_parallel(
             partial(run_unit, job),
             remaining,
             self.execution,
@@ -304,7 +309,7 @@ class Conversion:
         ):
             records[number] = record
             if record.skipped.errors:
-                check_errors(records.values(), self.options)
+                _check_errors(records.values(), self.options)
         return records
 
     def _write_shards(self, job: Job, layout: ShardLayout) -> list[ShardRecord]:
@@ -324,7 +329,7 @@ class Conversion:
         if self.execution.backend != "ray" and numbers:
             threads = max(1, (self.execution.workers or num_threads()) // len(numbers))
         needs_memory = bool(layout.buckets) or self.options.pack_length is not None
-        for number, record in run_tasks(
+        for number, record in run_parallel(
             partial(write_shard, job, layout, threads=threads),
             numbers,
             self.execution,
@@ -337,3 +342,74 @@ class Conversion:
         ):
             done[number] = record
         return [done[number] for number in range(layout.num_shards)]
+
+
+def _check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None:
+    """Raise ConvertError for units that tasks have not done."""
+    left = [number for number in numbers if number not in done]
+    if left:
+        named = ", ".join(map(str, left[:SHOWN_UNITS])) + (
+            ", ..." if len(left) > SHOWN_UNITS else ""
+        )
+        raise ConvertError(
+            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
+            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
+            f"i + N, ...), with the same inputs and options as here"
+        )
+
+
+def _check_errors(
+    records: Collection[UnitRecord], options: ConvertOptions, *, all_done: bool = False
+) -> None:
+    """Raise ConvertError if more records were skipped than `max_errors` allows.
+
+    A part of all records is known when all units are done, a number at once.
+    """
+    if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
+        return
+    read = sum(record.read for record in records)
+    most = options.most_errors(read)
+    errors = sum(record.skipped.errors for record in records)
+    if most is None or errors <= most:
+        return
+    first = list(chain.from_iterable(record.skipped.messages for record in records))[:SHOWN_ERRORS]
+    raise ConvertError(
+        f"{pluralize(errors, 'record')} of {read:,} that were read "
+        f"{'was' if errors == 1 else 'were'} skipped, more than max_errors (--max-errors) "
+        f"{options.max_errors}; mend them, or raise the limit: what is done is kept. The first are:"
+        + "".join(f"\n  {message}" for message in first)
+    )
+
+
+def _warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
+    """Warn of a dataset as large as all others together: every document would be there twice."""
+    sizes: dict[str, int] = {}
+    for item in inputs:
+        if item.format == "megatron":
+            name = set_name(strip_suffix(item.path.removesuffix(MANIFEST)))
+            sizes[name] = sizes.get(name, 0) + item.size
+    for name, size in sizes.items():
+        if len(sizes) > 2 and 2 * size == sum(sizes.values()):
+            log.warning(
+                "%s: has as many bytes of tokens as the %d other datasets of the inputs together. Is "
+                "it made of them? Then leave it out by --exclude",
+                redact_urls(name),
+                len(sizes) - 1,
+            )
+
+
+def _warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> None:
+    """Say that origins of inputs are left out: who did not ask for them may not know of them."""
+    datasets = [item for item in inputs if item.format == "megatron"]
+    if not datasets:
+        return
+    # Of the first alone: shards of one dataset all have them, or none has.
+    name = dataset_name(datasets[0].path)
+    first_shard = strip_suffix(find_pairs(name, storage)[0])
+    if has_provenance(first_shard, storage):
+        log.warning(
+            "%s: tells where its documents came from (%s), which this conversion leaves out; "
+            "--provenance carries it over",
+            redact_urls(name),
+            ENDING,
+        )

@@ -1,27 +1,17 @@
-"""What a conversion made, as figures, text and JSON; warnings and errors that count documents."""
+"""What a conversion made, as figures, text and JSON."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 import streammega
-from streammega.config import StorageConfig
 from streammega.convert.job import UnitRecord
-from streammega.convert.options import ConvertOptions
-from streammega.convert.read.megatron import dataset_name
-from streammega.convert.read.source import Input, Skipped
-from streammega.dataset.names import MANIFEST, set_name, strip_suffix
-from streammega.dataset.provenance import ENDING, has_provenance
-from streammega.dataset.resolve import find_pairs
-from streammega.errors import ConvertError
-from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize, without_controls
+from streammega.convert.read.source import Skipped
+from streammega.errors.words import without_controls
 
 SHOWN_MESSAGES = 10
 """Faults that are shown on a terminal; the JSON has all that were kept."""
@@ -115,82 +105,3 @@ def sum_skipped(records: Sequence[UnitRecord]) -> Skipped:
         room = KEPT_MESSAGES - len(total.messages)
         total.messages += record.skipped.messages[:room]
     return total
-
-
-log = logging.getLogger(__name__)
-
-SHOWN_ERRORS = 5
-"""Skipped records that are shown, where there are too many."""
-SHOWN_UNITS = 20
-"""Units that are named, where some are not done."""
-
-
-def check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None:
-    """Raise ConvertError for units that tasks have not done."""
-    left = [number for number in numbers if number not in done]
-    if left:
-        named = ", ".join(map(str, left[:SHOWN_UNITS])) + (
-            ", ..." if len(left) > SHOWN_UNITS else ""
-        )
-        raise ConvertError(
-            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
-            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
-            f"i + N, ...), with the same inputs and options as here"
-        )
-
-
-def check_errors(
-    records: Collection[UnitRecord], options: ConvertOptions, *, all_done: bool = False
-) -> None:
-    """Raise ConvertError if more records were skipped than `max_errors` allows.
-
-    A part of all records is known when all units are done, a number at once.
-    """
-    if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
-        return
-    read = sum(record.read for record in records)
-    most = options.most_errors(read)
-    errors = sum(record.skipped.errors for record in records)
-    if most is None or errors <= most:
-        return
-    first = list(chain.from_iterable(record.skipped.messages for record in records))[:SHOWN_ERRORS]
-    raise ConvertError(
-        f"{pluralize(errors, 'record')} of {read:,} that were read "
-        f"{'was' if errors == 1 else 'were'} skipped, more than max_errors (--max-errors) "
-        f"{options.max_errors}; mend them, or raise the limit: what is done is kept. The first are:"
-        + "".join(f"\n  {message}" for message in first)
-    )
-
-
-def warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
-    """Warn of a dataset as large as all others together: every document would be there twice."""
-    sizes: dict[str, int] = {}
-    for item in inputs:
-        if item.format == "megatron":
-            name = set_name(strip_suffix(item.path.removesuffix(MANIFEST)))
-            sizes[name] = sizes.get(name, 0) + item.size
-    for name, size in sizes.items():
-        if len(sizes) > 2 and 2 * size == sum(sizes.values()):
-            log.warning(
-                "%s: has as many bytes of tokens as the %d other datasets of the inputs together. Is "
-                "it made of them? Then leave it out by --exclude",
-                redact_urls(name),
-                len(sizes) - 1,
-            )
-
-
-def warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) -> None:
-    """Say that origins of inputs are left out: who did not ask for them may not know of them."""
-    datasets = [item for item in inputs if item.format == "megatron"]
-    if not datasets:
-        return
-    # Of the first alone: shards of one dataset all have them, or none has.
-    name = dataset_name(datasets[0].path)
-    first_shard = strip_suffix(find_pairs(name, storage)[0])
-    if has_provenance(first_shard, storage):
-        log.warning(
-            "%s: tells where its documents came from (%s), which this conversion leaves out; "
-            "--provenance carries it over",
-            redact_urls(name),
-            ENDING,
-        )

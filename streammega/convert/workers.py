@@ -34,8 +34,10 @@ from streammega.storage.progress import Progress
 
 log = logging.getLogger(__name__)
 
-Task = Callable[[int, Progress], Any]
-"""(number of the task, progress(bytes, tokens)) -> its result. It is sent to other processes."""
+Work = Callable[[int, Progress], Any]
+"""Does the unit or shard of a number: (number, progress(bytes, tokens)) -> its result. It is sent to
+other processes.
+"""
 MAX_DEATHS = 5
 """Times that workers may be killed under a run before it fails."""
 MAX_CHECKED_INPUTS = 1000
@@ -45,14 +47,14 @@ PR_SET_PDEATHSIG = 1
 LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
 """They set how many threads the tokenizers library uses."""
 
-_task: Task | None = None
-"""In a worker process: the task, sent there once."""
+_work: Work | None = None
+"""In a worker process: what it does, sent there once."""
 _checked: set[str] = set()
 """In a worker of a cluster: the markers of conversions whose files this process has found."""
 
 
-def run_tasks(
-    task: Task,
+def run_parallel(
+    work: Work,
     numbers: Sequence[int],
     execution: ExecutionConfig,
     progress: Progress,
@@ -62,7 +64,7 @@ def run_tasks(
     work_dir: WorkDir | None = None,
     inputs: Sequence[Input] = (),
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) as tasks are done. Raises what a task raised, and stops the others.
+    """(number, result) of each as it is done. Raises what one raised, and stops the others.
 
     max_threads: up to so many workers are threads of this process, which start at once and share a
     tokenizer's cache. More are processes. work_dir, inputs: what each machine of a cluster must see.
@@ -71,25 +73,25 @@ def run_tasks(
         return
     if execution.backend == "ray":
         with _shared_files(work_dir, inputs) as files:
-            yield from _run_on_ray(task, numbers, files, progress, max_at_once)
+            yield from _run_on_ray(work, numbers, files, progress, max_at_once)
         return
     wanted = execution.workers or num_threads()
     workers = min(wanted, len(numbers), max_at_once or wanted)
     if workers > max_threads:
-        yield from _run_in_processes(task, numbers, workers, progress)
+        yield from _run_in_processes(work, numbers, workers, progress)
         return
     # The workers share the threads of the tokenizer's library: all of these are busy while one
     # worker writes, and when only one is left.
     with _library_settings(wanted):
         if workers == 1:
             for number in numbers:
-                yield number, task(number, progress)
+                yield number, work(number, progress)
         else:
-            yield from _run_in_threads(task, numbers, workers, progress)
+            yield from _run_in_threads(work, numbers, workers, progress)
 
 
 def _run_in_threads(
-    task: Task, numbers: Sequence[int], workers: int, progress: Progress
+    work: Work, numbers: Sequence[int], workers: int, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
     stopped = threading.Event()
     # The caller's function need not be one that threads may call at once.
@@ -106,9 +108,9 @@ def _run_in_threads(
     with ThreadPoolExecutor(workers) as pool:
         running: dict[Future[Any], int] = {}
         try:
-            # Ctrl-C comes here too: the first threads are at work before the last task is given.
+            # Ctrl-C comes here too: the first threads are at work before the last number is given.
             for number in numbers:
-                running[pool.submit(task, number, report)] = number
+                running[pool.submit(work, number, report)] = number
             for future in as_completed(running):
                 yield running[future], future.result()
         finally:
@@ -117,16 +119,16 @@ def _run_in_threads(
 
 
 def _run_in_processes(
-    task: Task, numbers: Sequence[int], workers: int, progress: Progress
+    work: Work, numbers: Sequence[int], workers: int, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
-    """Each process does one task at a time, and reports its progress when that is done."""
+    """Each process does one number at a time, and reports its progress when that is done."""
     # Clients and thread pools of this process do not survive a fork.
     context = multiprocessing.get_context("spawn")
     left = list(numbers)
     deaths = 0
     has_started = context.RawValue(ctypes.c_bool, False)
     while left:
-        pool = ProcessPoolExecutor(workers, context, _start_process, (task, has_started))
+        pool = ProcessPoolExecutor(workers, context, _start_process, (work, has_started))
         try:
             running = {pool.submit(_run_here, number): number for number in left}
             for future in as_completed(running):
@@ -172,25 +174,25 @@ def _start_failure() -> str:
     )
 
 
-def _start_process(task: Task, has_started: Any) -> None:
-    global _task
+def _start_process(work: Work, has_started: Any) -> None:
+    global _work
     has_started.value = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     if sys.platform == "linux":
         # A worker does not outlive its parent, however that ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _set_library_threads(1)
-    _task = task
+    _work = work
 
 
 def _run_here(number: int) -> tuple[Any, int, int]:
-    """In a worker process: (result, bytes, tokens) of a task."""
-    assert _task is not None
-    return _run_counted(_task, number)
+    """In a worker process: (result, bytes, tokens) of a number."""
+    assert _work is not None
+    return _run_counted(_work, number)
 
 
-def _run_counted(task: Task, number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a task, for a process that cannot report progress meanwhile."""
+def _run_counted(work: Work, number: int) -> tuple[Any, int, int]:
+    """(result, bytes, tokens) of a number, for a process that cannot report progress meanwhile."""
     bytes_done = 0
     tokens_done = 0
 
@@ -199,7 +201,7 @@ def _run_counted(task: Task, number: int) -> tuple[Any, int, int]:
         bytes_done += size
         tokens_done += tokens
 
-    return task(number, count), bytes_done, tokens_done
+    return work(number, count), bytes_done, tokens_done
 
 
 def _set_library_threads(threads: int) -> None:
@@ -265,7 +267,7 @@ class SharedFiles:
 def _shared_files(
     work_dir: WorkDir | None, inputs: Sequence[Input]
 ) -> Iterator[SharedFiles | None]:
-    """What the machines of a cluster must see while tasks run."""
+    """What the machines of a cluster must see while they work."""
     if work_dir is None:
         yield None
         return
@@ -288,19 +290,19 @@ def _shared_files(
 
 
 def _run_on_ray(
-    task: Task,
+    work: Work,
     numbers: Sequence[int],
     files: SharedFiles | None,
     progress: Progress,
     max_at_once: int | None,
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) as tasks are done. Raises ConfigError without Ray."""
+    """(number, result) of each as it is done. Raises ConfigError without Ray."""
     with _connected() as ray:
         if max_at_once is not None:
             # Each holds memory of its own: as many on every machine as on one.
             max_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
         remote = ray.remote(max_retries=MAX_DEATHS, scheduling_strategy="SPREAD")(_run_on_machine)
-        shared = ray.put((task, files))
+        shared = ray.put((work, files))
         waiting = deque(numbers)
         running: dict[Any, int] = {}
         try:
@@ -343,7 +345,7 @@ def _connected() -> Iterator[Any]:
 
 
 def _get(ray: Any, reference: Any) -> Any:
-    """What a task returned. Raises what it raised, ConvertError if its workers were killed."""
+    """What a Ray task returned. Raises what it raised, ConvertError if its workers were killed."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -357,11 +359,11 @@ def _get(ray: Any, reference: Any) -> Any:
         ) from None
 
 
-def _run_on_machine(shared: tuple[Task, SharedFiles | None], number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a task, on a machine of the cluster."""
-    task, files = shared
+def _run_on_machine(shared: tuple[Work, SharedFiles | None], number: int) -> tuple[Any, int, int]:
+    """(result, bytes, tokens) of a number, on a machine of the cluster."""
+    work, files = shared
     if files is not None and files.marker not in _checked:
         files.check()
         _checked.add(files.marker)
-    _set_library_threads(1)  # Ray gives a task one core
-    return _run_counted(task, number)
+    _set_library_threads(1)  # Ray gives each task one core
+    return _run_counted(work, number)

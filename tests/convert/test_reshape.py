@@ -29,7 +29,7 @@ from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.options import ExecutionConfig
-from streammega.convert.workers import run_tasks
+from streammega.convert.workers import run_parallel
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
 from tests.support.builders import convert_bytes, convert_files, write_random_pair
@@ -514,7 +514,7 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
 ) -> None:
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     execution = ExecutionConfig(workers=workers)
-    results = dict(run_tasks(library_threads, range(6), execution, ignore, max_threads=threads))
+    results = dict(run_parallel(library_threads, range(6), execution, ignore, max_threads=threads))
     assert results == dict.fromkeys(range(6), told)
     assert "RAYON_NUM_THREADS" not in os.environ
 
@@ -539,18 +539,18 @@ def test_threads_end_if_tasks_are_interrupted_while_they_are_handed_out(
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(run_tasks(slow, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
+        list(run_parallel(slow, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
     assert not done
 
 
 def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
     """Of a first list of tasks, whose results are whole; then one that fails is told of."""
     execution = ExecutionConfig(workers=2, backend=engine)
-    results = dict(run_tasks(partial(slow_task, folder), range(8), execution, ignore))
+    results = dict(run_parallel(partial(slow_task, folder), range(8), execution, ignore))
     assert results == {number: number * number for number in range(8)}
     assert (folder / "killed").exists()
     with pytest.raises(ConvertError, match="this one cannot be done"):
-        list(run_tasks(failing_task, range(3), execution, ignore))
+        list(run_parallel(failing_task, range(3), execution, ignore))
 
 
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
