@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from streammega.cli.options import (
 )
 from streammega.cli.render import show_report
 from streammega.config import StorageConfig
+from streammega.config.validate import Flag, Ge, check_fields
 from streammega.convert.options import (
     DOCUMENTS,
     INPUTS,
@@ -50,78 +51,44 @@ Inputs = Annotated[
 ]
 
 
-@with_flags(ConvertOptions, ExecutionConfig)
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """What the command line has besides the settings of a conversion."""
+
+    input_storage: Annotated[tuple[str, ...], Flag(INPUTS, metavar="KEY=VALUE")] = ()
+    """A storage option of the inputs alone, where --storage is the output's; repeat for more."""
+    input_storage_file: Annotated[str | None, Flag(INPUTS, metavar="FILE")] = None
+    """A TOML file with settings of StorageConfig for the inputs, as --storage-file."""
+    merges: Annotated[str | None, Flag(TEXT)] = None
+    """The merges.txt of a --tokenizer that is GPT-2's vocab.json."""
+    shuffle: Annotated[bool, Flag(DOCUMENTS)] = False
+    """Shuffle all documents."""
+    seed: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
+    """The seed of --shuffle."""
+    overwrite: Annotated[bool, Flag(OUTPUT)] = False
+    """Replace an existing dataset."""
+    append_to: Annotated[str | None, Flag(OUTPUT, metavar="PREFIX")] = None
+    """Then make the next version of this dataset beside it, with these shards too."""
+    report: Annotated[str | None, Flag(OUTPUT)] = None
+    """Write the report to this file, as JSON."""
+    plot: Annotated[str | None, Flag(OUTPUT)] = None
+    """Write the histogram of document lengths to this PNG."""
+    task: Annotated[str | None, Flag(WORK, metavar="i/N")] = None
+    """Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make the dataset
+    when all tasks have ended.
+    """
+    dry_run: Annotated[bool, Flag(WORK, "--dry-run")] = False
+    """Write nothing: print the plan, the first documents as tokens, and an estimate."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@with_flags(ConvertOptions, ExecutionConfig, CommandOptions)
 def convert(
     context: typer.Context,
     inputs: Inputs,
     output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
-    input_storage: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=INPUTS,
-            metavar="KEY=VALUE",
-            help="A storage option of the inputs alone, where --storage is the output's; repeat for "
-            "more.",
-        ),
-    ] = None,
-    input_storage_file: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=INPUTS,
-            metavar="FILE",
-            help="A TOML file with settings of StorageConfig for the inputs, as --storage-file.",
-        ),
-    ] = None,
-    merges: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=TEXT, help="The merges.txt of a --tokenizer that is GPT-2's vocab.json."
-        ),
-    ] = None,
-    shuffle: Annotated[
-        bool, typer.Option(rich_help_panel=DOCUMENTS, help="Shuffle all documents.")
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, rich_help_panel=DOCUMENTS, help="The seed of --shuffle.")
-    ] = 0,
-    overwrite: Annotated[
-        bool, typer.Option(rich_help_panel=OUTPUT, help="Replace an existing dataset.")
-    ] = False,
-    append_to: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=OUTPUT,
-            metavar="PREFIX",
-            help="Then make the next version of this dataset beside it, with these shards too.",
-        ),
-    ] = None,
-    report: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=OUTPUT, help="Write the report to this file, as JSON."),
-    ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=OUTPUT, help="Write the histogram of document lengths to this PNG."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=WORK,
-            metavar="i/N",
-            help="Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make "
-            "the dataset when all tasks have ended.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            rich_help_panel=WORK,
-            help="Write nothing: print the plan, the first documents as tokens, and an estimate.",
-        ),
-    ] = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
     **settings: Any,
@@ -137,41 +104,44 @@ def convert(
     from streammega.convert.run import MERGE, parse_task
     from streammega.dataset.append import append
 
+    command = CommandOptions(**settings_from(CommandOptions, settings))
+    output_storage = storage_config(storage, storage_file)
+    input_storage = _input_storage(command, inputs, output, output_storage)
     conversion: dict[str, Any] = {
-        "options": _options(settings, merges, seed if shuffle else None),
+        "options": _options(settings, command),
         "execution": ExecutionConfig(**settings_from(ExecutionConfig, settings)),
-        "overwrite": overwrite,
-        **_storages(context.params),
+        "overwrite": command.overwrite,
+        "storage": output_storage,
+        "input_storage": input_storage,
     }
-    share = parse_task(task) if task is not None else None
-    if share is not None and (report or plot):
+    share = parse_task(command.task) if command.task is not None else None
+    if share is not None and (command.report or command.plot):
         raise ConfigError("--report and --plot tell of a whole dataset; give them to --task merge")
-    if append_to is not None:
-        _check_append(append_to, output, conversion["options"], conversion["storage"])
-    _check_outputs(report, plot)
+    if command.append_to is not None:
+        _check_append(command.append_to, output, conversion["options"], output_storage)
+    _check_outputs(command)
     run: Callable[..., Any] = convert_all
-    if dry_run:
+    if command.dry_run:
         run = plan_conversion
     elif share is not None:
         run = partial(convert_task, task=share)
-    elif task is not None:
+    elif command.task is not None:
         run = merge_tasks
     with ProgressDisplay("preparing") as progress:
         done = run(inputs, output, progress=progress, **conversion)
-    if dry_run:
+    if command.dry_run:
         show_report(done, summary="a dry run: nothing is written; this is what would be done")
         return
     if share is not None:
         follows = f"when all tasks have ended: the same command with --task {MERGE}"
-        show_report(asdict(done) | {"task": task}, summary=follows)
+        show_report(asdict(done) | {"task": command.task}, summary=follows)
         return
     show_report(done.summary())
-    if append_to is not None:
+    if command.append_to is not None:
         with ProgressDisplay("appending"):
-            version = append(append_to, [done.prefix], conversion["storage"])
-        typer.echo(f"{redact_urls(append_to)}@{version.number}: {version}")
-    storages = (conversion["storage"], conversion["input_storage"])
-    _write_outputs(done, report, plot, command_words(context.obj, storages))
+            version = append(command.append_to, [done.prefix], output_storage)
+        typer.echo(f"{redact_urls(command.append_to)}@{version.number}: {version}")
+    _write_outputs(done, command, command_words(context.obj, (output_storage, input_storage)))
 
 
 @with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
@@ -228,20 +198,20 @@ def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]
     return shown
 
 
-def _options(
-    settings: Mapping[str, Any], merges: str | None, shuffle_seed: int | None
-) -> ConvertOptions:
+def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOptions:
     """What the output depends on. Raises ConfigError."""
     options = settings_from(ConvertOptions, settings)
-    if merges:
+    if command.merges:
         if "tokenizer" not in options:
             raise ConfigError(
                 "--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer"
             )
-        options["tokenizer"] += f",{merges}"
+        options["tokenizer"] += f",{command.merges}"
     if "template_vars" in options:
         options["template_vars"] = _template_vars(options["template_vars"])
-    return ConvertOptions(**options, shuffle_seed=shuffle_seed)
+    if command.shuffle:
+        options["shuffle_seed"] = command.seed
+    return ConvertOptions(**options)
 
 
 def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
@@ -265,25 +235,24 @@ def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
     return variables
 
 
-def _storages(given: Mapping[str, Any]) -> dict[str, StorageConfig]:
-    """The storage of the output, and that of the inputs.
+def _input_storage(
+    command: CommandOptions, inputs: Sequence[str], output: str, output_storage: StorageConfig
+) -> StorageConfig:
+    """The storage of the inputs.
 
-    Without one of their own, inputs use the output's, unless all are URLs of another scheme: then
+    Without one of their own, they use the output's, unless all are URLs of another scheme: then
     they use what the environment says.
     """
     from streammega.storage.open import scheme_of
 
-    storage = storage_config(given["storage"], given["storage_file"])
-    input_storage = storage
-    if given["input_storage"] or given["input_storage_file"]:
-        input_storage = storage_config(
-            given["input_storage"], given["input_storage_file"], option="--input-storage"
+    if command.input_storage or command.input_storage_file:
+        return storage_config(
+            command.input_storage, command.input_storage_file, option="--input-storage"
         )
-    elif scheme_of(given["output"]):
-        output_scheme = scheme_of(given["output"])
-        if all(scheme_of(name) not in ("", output_scheme) for name in given["inputs"]):
-            input_storage = StorageConfig()
-    return {"storage": storage, "input_storage": input_storage}
+    output_scheme = scheme_of(output)
+    if output_scheme and all(scheme_of(name) not in ("", output_scheme) for name in inputs):
+        return StorageConfig()
+    return output_storage
 
 
 def _check_append(
@@ -309,21 +278,20 @@ def _check_append(
     check_can_append(dataset, prefix, made, storage)
 
 
-def _write_outputs(
-    done: ConvertReport, report: str | None, plot: str | None, command: Sequence[str]
-) -> None:
-    if report:
-        Path(report).write_text(json.dumps(done.as_dict(command), indent=1), encoding="utf-8")
-    if plot:
+def _write_outputs(done: ConvertReport, command: CommandOptions, words: Sequence[str]) -> None:
+    if command.report:
+        report = json.dumps(done.as_dict(words), indent=1)
+        Path(command.report).write_text(report, encoding="utf-8")
+    if command.plot:
         from streammega.cli.plotting import write_lengths
 
         title = f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens"
-        write_lengths(done.histogram, title, plot)
+        write_lengths(done.histogram, title, command.plot)
 
 
-def _check_outputs(report: str | None, plot: str | None) -> None:
+def _check_outputs(command: CommandOptions) -> None:
     """Raise OSError or ConfigError for a report or plot that could not be written in the end."""
-    for path in (report, plot):
+    for path in (command.report, command.plot):
         if path is not None:
             was_there = os.path.exists(path)
             # opened, since neither modes nor a folder's existence tell whether one may write there
@@ -331,7 +299,7 @@ def _check_outputs(report: str | None, plot: str | None) -> None:
                 pass
             if not was_there:
                 os.unlink(path)
-    if plot:
+    if command.plot:
         from streammega.cli.plotting import pyplot
 
         pyplot()
