@@ -154,8 +154,8 @@ def list_inputs(
 ) -> None:
     """Say what convert would read, as what format, and what it would leave out and why."""
     from streammega.convert.read.inputs import described, find_inputs
+    from streammega.convert.read.selection import SkippedFiles
     from streammega.convert.read.stdin import is_pipe
-    from streammega.convert.read.walk import SkippedFiles
 
     for name in inputs:
         if is_pipe(name):

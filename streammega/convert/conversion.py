@@ -26,8 +26,8 @@ from streammega.convert.job import (
 )
 from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
 from streammega.convert.read.megatron import dataset_name
+from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.read.source import Input
-from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import sum_skipped
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.work_dir import WorkDir

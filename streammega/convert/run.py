@@ -23,13 +23,13 @@ from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.inputs import OwnOutput, described, find_inputs
+from streammega.convert.read.inputs import described, find_inputs
+from streammega.convert.read.selection import OwnOutput, SkippedFiles
 from streammega.convert.read.stdin import (
     is_pipe,
     pipes_as_files,
     with_pipe_names,
 )
-from streammega.convert.read.walk import SkippedFiles
 from streammega.convert.report import ConvertReport, sum_skipped
 from streammega.convert.tokenize.chat import as_option, find_template
 from streammega.convert.tokenize.encode import NO_TOKENIZER, BatchEncoder, keep_encoder

@@ -25,7 +25,7 @@ from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.walk import SkippedFiles
+from streammega.convert.read.selection import SkippedFiles
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
 from tests.support.builders import convert_bytes
 from tests.support.servers import S3, http_server

@@ -29,7 +29,7 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job, plan_units
 from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.walk import SkippedFiles
+from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.run import plan
 from streammega.convert.work_dir import WorkDir
 from streammega.dataset.verify import verify

@@ -1,6 +1,6 @@
-"""Which files a conversion reads: inputs as given, folders, globs, lists and URLs, and what format
-each is in. Every file that is found is read, is part of what is read, or is counted with the reason
-why it is left out.
+"""The inputs of a conversion: names of files, folders, globs, lists and URLs become inputs, each in a
+format. Every file that is found is read, is part of what is read, or is counted with the reason why
+it is left out.
 """
 
 from __future__ import annotations
@@ -8,31 +8,35 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import FORMAT_READ_AS, format_of
+from streammega.convert.read.selection import (
+    OwnOutput,
+    SkippedFiles,
+    choose_files,
+    of_known_format,
+    of_one_split,
+    without,
+    without_own,
+    without_repeats,
+)
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import (
     Place,
     Row,
-    SkippedFiles,
-    chosen_files,
     failure_of,
     open_place,
     split_pattern,
     walk,
-    within,
 )
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
-from streammega.dataset.names import MANIFEST, SUFFIXES, may_belong, strip_suffix
-from streammega.dataset.provenance import ENDING as ORIGINS
+from streammega.dataset.names import MANIFEST, SUFFIXES, strip_suffix
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -41,34 +45,12 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact_urls, split_query
-from streammega.storage.open import is_remote, resolved
+from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
-PROBE = ".streammega-writable"
-"""Of the object by which a conversion tries its rights: a hidden file, and so no input."""
-CLAIM = ".streammega-claim"
-"""Of the object by which a conversion reserves names in a bucket; see `write/destination.py`."""
 DATASETS = "streammega datasets beside files of other formats"
-OWN_OUTPUT = "of this conversion's own output"
-REPEATED = "other names of files that are read"
 NOT_IN_INDEX = "beside shards whose index does not name them"
-ALL_SPLITS = "all"
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""The words by which the datasets library knows splits in names."""
-
-
-class OwnOutput(NamedTuple):
-    """What a conversion writes, which is no input of it. prefix: of the dataset; work_dir: the
-    work folder.
-    """
-
-    prefix: str
-    work_dir: str
 
 
 def find_inputs(
@@ -103,8 +85,8 @@ def find_inputs(
             "no name in a folder or of a glob matches %s (--include, --exclude); is it mistyped?",
             " or ".join(map(repr, sorted(unmatched))),
         )
-    found = _without_repeats(found, skipped)
-    found = _of_one_split(found, options.hf_split, skipped)
+    found = without_repeats(found, skipped)
+    found = of_one_split(found, options.hf_split, skipped)
     read_as = FORMAT_READ_AS.get(options.read_as or "")
     of_plain_suffix = [item for item in found if format_of(item.path) in ("text", "unknown")]
     if read_as is not None and not any(item.format == read_as for item in of_plain_suffix):
@@ -186,7 +168,7 @@ def _found_by(
     for ending in endings:
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
-            return _of_known_format(_Files([row], place).inputs(), options.read_as, None)
+            return of_known_format(_Files([row], place).inputs(), options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
@@ -201,14 +183,14 @@ def _found_by(
         raise _not_found(item)
     left_out = SkippedFiles()
     known = None if pattern else {row.path for row in rows}
-    rows = _without_own(rows, own, left_out)
-    rows = chosen_files(rows, root, pattern, options, left_out)
+    rows = without_own(rows, own, left_out)
+    rows = choose_files(rows, root, pattern, options, left_out)
     found = _Files(rows, place, left_out, known).inputs()
-    found = _of_known_format(found, options.read_as, None if pattern else left_out)
+    found = of_known_format(found, options.read_as, None if pattern else left_out)
     # beside files of other formats, a dataset was perhaps made of them
     datasets = [item for item in found if item.is_dataset]
     if any(item.format != "megatron" for item in found):
-        found = _without(found, datasets, DATASETS, left_out)
+        found = without(found, datasets, DATASETS, left_out)
     skipped.merge(left_out)
     if not found:
         shown, _query = split_query(item)
@@ -216,32 +198,6 @@ def _found_by(
         reasons = f" that can be read; left out: {others}" if others else ""
         raise ConvertError(f"{shown}: holds no files{reasons}")
     return found
-
-
-def _without_own(rows: list[Row], own: OwnOutput | None, skipped: SkippedFiles) -> list[Row]:
-    """All but the files of the output, and of the work folder."""
-    if own is None:
-        return rows
-    paths = {row.path for row in rows}
-    own_paths = dict.fromkeys(row.path for row in rows if _is_own(row.path, paths, own))
-    skipped.add(OWN_OUTPUT, *own_paths)
-    return [row for row in rows if row.path not in own_paths]
-
-
-def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
-    work_dir = own.work_dir.rstrip("/")
-    may_be_in_it = f"/{work_dir.rpartition('/')[2]}/" in path
-    if may_be_in_it and resolved(path).startswith(f"{resolved(work_dir)}/"):
-        return True
-    folder, _, stem = own.prefix.rpartition("/")
-    above, _, name = path.rpartition("/")
-    if not name.startswith(stem) or resolved(above or ".") != resolved(folder or "."):
-        return False
-    prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
-    # a .tar or .bin without its .idx, or with another ending, is somebody else's
-    has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
-    is_shard = prefix != name and has_index and may_belong(prefix, stem)
-    return is_shard or name == stem + MANIFEST
 
 
 class _Files:
@@ -401,126 +357,3 @@ def _shard_names(data: bytes) -> list[str]:
         return [str(shard["name"]) for shard in manifest["shards"]]
     except (ValueError, TypeError, KeyError):
         return []
-
-
-def _of_known_format(
-    found: list[Input], read_as: str | None, skipped: SkippedFiles | None
-) -> list[Input]:
-    """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
-    `skipped` if they are beside known ones, else they are an error.
-    """
-    if read_as is not None:
-        return [
-            replace(item, format=FORMAT_READ_AS[read_as])
-            if item.format in ("text", "unknown")
-            else item
-            for item in found
-        ]
-    unknown = [item for item in found if item.format == "unknown"]
-    if unknown and (skipped is None or len(unknown) == len(found)):
-        raise ConvertError(
-            f"{unknown[0].path!r}: its suffix names no format that is known; say how it is read: "
-            f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
-            f"line), or leave it out of a folder or glob by --exclude"
-        )
-    return _without(found, unknown, "of unknown suffix", skipped)
-
-
-def _without(
-    found: list[Input], others: list[Input], reason: str, skipped: SkippedFiles | None
-) -> list[Input]:
-    """All but the others, which are counted with the files that belong to them."""
-    for item in others:
-        if skipped is not None:
-            skipped.add(reason, item.path, *item.parts)
-    left_out = set(map(id, others))
-    return [item for item in found if id(item) not in left_out]
-
-
-def _without_repeats(found: list[Input], skipped: SkippedFiles) -> list[Input]:
-    """All but the later names of one file."""
-    first = {}
-    for item in reversed(found):
-        first[item.identity] = item
-    return _without(
-        found, [item for item in found if first[item.identity] is not item], REPEATED, skipped
-    )
-
-
-def _of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
-    """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
-    several splits if none is named.
-    """
-    if wanted == ALL_SPLITS:
-        return found
-    paths = [item.path for item in found]
-    # letter by letter, as `commonpath` cannot compare URLs
-    common = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071
-    groups = _splits_below(common, found)
-    examples = {split: item.path for group in groups for split, item in group.items()}
-    there = "; ".join(f"{split}: {path!r}" for split, path in sorted(examples.items()))
-    if wanted is None:
-        if groups:
-            raise ConvertError(
-                f"the inputs are of several splits ({there}); convert one of them by --hf-split "
-                f"NAME, choose files by --include GLOB, or take all by --hf-split {ALL_SPLITS}"
-            )
-        return found
-    above = common.rpartition("/")[0]
-    others = [item for item in found if not is_of_split(within(item.path, above), wanted)]
-    kept = _without(found, others, f"not of split {wanted}", skipped)
-    if not kept:
-        raise ConvertError(
-            f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"
-        )
-    return kept
-
-
-def _splits_below(root: str, found: list[Input]) -> list[dict[str, Input]]:
-    """Where names below a folder say several splits, an input of each: anywhere; of texts, beside
-    each other.
-    """
-    beside: dict[str, dict[str, Input]] = {}
-    for item in found:
-        path = within(item.path, root)
-        for start, split in splits_of(path):
-            folder = path[:start] if item.format == "text" else "/"
-            beside.setdefault(folder, {}).setdefault(split, item)
-    groups = []
-    for folder, group in beside.items():
-        # folders of programs have a `dev` and a `test`, too
-        if len(group) > 1 and ("train" in group or folder == "/"):
-            groups.append(group)
-    return groups
-
-
-def splits_of(path: str) -> Iterator[tuple[int, str]]:
-    """The splits that names on a path say, each with the place where its name begins."""
-    start = 0
-    for name in path.split("/"):
-        split = _split_of(name)
-        if split is not None:
-            yield start, split
-        start += len(name) + 1
-
-
-@lru_cache(maxsize=1 << 16)
-def _split_of(name: str) -> str | None:
-    splits = [split for split, words in SPLITS.items() if _has_word(name, words)]
-    return splits[0] if len(splits) == 1 else None
-
-
-def is_of_split(path: str, wanted: str) -> bool:
-    """Whether the last name on a path that says a split says this one. A split of another name than
-    those in SPLITS may be said anywhere.
-    """
-    for split, words in SPLITS.items():
-        if wanted.lower() in words:
-            said = [name for _, name in splits_of(path)]
-            return said[-1:] == [split]
-    return _has_word(path, (wanted,))
-
-
-def _has_word(path: str, words: Iterable[str]) -> bool:
-    any_word = "|".join(map(re.escape, words))
-    return re.search(rf"(?<![a-z])(?:{any_word})(?![a-z])", path, re.I) is not None

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import heapq
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 from streammega.config import StorageConfig
-from streammega.convert.options import ConvertOptions
-from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import GLOB_CHARS
-from streammega.errors import ConvertError, EndpointError
+from streammega.errors import EndpointError
 from streammega.errors.redaction import split_query, without_queries
 from streammega.storage.backends.fsspec import driver_error
 from streammega.storage.file_system import StoreFiles, file_system
@@ -325,167 +322,3 @@ def leads_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if not parts:
         return True
     return fnmatchcase(parts[0], pattern[0]) and leads_to(parts[1:], pattern[1:])
-
-
-# --- which files are read
-
-
-LEFTOVERS = (
-    "*.origins",
-    *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
-    *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
-    *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),
-)
-"""Files that engines leave in the folders they write, unfinished downloads, and checksums."""
-HF_DATASET_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What the datasets library keeps with Parquet and Arrow files."""
-_ABOUT = re.compile(
-    r"(readme|licen[sc]e|notice|citation|changelog)(\.(md|txt|rst|html|cff))?", re.I
-)
-"""Files that describe a dataset: documents only where no file of another format is."""
-MAX_NAMES = 1000
-"""Names of skipped files that are kept for each reason: there may be millions."""
-
-
-@dataclass
-class SkippedFiles:
-    """Files that were found and are not read, by reason: how many, and the first names."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    names: dict[str, list[str]] = field(default_factory=dict)
-    matched_patterns: set[str] = field(default_factory=set)
-    """Of `include` and `exclude`, those that something matched."""
-
-    def add(self, reason: str, *paths: str) -> None:
-        """Count some."""
-        if paths:
-            self.counts[reason] = self.counts.get(reason, 0) + len(paths)
-            names = self.names.setdefault(reason, [])
-            names += paths[: MAX_NAMES - len(names)]
-
-    def merge(self, other: SkippedFiles) -> None:
-        """Count what another has."""
-        self.matched_patterns |= other.matched_patterns
-        for reason, count in other.counts.items():
-            self.add(reason, *other.names[reason])
-            self.counts[reason] += count - len(other.names[reason])
-
-    def as_text(self) -> str:
-        """For a message: "hidden: 2; like README: 1"; empty if there are none."""
-        counted = [f"{reason}: {count:,}" for reason, count in sorted(self.counts.items())]
-        return "; ".join(counted)
-
-
-def chosen_files(
-    rows: Iterable[Row],
-    root: str,
-    pattern: Sequence[str],
-    options: ConvertOptions,
-    skipped: SkippedFiles,
-) -> list[Row]:
-    """Of the names below a folder, or of a glob, the files that are read.
-
-    A pattern of the options (`include`, `exclude`) with a slash is compared with the path within
-    the folder, one without with the file's name. One of `exclude` may also name a folder above the
-    file. What a glob matches is meant as it is: only what is hidden or not chosen by the options is
-    skipped.
-
-    Raises ConvertError for what cannot be listed, unless `on_error` is "skip".
-    """
-    files = []
-    hidden: dict[str, None] = {}
-    for row in rows:
-        path = within(row.path, root)
-        included, excluded = _matching_patterns(row, path, pattern, options)
-        skipped.matched_patterns |= included | excluded
-        hidden_name = _hidden_name(path)
-        if hidden_name and not shows_hidden(pattern):
-            # of all that is in a hidden folder, once
-            hidden[row.path.removesuffix(path) + hidden_name] = None
-            continue
-        reason = row.kind
-        if excluded:
-            reason = "excluded"
-        elif row.kind in FOLDERS:
-            pass
-        elif not pattern and not included and _matches(path, LEFTOVERS):
-            reason = "leftovers and checksums"
-        elif options.include and not included:
-            reason = "not included"
-        if reason == FILE:
-            files.append(row)
-            continue
-        if reason == row.kind and row.fault and options.on_error == "stop":
-            raise ConvertError(row.fault)
-        skipped.add(reason, row.path)
-    skipped.add("hidden", *hidden)
-    if pattern:
-        return files
-    about = _about([row.path for row in files], root)
-    about = {path for path in about if not _matches(within(path, root), options.include)}
-    skipped.add("beside the data (README, LICENSE, ...)", *sorted(about))
-    return [row for row in files if row.path not in about]
-
-
-def _matching_patterns(
-    row: Row, path: str, pattern: Sequence[str], options: ConvertOptions
-) -> tuple[set[str], set[str]]:
-    """The patterns of `include`, and those of `exclude`, that a name matches. path: as seen from the
-    folder that is searched.
-    """
-    if not options.include and not options.exclude:
-        return set(), set()
-    is_folder = row.kind in FOLDERS
-    below = f"{path}/" if is_folder else path
-    above = row.path.removesuffix(path) if pattern else ""
-    ends = [end for end, letter in enumerate(below) if letter == "/"] + [len(below)]
-    names = [above + below[:end] for end in ends]
-    included = {one for one in options.include if not is_folder and _matches(above + path, (one,))}
-    excluded = {one for one in options.exclude if any(_matches(name, (one,)) for name in names)}
-    return included, excluded
-
-
-def _hidden_name(path: str) -> str:
-    """The path up to a name that begins with a dot, which is that of a hidden file or folder; ""
-    if there is none.
-    """
-    above, dot, rest = f"/{path}".partition("/.")
-    return f"{above}{dot}{rest.partition('/')[0]}".lstrip("/") if dot else ""
-
-
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    name = os.path.basename(path)
-    for pattern in patterns:
-        pattern = pattern.rstrip("/")
-        if fnmatchcase(path if "/" in pattern else name, pattern):
-            return True
-    return False
-
-
-def _about(paths: Iterable[str], root: str) -> set[str]:
-    """Files that describe the data in their folder or below, and are not data themselves."""
-    data_folders: set[str] = set()
-    table_folders: set[str] = set()
-    about: list[tuple[str, set[str]]] = []
-    for path in paths:
-        name = os.path.basename(path)
-        file_format = format_of(path)
-        if name in HF_DATASET_FILES:
-            about.append((path, table_folders))
-        elif _ABOUT.fullmatch(name):
-            about.append((path, data_folders))
-        # beside texts alone a README is a document like them
-        elif file_format not in ("text", "unknown"):
-            folders = list(_folders_above(path, root))
-            data_folders.update(folders)
-            if file_format in ("parquet", "arrow"):
-                table_folders.update(folders)
-    return {path for path, folders in about if os.path.dirname(path) in folders}
-
-
-def _folders_above(path: str, root: str) -> Iterator[str]:
-    """Of a file, the nearest first, up to `root` itself."""
-    shortest = len(root.rstrip("/"))
-    while len(path) > shortest and "/" in path:
-        path, _, _ = path.rpartition("/")
-        yield path

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.convert.read.inputs import CLAIM, PROBE
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import read_manifest
@@ -38,6 +37,10 @@ from streammega.storage.store import atomic_writer, create_object, replace_objec
 
 log = logging.getLogger(__name__)
 
+PROBE = ".streammega-writable"
+"""Of the object by which a conversion tries its rights: a hidden file, and so no input."""
+CLAIM = ".streammega-claim"
+"""Of the object by which a conversion reserves names in a bucket."""
 MAX_SINGLE_LOOKUPS = 8
 """Up to so many objects are looked up one by one; for more, the folder is listed."""
 UNREADABLE = {"job": "unknown"}

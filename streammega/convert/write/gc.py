@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Collection
 
 from streammega.config import StorageConfig
-from streammega.convert.read.inputs import CLAIM, PROBE
+from streammega.convert.write.destination import CLAIM, PROBE
 from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.dataset.provenance import ENDING as ORIGINS
