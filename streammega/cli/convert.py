@@ -68,7 +68,7 @@ class CommandOptions:
     overwrite: Annotated[bool, Flag(OUTPUT)] = False
     """Replace an existing dataset."""
     append_to: Annotated[str | None, Flag(OUTPUT, metavar="PREFIX")] = None
-    """Then make the next version of this dataset beside it, with these shards too."""
+    """Then make the next version of this dataset, in the same folder, with these shards too."""
     report: Annotated[str | None, Flag(OUTPUT)] = None
     """Write the report to this file, as JSON."""
     plot: Annotated[str | None, Flag(OUTPUT)] = None

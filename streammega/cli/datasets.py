@@ -94,10 +94,10 @@ def gc(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """List, or remove, what killed conversions left beside a dataset, or what it replaced.
+    """List, or remove, what killed conversions left in a dataset's folder, and replaced files.
 
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
-    is no part of a dataset yet.
+    is not part of a dataset yet.
     """
     from streammega.convert.work_dir import is_locked
     from streammega.convert.write.gc import find_leftovers, remove_leftovers
@@ -119,7 +119,9 @@ def append(
     prefix: Annotated[str, typer.Argument(help="The dataset that grows: its prefix, path or URL.")],
     names: Annotated[
         list[str],
-        typer.Argument(help="Datasets beside it that streammega convert wrote, by their prefixes."),
+        typer.Argument(
+            help="Prefixes of datasets in the same folder, written by streammega convert."
+        ),
     ],
     conditional_writes: Annotated[
         bool,
@@ -231,7 +233,7 @@ def cache_verify(folder: CacheFolder) -> None:
         for path, page in page_cache.damaged_pages(entry):
             damaged += 1
             typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
-    # somebody else's cache: what is to be noted in it is up to them
+    # the cache may belong to another user, who alone may write there
     with contextlib.suppress(OSError):
         page_cache.recount(chunks)
     typer.echo(f"{pluralize(pages, 'page')}, {damaged:,} damaged")

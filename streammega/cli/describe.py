@@ -24,7 +24,7 @@ RUN = ".toml"
 """The ending of a run's file."""
 FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
 SHOWN_CHARACTERS = 200
-"""Of the first document of an input."""
+"""Characters of the first document of an input that are shown."""
 SHOWN_TOKENS = 32
 
 
@@ -101,7 +101,7 @@ def _describe_dataset(
     from streammega.dataset import IndexedDataset
     from streammega.dataset.names import MANIFEST
 
-    # a signed URL is one of a file, and there is nothing beside it
+    # a signed URL is of one file
     if prefix.startswith("http") and "?" in prefix:
         show_report(input_report(prefix, settings), as_json=as_json)
         return

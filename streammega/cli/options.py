@@ -42,8 +42,7 @@ Html = Annotated[str | None, typer.Option(help="Write a page with tables to this
 GIVE_UP_LOOKING = 5.0
 """Seconds.
 
-A dropped connection is back sooner; somebody at a terminal with a mistyped endpoint waits no
-longer.
+A dropped connection is back sooner, and a mistyped endpoint is reported soon.
 """
 
 BYTES_OF_UNIT = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -59,8 +58,8 @@ def storage_config(
     """A StorageConfig from a file and `key=value` words; values true/false are booleans, the rest
     text.
 
-    looks_only: for a command whose answer somebody waits for, which does not wait for minutes for
-    an endpoint that fails. option: the name of the option, for errors.
+    looks_only: the command only reads, and does not wait for minutes for an endpoint that fails.
+    option: the name of the option, for errors.
     """
     config = load_storage(file) if file else StorageConfig()
     if looks_only:

@@ -150,7 +150,7 @@ class MeasuredOrder(NamedTuple):
     """Figures of the samples at the beginning of a phase."""
 
     report: Report
-    """For JSON and for people. A figure that samples are too few for is None."""
+    """The report, for JSON and for people. A figure is None if there are too few samples."""
     drift: list[tuple[int, float]]
     """(samples so far, largest distance of a dataset from its share, in samples) of a blend."""
 
@@ -176,7 +176,7 @@ def measure_phases(
 ) -> list[MeasuredOrder]:
     """The same of every phase that begins before sample `end`, from its first sample on.
 
-    A rank is told by every `dp_size`-th sample. Raises ConfigError for sizes below 1.
+    A rank gets every `dp_size`-th sample. Raises ConfigError for sizes below 1.
     """
     _check_sizes(ranks=dp_size, steps=steps)
     starts = [segment.first_sample for segment in source.segments]
@@ -293,12 +293,12 @@ def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan |
         )
     if plan is None:
         notes.append(
-            "requests and bytes cannot be told: the data has fewer blocks than lanes, which share "
-            "them, and the loader reads a block far less than once for each lane"
+            "requests and bytes cannot be forecast: the data has fewer blocks than lanes, which "
+            "share them, and the loader reads a block far less than once for each lane"
         )
     elif plan.amplification > FAR_MORE:
         notes.append(
-            "more is fetched than used, since every lane has a block open, of which so few samples "
+            "more is fetched than used, since every lane has a block open, and so few samples "
             "take little: over a whole epoch each byte is fetched about once; look at more --steps"
         )
     return notes
@@ -323,7 +323,7 @@ def write_plot(measured: MeasuredOrder, path: str) -> None:
 
 
 def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:
-    """A bar for each figure as a share of a full shuffle's; beside it the figures themselves, which
+    """A bar for each figure as a share of a full shuffle's, with the figures themselves, which
     are all where that is 0.
     """
     lengths = []

@@ -132,7 +132,7 @@ def _draw_field(
         label = None if place else "restart"
         axes.axvline(step, color="gray", linestyle=":", linewidth=1, label=label)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a step
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps are whole
     if len(curves) > 1 or restart_steps:
         axes.legend(loc="best", fontsize="small")
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from streammega.storage.progress import ProgressObserver
 
 LINE_EVERY = 30.0
-"""Seconds between two lines, where stderr is no terminal."""
+"""Seconds between two lines, if stderr is not a terminal."""
 REDRAW_EVERY = 1.0
 """Seconds between two drawings of a bar, whether or not anything was done: its clock goes on."""
 

@@ -24,7 +24,7 @@ Report = dict[str, Any]
 SHOWN = 200
 """Characters of a text that are shown as text; JSON and pages have all of it."""
 UNLIMITED = 100_000
-"""Columns of an output that is no terminal: nothing is wrapped."""
+"""Columns of an output that is not a terminal: nothing is wrapped."""
 STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; }
 table { border-collapse: collapse; margin: 0.5em 0 1.5em; }
@@ -195,7 +195,7 @@ def _group(group: Any, level: int) -> Iterator[Heading | Table]:
 
 
 def _with_bounds(name: str, value: Any) -> Any:
-    """A value; of two bounds of tokens, of which the second is not in, as they are written."""
+    """A value as text; two bounds of tokens as START:STOP."""
     if name == "tokens" and isinstance(value, list) and len(value) == 2:
         return f"[{value[0]}, {value[1]})"
     return value

@@ -20,7 +20,7 @@ from streammega.errors.words import pluralize
 
 DOCUMENTS = 300
 TOKENS = 64
-"""Of a sample."""
+"""Tokens of a sample."""
 
 
 def prepare(
@@ -72,8 +72,8 @@ def train(
 def warmup() -> None:
     """Compile all kernels into numba's cache, so that no run on this machine or image does.
 
-    The cache is the folder that NUMBA_CACHE_DIR names; else it is beside the package, or, where
-    nobody may write there, in the user's cache folder.
+    The cache is the folder that NUMBA_CACHE_DIR names, else the package's, or the user's cache
+    folder if the package's cannot be written.
     """
     from streammega.cli.progress import ProgressDisplay
 

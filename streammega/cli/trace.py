@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from streammega.train.config import RunConfig
 
 MAX_FOUND = 100
-"""Documents with a text that are told of: a text that is in more of them says little of any."""
+"""Documents with a text that are reported. A text that more documents have says little."""
 MIN_INNER = 3
 """Ids that are left of a text without its first and last for these to be left out: at its ends a
 text that goes on is cut into other tokens.
@@ -35,7 +35,7 @@ text that goes on is cut into other tokens.
 
 
 OF_CHANGES = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
-"""What is only told where lengths or lanes changed, or a dataset began anew."""
+"""Fields that are reported only after lengths or lanes changed, or a dataset began again."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -141,7 +141,7 @@ def _check_asked(
 
 
 def _check_belongs(option: str, value: int | None, to: str, other: object) -> None:
-    """Raise ConfigError for an option that would be passed over without the one it is of."""
+    """Raise ConfigError for an option that has no effect without another one."""
     if value is not None and other is None:
         raise ConfigError(f"{option} {value}: goes with {to}, which is not given")
 
@@ -204,7 +204,7 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
 
 
 def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[DocumentName]:
-    """The documents that somebody looks for. Raises ConfigError where there are none."""
+    """The documents that --find names. Raises ConfigError if there are none."""
     names = run.provenance.names
     found = names.find(what)
     if found:
@@ -367,7 +367,7 @@ def trace_report(
 
 
 def uses_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: int) -> Report:
-    """In which steps documents are read, up to a step."""
+    """The steps in which documents are read, up to a step."""
     end = run.end_of(last_step)
     documents = []
     for name in names:

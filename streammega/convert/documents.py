@@ -35,7 +35,7 @@ class RawDocument:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The place, as messages name it."""
         path = in_one_line(self.path)
         if self.offset >= 0:
             return f"{path}@{self.offset}"
@@ -221,7 +221,7 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
 def one_per_document(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str) -> Tokens:
     """Every document is one sequence.
 
-    Raises ConvertError, naming `where`, for what is no token id.
+    Raises ConvertError, naming `where`, for values that cannot be token ids.
     """
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ConvertError(f"{where}: token arrays hold integers, not {tokens.dtype}")

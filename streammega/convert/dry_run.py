@@ -30,7 +30,7 @@ from streammega.storage.progress import ProgressObserver
 SAMPLED_UNITS = 8
 """Units that are looked into, spread over all: inputs differ."""
 SAMPLE_BYTES = 1 << 20
-"""Of each of them."""
+"""Bytes that are read of each sampled unit."""
 SHOWN_DOCUMENTS = 3
 SHOWN_TOKENS = 24
 """How much of a document and of a sequence is shown."""
@@ -40,7 +40,7 @@ SHOWN_TOKENS = 24
 class Sample:
     """Documents of some units, as they would be stored.
 
-    first_documents: a row for each of their sequences, with the first ids and what these stand for.
+    first_documents: a row for each of their sequences, with the first ids and their text.
     dropped: documents that would be left out, by reason.
     """
 
@@ -50,7 +50,7 @@ class Sample:
     is_complete: bool = True
     """Whether it is all of the inputs."""
     dtype: np.dtype[Any] | None = None
-    """Of its tokens; None without any."""
+    """The dtype of its tokens; None if there are none."""
     first_documents: list[dict[str, Any]] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ SEGMENT_BYTES = 32 << 20
 LEAST_SEGMENT_BYTES = 1 << 20
 """However little memory there is: each segment is up to three files."""
 HISTOGRAM_BINS = 48
-"""Of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
+"""Bins of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Job:
 
     options: ConvertOptions
     storage: StorageConfig
-    """Of the output."""
+    """The storage of the output."""
     work_dir: WorkDir
     units: list[list[Slice]]
     input_storage: StorageConfig = field(default_factory=StorageConfig)
-    """Of the inputs."""
+    """The storage of the inputs."""
     tokenizer_digest: str = ""
     segment_bytes: int = SEGMENT_BYTES
     """Token bytes after which a segment is written; what comes out in the end does not depend on
@@ -68,7 +68,7 @@ class Segment:
     is_input: bool = False
 
     def prefix(self, job: Job) -> str:
-        """Under which its pair is stored."""
+        """The prefix of its pair."""
         return self.name if self.is_input else job.work_dir.file(self.name)
 
     def open(self, job: Job) -> IndexedDataset:
@@ -115,7 +115,7 @@ def length_histogram(sizes: NDArray[np.int64]) -> list[int]:
 
 
 def unit_name(number: int) -> str:
-    """Of a unit's files in the work folder."""
+    """Begins the names of a unit's files in the work folder."""
     return f"unit-{number:06d}"
 
 
@@ -143,7 +143,7 @@ def _record_name(number: int) -> str:
 UNIT_BYTES = 64 << 20
 """Input bytes of a unit at most: what a kill undoes, and what a worker may be behind the others."""
 LEAST_UNIT_BYTES = 4 << 20
-"""At least, however little there is to do: a unit costs a few files and a record."""
+"""Input bytes of a unit at least: each unit costs a few files and a record."""
 UNITS = 128
 """So many units are wanted within these bounds: enough to keep many workers busy to the end."""
 UNIT_FILES = 4096
@@ -176,13 +176,13 @@ def plan_units(
 def _unit_bytes(inputs: Sequence[Input]) -> int:
     """Input bytes of a unit."""
     wanted = sum(item.size for item in inputs) // UNITS
-    # Who sets UNIT_BYTES below the least means it.
+    # A UNIT_BYTES below the least counts.
     least = min(UNIT_BYTES, LEAST_UNIT_BYTES)
     return max(least, min(UNIT_BYTES, wanted))
 
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:
-    """Of slices together; None where that of one is not known."""
+    """Stored bytes of slices together; None if one is not known."""
     sizes = [piece.stored_bytes for piece in pieces]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None

@@ -181,8 +181,8 @@ class ConvertOptions:
     dtype: Annotated[str | None, Flag(OUTPUT)] = None
     """The dtype of the output; it follows from the vocabulary or the inputs by default."""
     provenance: Annotated[bool, Flag(OUTPUT)] = False
-    """Keep beside each shard where its documents came from; see trace. It is the file, the line or
-    row, and the id.
+    """Keep where each document came from, in a file of each shard; see trace. It is the file, the
+    line or row, and the id.
     """
     id_field: Annotated[str | None, Flag(OUTPUT)] = None
     """Key or column of the id that --provenance keeps; else id, or url. It may be nested
@@ -223,7 +223,7 @@ class ConvertOptions:
 
         if self.dtype is not None:
             token_dtype_named(self.dtype)
-        # uint32 is no dtype of the .idx; its ids are stored as int32, where they fit.
+        # The .idx has no uint32; such ids are stored as int32, where they fit.
         if self.input_dtype not in (None, "uint32"):
             token_dtype_named(str(self.input_dtype))
 
@@ -271,7 +271,7 @@ class ConvertOptions:
     def most_errors(self, records: int) -> int | None:
         """The most of so many records that may be skipped; None: as many as there are.
 
-        Raises ConfigError for a limit that is none.
+        Raises ConfigError for a limit that is neither.
         """
         if self.max_errors is None:
             return None
@@ -295,8 +295,8 @@ class ConvertOptions:
 
     @property
     def learned_modes(self) -> list[int] | None:
-        """Of the modes that text gets, those that are to be learned; None: modes mean something
-        else, or there are none.
+        """The modes of text that are to be learned; None if modes mean something else, or text gets
+        none.
         """
         if self.loss_modes is not None:
             return list(self.loss_modes)
@@ -304,7 +304,7 @@ class ConvertOptions:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """Of raw token arrays without a header, little-endian."""
+        """The dtype of raw token arrays without a header, little-endian."""
         return np.dtype(self.input_dtype or "uint16").newbyteorder("<")
 
     @property
@@ -366,8 +366,8 @@ class ExecutionConfig:
     backend: Annotated[Literal["local", "ray"], Flag(WORK)] = "local"
     """Where the work is done: local, or ray (see RAY_ADDRESS)."""
     work_dir: Annotated[str | None, Flag(WORK)] = None
-    """Folder or URL for what is unfinished; by default it is beside the output, or in the cache when
-    that is remote. All machines of a cluster must be able to write there.
+    """Folder or URL for unfinished work; by default in the folder of the output, or in the cache for
+    a remote output. All machines of a cluster must be able to write there.
     """
     resume: Annotated[bool, Flag(WORK)] = True
     """Go on with what an interrupted run of the same command has done; --no-resume: forget it."""
@@ -396,5 +396,5 @@ def digest_of_json(value: Any) -> str:
 
 
 def digest_of_bytes(data: bytes, size: int = 12) -> str:
-    """In `size` bytes; with 12, no two units of a corpus are ever alike by chance."""
+    """A digest of `size` bytes. With 12, no two units of a corpus have the same one by chance."""
     return hashlib.blake2b(data, digest_size=size).hexdigest()

@@ -26,8 +26,8 @@ class ConvertReport:
     """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b
     has [2^b, 2^(b+1)) tokens.
 
-    inputs: path, format and bytes of each. files_passed_over: what was found and is no input, by
-    reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix, or
+    inputs: path, format and bytes of each. files_passed_over: files that were found and not read,
+    by reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix, or
     what they are. packing: of bins,
     how many there are, their padding in tokens, the documents in them (pieces) and the most of one,
     the documents that were split or dropped because they are longer than a bin; {} without bins.

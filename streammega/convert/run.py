@@ -56,7 +56,7 @@ from streammega.storage.progress import ProgressObserver
 
 WHY_DELETE = "--overwrite removes what it replaced"
 MERGE = "merge"
-"""In place of a task's number: make the dataset of what all tasks did."""
+"""The value of --task that makes the dataset of what all tasks did."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,16 +41,16 @@ other processes.
 MAX_DEATHS = 5
 """Times that workers may be killed under a run before it fails."""
 MAX_CHECKED_INPUTS = 1000
-"""Of more inputs, so many spread over all are checked."""
+"""Inputs that a machine checks at most, spread over all."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
+"""The option of Linux's prctl for the signal that a process gets when its parent ends."""
 LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
 """They set how many threads the tokenizers library uses."""
 
 _work: Work | None = None
-"""In a worker process: what it does, sent there once."""
+"""What a worker process does; sent there once."""
 _checked: set[str] = set()
-"""In a worker of a cluster: the markers of conversions whose files this process has found."""
+"""Markers of conversions whose files this worker of a cluster has found."""
 
 
 def run_parallel(
@@ -186,7 +186,7 @@ def _start_process(work: Work, has_started: Any) -> None:
 
 
 def _run_here(number: int) -> tuple[Any, int, int]:
-    """In a worker process: (result, bytes, tokens) of a number."""
+    """(result, bytes, tokens) of a number, in a worker process."""
     assert _work is not None
     return _run_counted(_work, number)
 

@@ -496,7 +496,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
         == "<s>b5</s>"
     )
     with pytest.raises(
-        ObjectNotFoundError, match=r"none of chatml, llama3, tokenizer, and no file"
+        ObjectNotFoundError, match=r"neither chatml, llama3, tokenizer nor a readable file"
     ):
         ChatEncoder(tokenizer, "chatlm")
 

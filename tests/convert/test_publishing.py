@@ -331,6 +331,6 @@ def test_an_output_without_a_name_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"is no name of a dataset|give a name in it"):
+    with pytest.raises(ConfigError, match=r"cannot be the name of a dataset|give a name in it"):
         convert(["in.txt"], output, tokenizer="bytes", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]

@@ -360,7 +360,7 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
         convert([piped(LINES)], str(tmp_path / "out"), tokenizer="bytes")
     assert made([piped(LINES)], tmp_path / "out", resume=False) == ["one", "two"]
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ConvertError, match="is no file"):
+    with pytest.raises(ConvertError, match="is a pipe or a device"):
         find_inputs([str(tmp_path / "fifo")])
 
 

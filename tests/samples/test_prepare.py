@@ -168,7 +168,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
         2,
         4,
     )
-    assert "requests and bytes cannot be told" in str(made.report["notes"])
+    assert "requests and bytes cannot be forecast" in str(made.report["notes"])
     assert made.report["each_rank"] is None
     large = measure_order(
         DataConfig(

@@ -21,7 +21,7 @@ LLMC_DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-"""By magic and version: files of GPT-2's ids, and of Llama-3's."""
+"""dtypes by magic and version: files of GPT-2's ids, and of Llama-3's."""
 LLMC_DATES = range(20240101, 20300101)
 """Magics of llm.c are dates: one of these, with nothing in the rest of the header, is a header that
 is not known yet.
@@ -161,7 +161,7 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], source: Source) -> Iterator[To
     path = source.path
     eod_id = source.options.eod_id
     begun: list[NDArray[Any]] = []
-    """Of the document that has not ended yet."""
+    """Parts of the document that has not ended yet."""
     begun_tokens = 0
     for chunk in chunks:
         rest = chunk

@@ -30,7 +30,7 @@ from streammega.storage.file_system import open_file
 CHUNK_BYTES = 16 << 10
 """Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
 PIECE_BYTES = 1 << 20
-"""Bytes that bzip2 and xz give at once, at most: a few of theirs may stand for very many."""
+"""Bytes that bzip2 and xz give at once, at most: a few compressed ones may become very many."""
 BUFFER_BYTES = 1 << 20
 
 

@@ -15,7 +15,7 @@ from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 
 MISSING: Any = object()
-"""Where there is no such key."""
+"""The value of a key that is missing."""
 MAX_NAMES = 40
 """Names of a record in a message."""
 ID_FIELDS = ("id", "url")
@@ -40,7 +40,7 @@ def value_at(record: Any, key: str) -> Any:
 
 
 def names_of(key: str) -> list[str]:
-    """The keys that a `--text-key` names, the first of which that is there holds the text."""
+    """The keys that a `--text-key` names. The first one that a record has holds the text."""
     return key.split(",")
 
 

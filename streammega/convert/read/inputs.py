@@ -161,7 +161,7 @@ def _found_by(
     skipped: SkippedFiles,
     own: OwnOutput | None,
 ) -> list[Input]:
-    """The inputs that one name stands for."""
+    """The inputs that one name leads to."""
     place = open_place(item, storage)
     # a signature is that of one object
     endings = ("",) if place.query else ("", ".idx", MANIFEST)
@@ -171,8 +171,7 @@ def _found_by(
             return of_known_format(_Files([row], place).inputs(), options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
-            f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
-            f"only once"
+            f"{item}: is a pipe or a device, which only `streammega convert` reads, and only once"
         )
     folder, pattern = split_pattern(place)
     root = folder if pattern else place.root
@@ -187,7 +186,7 @@ def _found_by(
     rows = choose_files(rows, root, pattern, options, left_out)
     found = _Files(rows, place, left_out, known).inputs()
     found = of_known_format(found, options.read_as, None if pattern else left_out)
-    # beside files of other formats, a dataset was perhaps made of them
+    # among files of other formats, a dataset was perhaps made of them
     datasets = [item for item in found if item.is_dataset]
     if any(item.format != "megatron" for item in found):
         found = without(found, datasets, DATASETS, left_out)
@@ -201,8 +200,7 @@ def _found_by(
 
 
 class _Files:
-    """Files that were found, of which inputs are made: each is one, or a part of one, or is left
-    out.
+    """Files that were found. Each becomes an input, or a part of one, or is left out.
 
     skipped: of what was found below a folder or by a pattern; None where a file is named itself.
     known: all paths of the folder; None where others may be there.

@@ -38,7 +38,7 @@ MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
 }
 WORD_BYTES = 4
-"""Of a count, a size or an offset in the shards of both: uint32, little-endian."""
+"""Bytes of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
 
 def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -120,8 +120,8 @@ def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | T
 
 
 def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
-    """The array of tokens that stands for a sample; the sample itself where there is none, or more
-    than one of which none was named.
+    """The array of tokens of a sample. The sample itself, if it has no such array, or several and
+    no key names one.
     """
     wanted = [key for key, _ in options.key_modes]
     there = [first_value(sample, key) for key in wanted]
@@ -206,8 +206,8 @@ def _mds_decoder(encoding: str, folder: str) -> Callable[[bytes], Any] | None:
 
 
 def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
-    """An array: unless its shape is fixed, a byte that says how many dimensions of which width, and
-    the shape, come first.
+    """An array. Unless its shape is fixed, it begins with the shape: a byte for the number and the
+    width of its dimensions, then the dimensions.
     """
     if fixed:
         return np.frombuffer(data, dtype)

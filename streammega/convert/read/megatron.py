@@ -20,7 +20,7 @@ from streammega.storage.store import Span
 
 _Bytes: TypeAlias = "NDArray[np.int64]"
 RUN_BYTES = 8 << 20
-"""Of tokens that one request reads: enough that its latency is small beside its transfer."""
+"""Bytes of tokens that one request reads: its latency is small compared with its transfer."""
 WINDOW = 1024
 """Documents that are measured together at first. While all of a window fits one run, the next
 window is twice as large: short documents then cost few steps.

@@ -56,7 +56,7 @@ class SkippedFiles:
     counts: dict[str, int] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
     matched_patterns: set[str] = field(default_factory=set)
-    """Of `include` and `exclude`, those that something matched."""
+    """Patterns of `include` and `exclude` that matched something."""
 
     def add(self, reason: str, *paths: str) -> None:
         """Count some."""
@@ -73,14 +73,14 @@ class SkippedFiles:
             self.counts[reason] += count - len(other.names[reason])
 
     def as_text(self) -> str:
-        """For a message: "hidden: 2; like README: 1"; empty if there are none."""
+        """Counts for a message, such as "hidden: 2; like README: 1"."""
         counted = [f"{reason}: {count:,}" for reason, count in sorted(self.counts.items())]
         return "; ".join(counted)
 
 
 class OwnOutput(NamedTuple):
-    """What a conversion writes, which is no input of it. prefix: of the dataset; work_dir: the
-    work folder.
+    """What a conversion writes, and so does not read. prefix: the dataset's; work_dir: the URL of
+    its work folder.
     """
 
     prefix: str
@@ -107,7 +107,7 @@ def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
     if not name.startswith(stem) or resolved(above or ".") != resolved(folder or "."):
         return False
     prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
-    # a .tar or .bin without its .idx, or with another ending, is somebody else's
+    # a .tar or .bin without its .idx, or with another ending, does not belong to it
     has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
     is_shard = prefix != name and has_index and may_belong(prefix, stem)
     return is_shard or name == stem + MANIFEST
@@ -120,7 +120,7 @@ def choose_files(
     options: ConvertOptions,
     skipped: SkippedFiles,
 ) -> list[Row]:
-    """Of the names below a folder, or of a glob, the files that are read.
+    """The files that are read, out of the names below a folder or of a glob.
 
     A pattern of the options (`include`, `exclude`) with a slash is compared with the path within
     the folder, one without with the file's name. One of `exclude` may also name a folder above the
@@ -211,7 +211,7 @@ def _about(paths: Iterable[str], root: str) -> set[str]:
             about.append((path, table_folders))
         elif _ABOUT.fullmatch(name):
             about.append((path, data_folders))
-        # beside texts alone a README is a document like them
+        # among texts alone a README is a document like them
         elif file_format not in ("text", "unknown"):
             folders = list(_folders_above(path, root))
             data_folders.update(folders)
@@ -221,7 +221,7 @@ def _about(paths: Iterable[str], root: str) -> set[str]:
 
 
 def _folders_above(path: str, root: str) -> Iterator[str]:
-    """Of a file, the nearest first, up to `root` itself."""
+    """Folders above a file, the nearest first, up to `root` itself."""
     shortest = len(root.rstrip("/"))
     while len(path) > shortest and "/" in path:
         path, _, _ = path.rpartition("/")
@@ -243,7 +243,7 @@ def of_known_format(
     found: list[Input], read_as: str | None, skipped: SkippedFiles | None
 ) -> list[Input]:
     """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
-    `skipped` if they are beside known ones, else they are an error.
+    `skipped` if inputs of known formats are there, else they are an error.
     """
     if read_as is not None:
         return [
@@ -302,17 +302,17 @@ def of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) 
 
 
 def _splits_below(root: str, found: list[Input]) -> list[dict[str, Input]]:
-    """Where names below a folder say several splits, an input of each: anywhere; of texts, beside
-    each other.
+    """For each folder whose names say several splits, an input of each split. Texts must be in one
+    folder; other files may be anywhere.
     """
-    beside: dict[str, dict[str, Input]] = {}
+    splits_of_folder: dict[str, dict[str, Input]] = {}
     for item in found:
         path = within(item.path, root)
         for start, split in splits_of(path):
             folder = path[:start] if item.format == "text" else "/"
-            beside.setdefault(folder, {}).setdefault(split, item)
+            splits_of_folder.setdefault(folder, {}).setdefault(split, item)
     groups = []
-    for folder, group in beside.items():
+    for folder, group in splits_of_folder.items():
         # folders of programs have a `dev` and a `test`, too
         if len(group) > 1 and ("train" in group or folder == "/"):
             groups.append(group)

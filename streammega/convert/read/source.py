@@ -167,7 +167,7 @@ class LongLine(NamedTuple):
 
 
 def read_lines(begun: bytes, file: Any, max_bytes: int) -> Iterator[bytes | LongLine]:
-    """The lines of a file of which `begun` was read already.
+    """The lines of a file. begun: its beginning, which was read already.
 
     A line of more than `max_bytes` without its ending may be skipped, and only its size is given.
     """

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20
 SIGN_BYTES = 16
-"""Of the beginning of a stream that a message shows."""
+"""Bytes of a stream's beginning that a message shows."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd/")
 
 
@@ -45,7 +45,7 @@ def is_pipe(item: str) -> bool:
 def pipes_as_files(
     inputs: Sequence[str], work_dir: WorkDir, read_as: str | None = None
 ) -> Iterator[dict[str, str]]:
-    """For each input that is a pipe, a file of the work folder with all of its bytes.
+    """The files of the work folder that hold the bytes of each pipe among the inputs.
 
     Errors within the block name pipes, not these files, and remove them. read_as: what the pipes
     hold, else the way they begin says it. Raises ConfigError for a terminal, a pipe that is named
@@ -122,7 +122,7 @@ def _open(item: str) -> Any:
 
 
 def _suffix(head: bytes, packed: str, item: str) -> str:
-    """Of the format that a stream is in, by how it begins. packed: the suffix of its compression."""
+    """The suffix of a stream's format, by its first bytes. packed: that of its compression."""
     if packed:
         try:
             head = PieceReader(decompressed(io.BytesIO(head), packed)).read(tarfile.BLOCKSIZE)

@@ -31,11 +31,11 @@ from streammega.storage.file_system import open_file
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
 PYTHON_BYTES = 1 << 20
-"""Of rows that are Python objects at once: as such they take several times their bytes."""
+"""Bytes of rows that are made Python objects together; these take several times as much."""
 BATCH_BYTES = 16 << 20
-"""Of decoded columns in memory, so that rows of a MiB are not read by the thousand."""
+"""Bytes of decoded columns in memory, so that rows of a MiB are not read by the thousand."""
 MAX_ROWS = 1024
-"""Of them, however short."""
+"""Rows that are decoded together at most, however short."""
 
 
 def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -151,7 +151,7 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                         size=sum(map(_stored_bytes, row)),
                         fields=dict(zip(header, map(_cell, row), strict=True)),
                     )
-                elif row:  # a blank line is no row
+                elif row:  # a blank line is not a row
                     message = (
                         f"{path}:{line}: has {pluralize(len(row), 'cell')}, where the header names "
                         f"{pluralize(len(header), 'column')}; mend the row, or leave it out"

@@ -43,9 +43,9 @@ from streammega.errors.words import in_one_line
 
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
-"""Of members that are documents, where none was named."""
+"""Suffixes of members that are documents, unless a member is named."""
 MAX_NAMES = 20
-"""Of members, in a message."""
+"""Names of members in a message."""
 
 
 def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:

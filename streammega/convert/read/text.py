@@ -30,7 +30,7 @@ from streammega.errors import ConvertError, StreammegaError
 from streammega.storage.file_system import expect_end, file_system
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
-"""Of files with a JSON record a line. What other JSON files hold, their content says."""
+"""Suffixes of files with a JSON record a line. Other JSON files are told apart by their content."""
 JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 HEAD_BYTES = 64 << 10
 """Beginning of a JSON file, which shows whether it holds lines."""
@@ -39,7 +39,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 OPENINGS = (b"[", b"{", b"[{")
 """First lines of JSON that is not JSON lines."""
 LONGEST_WORD = 12
-"""Characters (of -Infinity, of an escape) that a cut may leave as something that is no JSON."""
+"""Characters (of -Infinity, of an escape) that a cut may leave as broken JSON."""
 _STRICT = json.JSONDecoder()
 _LOOSE = json.JSONDecoder(strict=False)
 """Takes control characters within strings, by which it finds the end of records that are refused
@@ -134,7 +134,7 @@ def _documents_of_lines(
     for data in read_lines(head, file, source.options.max_record_bytes):
         if 0 <= piece.stop <= position:
             return
-        # lines of a later slice are counted when somebody needs their number: see `with_line`
+        # lines of a later slice are counted only for messages: see `with_line`
         if piece.start:
             offset = position
         else:
@@ -183,8 +183,8 @@ def holds_lines(head: bytes) -> bool:
 def read_values(
     head: bytes, file: Any, path: str, options: ConvertOptions
 ) -> Iterator[RawDocument]:
-    """The records of a file of which `head` was read already: those of its arrays, and those that
-    stand by themselves.
+    """The records of a file: those of its arrays, and those outside of arrays. head: its beginning,
+    which was read already.
 
     Raises ConvertError, naming the line, where the file is not JSON, ends within a record or an
     array, or has a record that is too large.

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """One name that was found. kind: FILE, FOLDER, or the reason why it is not read.
 
     size: bytes, or -1 where a listing does not say it. identity: the same for all names of one
-    file. fault: the message where this is an error unless faults are passed over.
+    file. fault: the message, if this is an error.
     """
 
     path: str
@@ -93,7 +93,9 @@ class Disk:
             try:
                 yield _row_of(path, entry.stat(), is_link)
             except OSError as error:
-                what = "this symbolic link leads to no file" if is_link else "is no readable name"
+                what = (
+                    "this symbolic link leads to no file" if is_link else "its name cannot be read"
+                )
                 fault = (
                     f"{path!r}: {what} ({error.strerror}); mend or remove it, leave it out by "
                     f"--exclude, or count it by --on-error skip"

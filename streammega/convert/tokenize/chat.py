@@ -67,7 +67,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 DATES = {DATE: f"{DATE}=YYYY-MM-DD", "date_string": "'date_string=26 Jul 2024'"}
 """Variables by which templates write a date, and how they are given."""
 STAND_IN = 0x100000
-"""The first of the private characters that stand for a template's special tokens where messages
+"""The first of the private characters that replace a template's special tokens where messages
 spell some too.
 """
 
@@ -264,12 +264,12 @@ def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> ChatTem
             source = file.read()
     except UnicodeDecodeError:
         raise ConvertError(
-            f"{name}: a chat template is a text file in UTF-8; this is none"
+            f"{name}: a chat template is a text file in UTF-8; this file is not"
         ) from None
     except OSError as error:
         known = ", ".join((*BUILT_IN, OWN))
         raise ObjectNotFoundError(
-            f"chat template {name!r} is none of {known}, and no file ({error.strerror})"
+            f"chat template {name!r} is neither {known} nor a readable file ({error.strerror})"
         ) from None
     return ChatTemplate(name=os.path.basename(name), source=source, variables={})
 

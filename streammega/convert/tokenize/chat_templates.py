@@ -154,7 +154,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, names: Sequence[str], *, parse: bool) -> SpecialTokens:
-        """With the pattern of a token, or of what could become one with the text behind it."""
+        """Finds tokens, and what could become one together with the text behind it."""
         if parse or not names:
             return cls(names=tuple(names))
         return cls(names=tuple(names), in_messages=spelled(names))
@@ -216,7 +216,7 @@ class ChatTemplate:
 
     @cached_property
     def compiled(self) -> Any:
-        """The template, compiled. Raises ConvertError for what is no template."""
+        """The compiled template. Raises ConvertError if it is broken."""
         return self._compile(marks=False)
 
     @cached_property
@@ -357,7 +357,7 @@ class ChatTemplate:
         return answers if len(answers) == num_messages else None
 
     def _prefixes(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
-        """Of a template without such blocks: an answer is what its message adds to the prompt that
+        """For a template without such blocks: an answer is what its message adds to the prompt that
         asks for it.
 
         It is so if the text up to the prompt, and up to the end of the message, begins the text of
@@ -483,7 +483,7 @@ def _tools(record: Any, where: str) -> Any:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:
             raise FormatError(
-                f"{where}: 'tools' is text that is no JSON; give a list of schemas"
+                f"{where}: 'tools' is text, and not JSON; give a list of schemas"
             ) from None
     if tools is not None and not isinstance(tools, list):
         raise FormatError(

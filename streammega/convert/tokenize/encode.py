@@ -33,7 +33,7 @@ NO_TOKENIZER = (
     "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
 )
 Text: TypeAlias = "str | NDArray[Any]"
-"""Of a sequence; if it is long, its ids."""
+"""The text of a sequence; if it is long, its ids."""
 Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
 
@@ -227,8 +227,8 @@ class BatchEncoder:
         return self._chat.render(record, document.where)
 
     def _parts_of_chat(self, ids: NDArray[np.int32], answers: NDArray[np.bool_]) -> list[Part]:
-        """A sequence of each stretch of tokens that is an answer (mode 1) or none (mode 0); the end
-        is no answer's.
+        """A sequence of each stretch of tokens that is an answer (mode 1) or not (mode 0); the end
+        belongs to no answer.
         """
         starts = np.flatnonzero(np.diff(answers)) + 1
         stretches = zip(np.split(ids, starts), np.split(answers, starts), strict=True)
@@ -260,7 +260,7 @@ class BatchEncoder:
         return parts
 
     def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
-        """(text, mode) of each sequence of a document that is no conversation."""
+        """(text, mode) of each sequence of a document without messages."""
         texts: list[tuple[str, int]] = []
         if not document.record:
             texts.append((_decode(document), 0))
@@ -309,9 +309,7 @@ def _decode(document: RawDocument) -> str:
 
 
 def _not_text(path: str, error: UnicodeDecodeError) -> FormatError:
-    """For a file that is read as a text, as every file is whose suffix says nothing else; it may be
-    an image.
-    """
+    """The error for a file that is read as one text and may be, for instance, an image."""
     archive, _, member = path.partition("!")
     if member and format_of(archive) == "tar":
         return not_utf8(path, error, "name another member by --tar-member")

@@ -198,7 +198,7 @@ def special_token_names(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _spelling(token: Any) -> str | None:
-    """Of a special token: text, or a mapping with its content."""
+    """The content of a special token, which is text, or a mapping that holds it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

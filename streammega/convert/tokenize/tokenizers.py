@@ -211,7 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
-        """Of all that the library knows of it."""
+        """A digest of all that the library knows of it."""
         return digest_of_bytes(self.model.to_str().encode(), 16)
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
@@ -258,7 +258,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def special_tokens(self) -> dict[str, int]:  # type: ignore[override]
-        """By its own description."""
+        """The special tokens of its own description."""
         return {item["content"]: item["id"] for item in self._special}
 
     @property
@@ -356,7 +356,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self.model.decode(list(map(int, ids))))
 
     def find(self, token: str) -> int | None:
-        """By the vocabulary; the unknown piece is none."""
+        """Look it up in the vocabulary; the unknown piece does not count."""
         number = int(self.model.piece_to_id(token))
         return None if number == self.model.unk_id() else number
 
@@ -425,7 +425,7 @@ class TiktokenTokenizer(Tokenizer):
             # Without a list, an eighth of the size.
             ids = self.model.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
         except UnicodeEncodeError:
-            # Half a surrogate pair is no text: only this call replaces it.
+            # Half a surrogate pair is not text: only this call replaces it.
             ids = self.model.encode(text, allowed_special=allowed, disallowed_special=())
         return ids
 
@@ -506,7 +506,7 @@ class BytesTokenizer(Tokenizer):
         return found
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
-        """Which parses the end of a document, by its own spelling or another."""
+        """One that parses the end of a document, by its own spelling or another."""
         (token,) = self.special_tokens
         return BytesTokenizer(parsed=(spellings or {}).get(token, token))
 

@@ -29,7 +29,7 @@ TOGETHER = 1 << 14
 left out. What is known of each takes a few hundred bytes of memory.
 """
 REQUESTS_OF_A_CHUNK = 4
-"""By which a chunk of a remote object is read at once."""
+"""Requests that read a chunk of a remote object at the same time."""
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -251,7 +251,7 @@ def _copy_stretch(
 def _sequences_of(
     indexed: IndexedDataset, start: int, stop: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8] | None]:
-    """Of documents [start, stop): the lengths of their sequences, how many each has, and modes."""
+    """(lengths of the sequences, sequences of each document, modes) of documents [start, stop)."""
     bounds = indexed.document_indices[start : stop + 1]
     first = int(bounds[0])
     last = int(bounds[-1])

@@ -38,9 +38,11 @@ from streammega.storage.store import atomic_writer, create_object, replace_objec
 log = logging.getLogger(__name__)
 
 PROBE = ".streammega-writable"
-"""Of the object by which a conversion tries its rights: a hidden file, and so no input."""
+"""Ends the name of the object by which a conversion tries its rights. The file is hidden, so it is
+never an input.
+"""
 CLAIM = ".streammega-claim"
-"""Of the object by which a conversion reserves names in a bucket."""
+"""Ends the name of the object by which a conversion reserves names in a bucket."""
 MAX_SINGLE_LOOKUPS = 8
 """Up to so many objects are looked up one by one; for more, the folder is listed."""
 UNREADABLE = {"job": "unknown"}
@@ -57,7 +59,7 @@ class ExistingDataset:
     """The dataset under the output's name, by default none.
 
     files: each `.idx` first, which is the order to delete them in. manifest_version, index_version:
-    the ETags of its manifest and of an `.idx` of the very name, "" where there is none.
+    the ETags of its manifest and of an `.idx` of the very name, "" if missing.
     """
 
     files: list[str] = field(default_factory=list)
@@ -66,7 +68,7 @@ class ExistingDataset:
 
     @property
     def version(self) -> str:
-        """Changes with the dataset; "" where there is none."""
+        """Changes with the dataset; "" if there is no dataset."""
         return self.manifest_version or self.index_version
 
 
@@ -101,7 +103,7 @@ class Destination:
         return read_if_exists(self.manifest_url, self.storage)
 
     def manifest_version(self) -> str:
-        """The ETag of the manifest, "" where there is none."""
+        """The ETag of the manifest; "" if it is missing."""
         return find_etag(self.manifest_url, self.storage)
 
     def existing(self) -> ExistingDataset:
@@ -250,7 +252,7 @@ class Reservation:
         return holder if holder is not None and holder["job"] == self._job else None
 
     def _read(self) -> dict[str, Any] | None:
-        """The stored reservation; None if there is none."""
+        """The stored reservation, if there is one."""
         for _ in range(READ_ATTEMPTS):
             try:
                 data = read_if_exists(self._url, self._storage)
@@ -288,7 +290,7 @@ def check_output(output: str) -> None:
         )
     if strip_suffix(output).rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(
-            f"{redact_urls(output)!r}: is no name of a dataset, whose files would be hidden ones; "
+            f"{redact_urls(output)!r}: cannot be the name of a dataset: its files would be hidden; "
             f"give a prefix, out/web for instance"
         )
 

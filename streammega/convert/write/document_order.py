@@ -25,7 +25,7 @@ Portion = tuple[Integers, Integers]
 """Some documents in their order: the part of each, and its number there."""
 SIDE = ".side"
 KEEP = ".keep"
-"""Endings of the files beside a segment."""
+"""Endings of the files of a segment."""
 OPENED_PARTS = 64
 """Parts that are kept open where one is read after the other: a corpus may have thousands."""
 
@@ -129,7 +129,7 @@ class DocumentOrder:
 
     @cached_property
     def _shuffle_keys(self) -> list[NDArray[np.uint64]]:
-        """Of each part, the keys of its documents, ascending."""
+        """The keys of the documents of each part, ascending."""
         return [read_side(self._job, part)["shuffle_key"] for part in self._parts]
 
     def _is_kept(self, number: int) -> NDArray[np.bool_] | None:

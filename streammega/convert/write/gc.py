@@ -26,7 +26,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
 
     Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered
     or marked shards without an `.idx`, temporary files of writers, and what tells of a conversion
-    while it runs. A pair that stands for itself is a dataset, and no leftover; neither is a lone
+    while it runs. A pair with its own name is a dataset, and not a leftover; neither is a lone
     file of the very name, which may be an input. But where the manifest lists shards with a mark, these have replaced all others
     of the name.
 

@@ -98,9 +98,7 @@ def _chat_template(
 
 
 def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Manifest | None]:
-    """The manifest of each dataset among the inputs, by its prefix; None where there is none that
-    can be read.
-    """
+    """The manifest of each dataset among the inputs, by its prefix; None if it cannot be read."""
     manifests: dict[str, Manifest | None] = {}
     for item in inputs:
         if item.format != "megatron":

@@ -1,4 +1,4 @@
-"""Documents packed into bins of one size, so that none is cut and little is left empty.
+"""Documents packed into bins of one size, uncut, with little padding.
 
 A packed shard is a pair whose documents lie in bins, with padding at the end of each; the `.idx`
 lists documents alone. One more token follows the last bin: a reader that opens the shard without its
@@ -24,16 +24,16 @@ WINDOW_TOKENS = 1 << 23
 be a smaller share, but it is a few thousandths already.
 """
 WINDOW_BINS = 256
-"""At least so many bins, however long they are: of few, some stay half empty."""
+"""Bins that are packed together at least, however long they are: with few, some stay half empty."""
 WINDOW_DOCUMENTS = 1 << 20
-"""At most so many documents, however short: a dozen numbers are held of each."""
+"""Documents that are packed together at most, however short: each takes a dozen numbers."""
 NO_LIMIT = 1 << 62
 
 
 @dataclass(kw_only=True)
 class PackingStats:
     """What packing made of documents. padding: tokens that belong to none. pieces: documents as they
-    are stored, of which those that were longer than a bin are several.
+    are stored; a document that is longer than a bin is several pieces.
     """
 
     bins: int = 0
@@ -165,8 +165,8 @@ def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, Packin
 def _pieces(
     numbers: Integers, sizes: Integers, capacity: int
 ) -> tuple[Integers, Integers, Integers]:
-    """(document, first token of it, tokens) of pieces that fit a bin: documents as they are, but
-    for those that are longer, of which all pieces but the last fill one.
+    """(document, first token of it, tokens) of pieces that fit a bin: documents as they are. A
+    longer document is cut into pieces that fill a bin, and one of the rest.
     """
     num_pieces = -(-sizes // capacity)
     document = np.repeat(numbers, num_pieces)
@@ -187,7 +187,7 @@ def write_packed(
 ) -> Generator[int, None, None]:
     """Write the documents of a shard as bins. Yields bytes as they are written, window by window.
 
-    pad_id: what stands where there is no document. Adds to `counts`, and with provenance to
+    pad_id: the token of padding. Adds to `counts`, and with provenance to
     `stored_order` the document of every piece.
     """
     capacity = options.pack_length

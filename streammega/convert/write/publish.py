@@ -68,7 +68,7 @@ class Publisher:
         self._reservation = Reservation(destination, job)
         self._record = PublishRecord(job=job)
         self._version = ""
-        """Of the manifest that was there at the start, on which the commit depends."""
+        """ETag of the manifest that was there at the start. The commit depends on it."""
         self._is_resumed = False
         """Whether an earlier run of this conversion was interrupted while it published."""
         self._has_tokens = False
@@ -138,8 +138,8 @@ class Publisher:
         return replace(layout, targets=targets, digest=layout.digest + mark)
 
     def missing_shards(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
-        """Of written shards, those whose tokens are gone, have another size or may be another job's:
-        a `gc` may have removed them or the reservation. Others are written from now on.
+        """Written shards whose tokens are gone, have another size or may be another job's: a `gc`
+        may have removed them or the reservation. Other shards are written from now on.
         """
         may_be_others = self._needs_reservation and not self._has_tokens
         self._has_tokens = True
@@ -325,7 +325,7 @@ class Publisher:
             move(source, self._destination.url(new + ending), self._storage)
 
     def _commit(self, manifest: bytes) -> None:
-        """Put the manifest, in a bucket on the condition that there is no other one since the start."""
+        """Put the manifest, in a bucket on the condition that it has not changed since the start."""
         url = self._destination.manifest_url
         if not self._is_remote:
             save_bytes(url, manifest, self._storage)

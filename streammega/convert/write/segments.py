@@ -1,4 +1,4 @@
-"""The first half of a conversion: units of input, each of which becomes segments in the work folder.
+"""The first half of a conversion: each unit of input becomes segments in the work folder.
 
 A unit is a stretch of the inputs that one worker handles. What it makes depends on nothing else, so
 it can be done anywhere, and again. The unit's record, written last, says that all of it is there.
@@ -43,7 +43,7 @@ from streammega.storage.progress import Progress
 BATCH_BYTES = 1 << 20
 """Raw documents that are encoded together."""
 BATCH_DOCUMENTS = 4096
-"""At most so many of them, however short."""
+"""Raw documents that are encoded together at most, however short."""
 PARSED_BYTES = 4096
 """What a record that was parsed already is taken for, where its size is not known."""
 
@@ -110,7 +110,7 @@ class SegmentWriter:
         self._record = record
         self._held: list[Tokens] = []
         self._numbers: list[NDArray[np.int64]] = []
-        """Of the documents held, counted over all that the unit has."""
+        """Numbers of the held documents, counted over the unit."""
         self._held_bytes = 0
         self._documents_seen = 0
 
@@ -153,8 +153,8 @@ class SegmentWriter:
         if options.dedup:
             rows["number"] = numbers.astype(np.uint64)
             rows["hash_low"], rows["hash_high"] = document_hashes(batch)
-        # The name says how large segments are, which depends on the machine: two that do the same
-        # unit at once, one of which seemed to be dead, write other files, or the same bytes.
+        # The name says how large segments are, which depends on the machine. Two machines may do
+        # the same unit, if one seemed to be dead: they write other files, or the same bytes.
         number = len(self._record.segments)
         name = f"{unit_name(self._unit)}-{job.segment_bytes:x}-{number:04d}"
         save_side(job, name, rows)
@@ -189,7 +189,7 @@ def token_dtype(arrays: Sequence[NDArray[Any]], wanted: str | None) -> np.dtype[
     elif common in CODE_OF_DTYPE and common.itemsize <= 4:
         dtype = common
     elif common == np.uint32 or low < 0:
-        # uint32 is no dtype of the .idx; int32 has the same width.
+        # The .idx has no uint32; int32 has the same width.
         dtype = np.dtype(np.int32)
     else:
         dtype = smallest_dtype(high + 1)
@@ -239,7 +239,7 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
 
 
 def _save_origins(job: Job, segment: str, batch: Tokens) -> None:
-    """Write where a segment's documents came from beside it.
+    """Write where a segment's documents came from, in a file next to it.
 
     Raises ConvertError where that is not known of each: some would get another one's.
     """

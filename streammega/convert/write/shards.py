@@ -55,7 +55,7 @@ class ShardLayout:
     parts: list[Segment]
     dtype: str
     tokens: int
-    """Of all parts, duplicates too."""
+    """Tokens of all parts, with duplicates."""
     multimodal: bool
     buckets: int
     bounds: list[Place]
@@ -65,8 +65,8 @@ class ShardLayout:
     where nothing can be renamed.
     """
     first_sequences: list[int]
-    """Of each shard, the number of its first sequence in the dataset, where members are named by it
-    (tars); else 0.
+    """The number of the first sequence of each shard, counted over the dataset, by which members of
+    tars are named; 0 in other formats.
     """
     digest: str = ""
 
@@ -300,7 +300,7 @@ def _portions_of_shard(
     """The documents of a shard, a portion at a time."""
     first_portion, first_document = layout.bounds[number]
     last_portion, end_in_last_portion = layout.bounds[number + 1]
-    # The last shard ends at the beginning of a portion that is none.
+    # The last shard ends at the beginning of a portion that does not exist.
     for portion in range(first_portion, min(last_portion + 1, documents.num_portions)):
         parts, chosen = documents.order(portion)
         start = first_document if portion == first_portion else 0
