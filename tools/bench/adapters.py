@@ -1,5 +1,5 @@
-"""What an adapter for another trainer costs beside the bare loader, by micro-batch: the same batches,
-taken in turns.
+"""What adapters for other trainers cost for each micro-batch, compared with the bare loader: the same
+batches, in turns.
 
     python tools/bench/adapters.py [--batches 1600] [--rounds 7]
 
@@ -30,7 +30,7 @@ from tools.bench import corpus, harness, sides
 LENGTH = 2048
 ROWS = 4
 SAMPLES = 8000
-"""Of the Megatron order, which depends on how many are asked: so many batches and some to spare."""
+"""Samples of the Megatron order, which depends on their number: for all batches, and a few more."""
 Batches = Iterator[Any]
 
 
@@ -174,7 +174,7 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
 def host_seconds(
     config: sm.DataConfig, side: Callable[[sm.StreamLoader], Batches], batches: int
 ) -> float:
-    """Of a micro-batch, without those that warm up."""
+    """Host seconds of a micro-batch, after a warm-up."""
     with sm.StreamLoader(config, micro_batch_size=ROWS, global_batch_size=ROWS) as loader:
         taken = side(loader)
         warm = sum(1 for _ in itertools.islice(taken, 20))

@@ -71,12 +71,12 @@ def timed(what: str, do: Callable[[], T]) -> T:
     """Print the time that something takes, on the clock and of the processor."""
     began = time.perf_counter()
     busy = time.process_time()
-    found = do()
+    result = do()
     cpu = time.process_time() - busy
     wall = time.perf_counter() - began
-    count = f"{found:,}" if isinstance(found, int) else ""
+    count = f"{result:,}" if isinstance(result, int) else ""
     harness.row(what, count, f"{wall:.2f} s", f"{cpu:.2f} s")
-    return found
+    return result
 
 
 def command(*words: str) -> None:
@@ -98,7 +98,7 @@ def digest(tokens: np.ndarray) -> bytes:
 
 
 def same_as_ranks(config: DataConfig, traced: list[TracedSample]) -> tuple[int, int]:
-    """Of traced samples, how many are what their rank reads, by hashes; and how many join runs."""
+    """How many of the traced samples are what their rank reads, by hashes; and how many join runs."""
     ranks = [
         StreamingDataset(
             config, micro_batch_size=1, global_batch_size=BATCH, dp_rank=rank, dp_size=RANKS

@@ -5,9 +5,9 @@ in one run.
     git worktree add ../before <commit>
     .venv/bin/python tools/bench/compare.py ../before               # all figures; --figures names some
 
-Loading, workers, the Megatron order, local files, blends, first batch and memory are here. What
-ranks do (`training.py`), conversion (`convert.py`), openings (`opening.py`) and all that has other
-loaders beside it (`table.py`) each checkout measures by itself, in turns: run both by hand.
+Loading, workers, the Megatron order, local files, blends, first batch and memory are here. For what
+ranks do (`training.py`), conversion (`convert.py`), openings (`opening.py`) and comparisons with other
+loaders (`table.py`), run the bench of each checkout by hand, in turns.
 
 The two checkouts take turns, and begin alternately, so that neither has the warmer caches. A ratio
 is that of the medians, with a 95 % bootstrap interval: above 1.00 this checkout does more. Files
@@ -96,8 +96,8 @@ def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> flo
     }
     if figure.arguments.get("prefix") == LOCAL:
         del arguments["endpoint"]
-    found = bench.side(figure.side, checkout, **(arguments | figure.arguments)).get(figure.result)
-    return None if found is None else float(found)
+    value = bench.side(figure.side, checkout, **(arguments | figure.arguments)).get(figure.result)
+    return None if value is None else float(value)
 
 
 def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float) -> None:

@@ -35,9 +35,8 @@ from tools.bench.object_server import running
 BLOCK_BYTES = 1 << 18
 """Stored tokens of a block of the stream order."""
 WARM_UP_SAMPLES = 1 << 16
-"""Of the loader alone, before its clock starts: as many as the open pieces of all lanes and what is
-planned ahead hold. They are decompressed before they are handed out, and on a busy machine their
-seconds would be those of the few tokens that it hands out meanwhile.
+"""Samples of the loader alone before its clock starts: as many as the open pieces of all lanes and the
+plan ahead hold. They are decompressed before they are handed out.
 """
 
 
@@ -81,9 +80,9 @@ def main() -> int:
 def run_side(side: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
     """A side in a process of its own, after the disk has come to rest."""
     os.sync()
-    found = harness.in_process(side, **arguments)
-    log(f"{side.__name__} {arguments}: {found['rate']:,.0f} a second")
-    return found
+    result = harness.in_process(side, **arguments)
+    log(f"{side.__name__} {arguments}: {result['rate']:,.0f} a second")
+    return result
 
 
 def rate_of(side: Callable[..., dict[str, Any]], **arguments: Any) -> Callable[[], float]:
@@ -208,8 +207,8 @@ def second(run: Callable[[str], int]) -> dict[str, Any]:
     for _ in range(2):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             os.sync()
-            found = timed(partial(run, folder))
-    return found
+            result = timed(partial(run, folder))
+    return result
 
 
 def side_reshape(dataset: str, shard_bytes: int | None) -> dict[str, Any]:
@@ -337,9 +336,9 @@ def on_all_cores(decompress: Callable[[int], int]) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     began = time.perf_counter()
     with ThreadPoolExecutor(cores) as pool:
-        found = list(pool.map(measured, range(cores)))
-    tokens = sum(done for done, _ in found) / 2
-    cpu = sum(spent for _, spent in found)
+        counts = list(pool.map(measured, range(cores)))
+    tokens = sum(done for done, _ in counts) / 2
+    cpu = sum(spent for _, spent in counts)
     return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
 
 
@@ -368,7 +367,7 @@ def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
 
 
 HELD_BLOCKS = 1024
-"""Of 256 KiB: as many as the stream order has lanes, each of which holds one."""
+"""Blocks of 256 KiB: one for each lane of the stream order."""
 PHASE_BYTES = 4096
 """At which byte of a frame a block begins: half the tokens of a sample, as on average an epoch's
 do.
@@ -383,7 +382,7 @@ def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
     """
     frames, path = frames_of(dataset)
     stored = np.memmap(path, np.uint8, "r")
-    shuffle_block_bytes = BLOCK_BYTES + 2  # the label of its last token lies behind it
+    shuffle_block_bytes = BLOCK_BYTES + 2  # with the label of its last token
     cores = len(os.sched_getaffinity(0))
     # Kernels are compiled, or loaded, before the clock starts.
     costs.HandingOut(mode, BLOCK_BYTES).make([bytes(BLOCK_BYTES)])
@@ -442,11 +441,11 @@ def gpt_step() -> Callable[[dict[str, Any]], None]:
 
 
 def tokenize(scale: Scale, theirs: Callable[..., dict[str, Any]], title: str) -> None:
-    """Ours beside another tokenizing of the same lines."""
+    """Our tokenizing, compared with another one of the same lines."""
     corpus.tokenizer()
     sides = {side.__name__: rate_of(side, corpus=scale.text) for side in (side_ours, theirs)}
-    found = harness.medians(scale.runs, sides)
-    row(f"jsonl to tokens, {title}", found[theirs.__name__], found["side_ours"], 1, "tokens/s")
+    medians = harness.medians(scale.runs, sides)
+    row(f"jsonl to tokens, {title}", medians[theirs.__name__], medians["side_ours"], 1, "tokens/s")
 
 
 def verification(scale: Scale) -> None:
@@ -456,8 +455,8 @@ def verification(scale: Scale) -> None:
         "verify": rate_of(side_verify, dataset=dataset, small=small),
         "cat": rate_of(side_cat, dataset=dataset),
     }
-    found = harness.medians(scale.runs, sides)
-    row("verify, cat > /dev/null", found["cat"], found["verify"], 1e6, "MB/s")
+    medians = harness.medians(scale.runs, sides)
+    row("verify, cat > /dev/null", medians["cat"], medians["verify"], 1e6, "MB/s")
 
 
 def memory(scale: Scale) -> None:
@@ -473,9 +472,9 @@ def memory(scale: Scale) -> None:
 
 
 def shuffle(scale: Scale) -> None:
-    found = harness.medians(scale.runs, {"shuffle": rate_of(side_shuffle, corpus=scale.tokens)})
+    medians = harness.medians(scale.runs, {"shuffle": rate_of(side_shuffle, corpus=scale.tokens)})
     title = f"shuffle {scale.pair} MiB of tokens in 256 MiB of memory"
-    harness.row(title, "", f"{found['shuffle'] / 1e6:,.0f} MB/s", "")
+    harness.row(title, "", f"{medians['shuffle'] / 1e6:,.0f} MB/s", "")
 
 
 LEVELS = ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256))
@@ -533,29 +532,29 @@ def zst(scale: Scale) -> None:
         sides[f"{mode}, least"] = partial(
             run_side, side_blocks, dataset=dataset, seconds=4, mode=mode
         )
-    found = harness.in_turns(scale.runs, sides)
+    by_side = harness.in_turns(scale.runs, sides)
     cpu = {
         side: statistics.median(result["cpu"] for result in results)
-        for side, results in found.items()
+        for side, results in by_side.items()
     }
     for mode in ("ids", "int64"):
         title = f"local .zst, {mode}, CPU seconds per 10^9 tokens"
         row(f"{title}, the zstandard library alone", cpu["library"], cpu[mode], 1, "s")
-        least = f"{title}, decompressing, and {mode} by bare kernels"
-        row(least, cpu[f"{mode}, least"], cpu[mode], 1, "s")
+        minimum = f"{title}, decompressing, and {mode} by bare kernels"
+        row(minimum, cpu[f"{mode}, least"], cpu[mode], 1, "s")
         for thread in costs.KINDS.values():
-            spent = [result["kinds"].get(thread, 0.0) for result in found[mode]]
+            spent = [result["kinds"].get(thread, 0.0) for result in by_side[mode]]
             harness.row(f"of that, {thread}", "", f"{statistics.median(spent):.2f} s", "")
 
 
 def train_beside_plain(
     scale: Scale, title: str, kind: str, blends: Mapping[str, str], name: str, **options: Any
 ) -> None:
-    """The loader on shards of a kind beside the plain ones. name: of the unit."""
+    """The loader on shards of a kind, compared with plain ones. name: of the unit."""
     sides = {side: rate_of(side_train, blend=blends[side], **options) for side in ("bin", kind)}
-    found = harness.medians(scale.runs, sides)
+    medians = harness.medians(scale.runs, sides)
     unit = 1e6 if name == "M tokens/s" else 1.0
-    row(f"{title}, plain .bin", found["bin"], found[kind], unit, name)
+    row(f"{title}, plain .bin", medians["bin"], medians[kind], unit, name)
 
 
 def tar(scale: Scale) -> None:

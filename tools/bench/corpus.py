@@ -38,7 +38,7 @@ AT_ONCE = 64
 
 
 def log(message: str) -> None:
-    """What goes on, beside the table: the first line of it can take a minute."""
+    """Print progress to stderr: the first line of a table can take a minute."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -132,10 +132,12 @@ def pair(mib: int, corpus_mib: int) -> str:
 def shards(mib: int, corpus_mib: int, kind: str = "bin") -> str:
     """The pair in a few shards, by their prefix."""
     prefix = FOLDER / f"{kind}-{mib}" / kind
-    most = (mib << 20) // SHARDS_OF_A_PAIR
+    shard_bytes = (mib << 20) // SHARDS_OF_A_PAIR
 
     def reshape(note: Path) -> None:
-        convert_into(prefix, [pair(mib, corpus_mib)], format=kind, shard_bytes=most, eod_id=0)
+        convert_into(
+            prefix, [pair(mib, corpus_mib)], format=kind, shard_bytes=shard_bytes, eod_id=0
+        )
 
     return _made_dataset(prefix, reshape)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What a token costs the host, and where: the CPU seconds of each kind of thread while the stream
-order is read from a local object server, beside those of obstore alone.
+order is read from a local object server, and those of obstore alone.
 
     .venv/bin/python tools/bench/costs.py                # --modes, --runs and --seconds choose
 
@@ -43,7 +43,7 @@ from tools.bench.runner import FOLDER, PACKAGES, S, serving
 
 Result = dict[str, Any]
 STORED_BYTES = 2
-"""Of a token: the corpus is uint16."""
+"""Bytes of a token: the corpus is uint16."""
 ROWS = 16
 """Samples of a micro-batch."""
 WARM_UP = 3000
@@ -166,7 +166,7 @@ class HandingOut:
         self._mode = mode
 
     def make(self, bodies: list[Any]) -> None:
-        """Of each body whole samples, without what is left of it."""
+        """Make the whole samples of each body."""
         for body in bodies:
             tokens = np.frombuffer(body, np.uint8)
             address = np.array([tokens.ctypes.data], np.int64)
@@ -246,7 +246,7 @@ def transport(
     wall = time.perf_counter() - began
     now = os.times()
     kinds = by_kind(before, of_threads())
-    # the threads that waited have ended, and are no longer told apart
+    # The threads that waited have ended: theirs is the rest.
     gone = now.user + now.system - spent.user - spent.system
     gone -= sum(kind.cpu for kind in kinds.values())
     kinds[KINDS["streammega-read"]] = Spent(gone, 0)
@@ -281,7 +281,7 @@ def print_costs(mode: str, runs: list[Result], alone: list[Result]) -> None:
     """One line for each kind of thread, and one for all of them."""
 
     def seconds_of(results: list[Result], kind: str) -> Any:
-        """Of the processor, per 10^9 tokens."""
+        """CPU seconds per 10^9 tokens."""
         return statistics.median(
             result["kinds"].get(kind, NOTHING).cpu / result["tokens"] * 1e9 for result in results
         )
@@ -355,9 +355,9 @@ def floors(endpoint: str, mode: str, runs: int, seconds: float) -> None:
         ),
         "the loader": partial(measured, loader, endpoint=endpoint, mode=mode, seconds=seconds),
     }
-    found = harness.in_turns(runs, floor)
-    rates = {name: statistics.median(map(rate, results)) for name, results in found.items()}
-    for name, results in found.items():
+    by_name = harness.in_turns(runs, floor)
+    rates = {name: statistics.median(map(rate, results)) for name, results in by_name.items()}
+    for name, results in by_name.items():
         harness.row(
             f"{mode}: {name}",
             f"{statistics.median(map(cpu, results)):.2f}",

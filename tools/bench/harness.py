@@ -84,14 +84,14 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def versions(packages: Sequence[str]) -> str:
     """Packages with their versions, or that they are not installed."""
-    found = []
+    shown = []
     for package in packages:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
-        found.append(f"{package} {version}")
-    return ", ".join(found)
+        shown.append(f"{package} {version}")
+    return ", ".join(shown)
 
 
 def machine() -> str:
@@ -111,7 +111,7 @@ def row(*columns: object) -> None:
 
 
 def peak_bytes() -> int:
-    """Of this process, whose threads do the work."""
+    """The peak memory of this process, whose threads do the work."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -180,14 +180,14 @@ def parser(
         result = getattr(sys.modules["__main__"], name)(**json.loads(arguments))
         print_result({**result, "peak": peak_bytes()})
         sys.exit()
-    found = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--runs", type=int, default=runs, help="of each side (%(default)s)")
+    options.add_argument("--runs", type=int, default=runs, help="of each side (%(default)s)")
     if figures is not None:
         names = list(figures)
-        found.add_argument("--figures", nargs="+", choices=names, default=figures.by_default)
-    return found
+        options.add_argument("--figures", nargs="+", choices=names, default=figures.by_default)
+    return options
 
 
 def print_head(packages: Sequence[str], runs: int) -> None:

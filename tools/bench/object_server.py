@@ -141,7 +141,7 @@ class Connection:
         self.head = b""
         self.file = -1
         self.offset = 0
-        self.left = 0
+        self.remaining = 0
         self.fault: str | None = None
         self.fault_at = 0
         self.delay = 0.0
@@ -159,7 +159,7 @@ class Tree:
 
     @classmethod
     def of(cls, top: str, root: str) -> Tree:
-        """What lies below `top`, without `root` before it."""
+        """The tree below `top`. Keys are without `root`."""
         looked_at = time.time_ns()
         keys = []
         changes = {}
@@ -188,7 +188,7 @@ class Server:
         self.counts = {"requests": 0, "bytes": 0, "faults": 0, "lists": 0, "listed": 0}
         self.files: dict[str, tuple[int, os.stat_result]] = {}
         self.trees: dict[str, Tree] = {}
-        """What lies below folders that were listed."""
+        """The trees of folders that were listed."""
         self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.listener.setblocking(False)
         self.port = self.listener.getsockname()[1]
@@ -288,7 +288,7 @@ class Server:
         return self.object(connection, path[1:], headers, method)
 
     def keys_of(self, bucket: str, prefix: str) -> list[str]:
-        """The keys of a bucket that may begin with a prefix, sorted: looked up anew when one of
+        """The keys of a bucket that may begin with a prefix, sorted: looked up again when one of
         their folders has changed.
         """
         top = os.path.join(self.root, bucket, os.path.dirname(prefix))
@@ -443,7 +443,7 @@ class Server:
         connection.head = head.encode() + body
         connection.file = file
         connection.offset = start
-        connection.left = length if file >= 0 else 0
+        connection.remaining = length if file >= 0 else 0
         connection.delay = delay
         if file >= 0 and self.behaviour.answers_at_once:
             if len(self.sending) >= self.behaviour.answers_at_once:
@@ -467,23 +467,23 @@ class Server:
                 # a few hundred bytes, or those of a listing, into an empty socket buffer
                 connection.sock.sendall(connection.head)
                 connection.head = b""
-            while connection.left > 0:
+            while connection.remaining > 0:
                 is_broken = connection.fault in ("reset", "truncate", "stall")
-                if is_broken and connection.left <= connection.fault_at:
+                if is_broken and connection.remaining <= connection.fault_at:
                     return self.break_off(connection)
                 if self.behaviour.link and self.link_at > time.monotonic():
                     return self.later(connection, self.link_at - time.monotonic())
                 is_shaped = self.behaviour.bandwidth or self.behaviour.link
-                size = min(connection.left, SHAPED_CHUNK if is_shaped else SEND_CHUNK)
+                size = min(connection.remaining, SHAPED_CHUNK if is_shaped else SEND_CHUNK)
                 sent = os.sendfile(
                     connection.sock.fileno(), connection.file, connection.offset, size
                 )
                 connection.offset += sent
-                connection.left -= sent
+                connection.remaining -= sent
                 self.counts["bytes"] += sent
                 if self.behaviour.link:
                     self.link_at = max(self.link_at, time.monotonic()) + sent / self.behaviour.link
-                if self.behaviour.bandwidth and connection.left:
+                if self.behaviour.bandwidth and connection.remaining:
                     return self.later(connection, sent / self.behaviour.bandwidth)
         except BlockingIOError:
             return self.poll.modify(connection.sock.fileno(), select.EPOLLOUT)
@@ -496,7 +496,7 @@ class Server:
         return None
 
     def next_turn(self, ended: Connection) -> None:
-        """Somebody's body was sent, or its connection is gone: the next one has its turn."""
+        """A body was sent, or its connection is gone: the next one has its turn."""
         self.sending.discard(ended)
         while self.turns and len(self.sending) < max(1, self.behaviour.answers_at_once):
             waiting = self.turns.popleft()
@@ -585,7 +585,7 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     server = Server(arguments.root.resolve(), arguments.port)
     print(server.port, flush=True)
     server.serve()

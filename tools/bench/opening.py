@@ -151,7 +151,7 @@ def opening(**arguments: Any) -> dict[str, float]:
 
     shutil.rmtree(arguments["cache"], ignore_errors=True)
     time.sleep(SETTLE)
-    found = {}
+    seconds = {}
     for name in ("cold", "again"):
         config = config_of(names_of(arguments["what"]), 64, arguments)
 
@@ -159,9 +159,9 @@ def opening(**arguments: Any) -> dict[str, float]:
             StreamLoader(config, micro_batch_size=8, global_batch_size=64).close()
 
         began = time.process_time()
-        found[name] = harness.seconds_of(construct)
-        found[f"{name}, CPU"] = time.process_time() - began
-    return found
+        seconds[name] = harness.seconds_of(construct)
+        seconds[f"{name}, CPU"] = time.process_time() - began
+    return seconds
 
 
 def medians_of(

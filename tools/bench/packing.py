@@ -4,7 +4,7 @@
 
 Documents as long as Python's sources are (as tokens) and lognormal ones with a mean of 1,810
 tokens, in the windows in which conversions pack them. Padding: the share of tokens of bins that
-belong to no document. Cut: of documents that fit a sample, the share that lies in two, if all are
+belong to no document. Cut: of documents that fit a sample, the share that is in two, if all are
 laid end to end and cut at every sample; and the share of tokens that follow such a cut in their
 document, which are trained on without what came before them. First fit in the order of the
 documents, which is what collators that pack a batch as it comes do, for comparison.
@@ -65,13 +65,13 @@ def padding_of(counts: PackingStats, capacity: int) -> float:
 def pack_all(sizes: NDArray[np.int64], options: ConvertOptions) -> PackingStats:
     """As a conversion does: window by window."""
     assert options.pack_length is not None
-    most = max(WINDOW_TOKENS, WINDOW_BINS * options.pack_length)
+    window = max(WINDOW_TOKENS, WINDOW_BINS * options.pack_length)
     ends = np.cumsum(sizes)
     counts = PackingStats()
     first = 0
     while first < len(sizes):
         before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
+        last = max(first + 1, int(np.searchsorted(ends, before + window, "right")))
         _, of_window = pack(sizes[first:last], options)
         counts.add(of_window)
         first = last
@@ -79,7 +79,7 @@ def pack_all(sizes: NDArray[np.int64], options: ConvertOptions) -> PackingStats:
 
 
 def padding_as_they_come(sizes: NDArray[np.int64], capacity: int) -> float:
-    """Of bins that take documents in their order, as long as they fit; longer ones are split."""
+    """The padding of bins that take documents in their order while they fit. Longer ones are split."""
     tokens = 0
     bins = 1
     room = capacity

@@ -23,7 +23,7 @@ SHARD = 200_000_000
 TOKENS = (40_000_000, 400_000_000, 4 * 10**9, 4 * 10**10, 10**11, 4 * 10**11)
 WEIGHTS = (1.0, 2.0, 4.0, 8.0, 8.0, 16.0)
 SAMPLES = 2_000_000
-"""Of every phase."""
+"""Samples of every phase."""
 LOCATED = 4096
 
 

@@ -87,7 +87,7 @@ def py1e(total: int, shard: int, block: int, rng: np.random.Generator) -> Places
 
 
 def _shards_in_random_order(total: int, shard: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Places, shard after shard, each as it lies."""
+    """Places, shard after shard, each in its order."""
     num_shards = -(-total // shard)
     parts = []
     for number in rng.permutation(num_shards).tolist():

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does the order matter to the loss? The same small GPT on the same tokens in several orders.
 
-Byte-level tokens of installed Python packages, once with documents shuffled and once as they lie
+Byte-level tokens of installed Python packages, once with documents shuffled and once in their order
 (long stretches of one package: the hard case). The loss is that of held-out documents, averaged
 over seeds of weights and order.
 """
@@ -60,7 +60,7 @@ def python_documents() -> list[bytes]:
     kilobytes of each.
     """
     root = Path(sysconfig.get_paths()["purelib"])
-    found: list[bytes] = []
+    documents: list[bytes] = []
     for package in sorted(
         path for path in root.iterdir() if path.is_dir() and (path / "__init__.py").exists()
     ):
@@ -68,11 +68,11 @@ def python_documents() -> list[bytes]:
         for path in sorted(package.rglob("*.py")):
             text = path.read_bytes()
             if 500 < len(text) < 50_000 and size < CORPUS_BYTES // 12:
-                found.append(text + b"\0")
+                documents.append(text + b"\0")
                 size += len(text)
-        if sum(map(len, found)) > 1.05 * CORPUS_BYTES:
+        if sum(map(len, documents)) > 1.05 * CORPUS_BYTES:
             break
-    return found
+    return documents
 
 
 def corpus(

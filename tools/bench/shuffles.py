@@ -103,7 +103,7 @@ def plot(points: dict[str, list[tuple[float, float]]], path: str) -> None:
         xlabel="memory held open (MiB)",
         ylabel="drift of domain shares over 32 steps (1: none)",
     )
-    # beside the curves, which leave no corner free
+    # The curves leave no corner free.
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

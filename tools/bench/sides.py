@@ -31,7 +31,7 @@ Result = dict[str, Any]
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -166,8 +166,7 @@ def paced(a: Result) -> Result:
                 warm = warm or loader.stats()["wait_total"]
                 waits.append(now - called_at)
             due = max(due, called_at) + step
-            if (left := due - time.perf_counter()) > 0:
-                time.sleep(left)
+            time.sleep(max(0.0, due - time.perf_counter()))
         stats = loader.stats()
     # what the loader waited for data, without the call itself
     waited = stats["wait_total"] - warm

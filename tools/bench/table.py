@@ -99,15 +99,15 @@ def share(ours: float, theirs: float) -> str:
 
 def medians_of(measured: Mapping[str, Sequence[Result]], key: str) -> dict[str, float]:
     """The median of one result of each side."""
-    found = {}
+    by_side = {}
     for side, results in measured.items():
         values = [float(result[key]) for result in results if key in result]
         if values:
-            found[side] = statistics.median(values)
-    return found
+            by_side[side] = statistics.median(values)
+    return by_side
 
 
-# --- the stream order beside the transport alone -------------------------------------------------
+# --- the stream order and the transport alone -------------------------------------------------
 
 
 @FIGURES.figure()
@@ -169,9 +169,9 @@ def peer_epoch(bench: Bench, peer: str, workers: int) -> Result | None:
     result = bench.side(peer, endpoint=endpoint, workers=workers, seconds=seconds)
     if not result:
         return None
-    found = {"rate": result["tokens"], "first": result["first"]}
+    measured = {"rate": result["tokens"], "first": result["first"]}
     # The CPU time of workers is unknown until they end.
-    return found if workers else found | {"cpu": result["cpu"]}
+    return measured if workers else measured | {"cpu": result["cpu"]}
 
 
 def our_epoch(bench: Bench, **arguments: Any) -> Result | None:
@@ -190,9 +190,9 @@ def our_workers(bench: Bench, **options: Any) -> Result | None:
     return {"rate": result["tokens"], "cpu": result["cpu"]} if result else None
 
 
-def of_peers(found: Mapping[str, float]) -> dict[str, float]:
+def of_peers(by_side: Mapping[str, float]) -> dict[str, float]:
     """Without our sides."""
-    return {side: value for side, value in found.items() if not side.startswith("ours")}
+    return {side: value for side, value in by_side.items() if not side.startswith("ours")}
 
 
 def named(side: str) -> str:
@@ -201,9 +201,9 @@ def named(side: str) -> str:
     return PEERS[peer] if workers == "0" else f"{PEERS[peer]}, {workers} workers"
 
 
-def rivals_of(found: Mapping[str, float], choose: Callable[..., str]) -> list[str]:
+def rivals_of(by_side: Mapping[str, float], choose: Callable[..., str]) -> list[str]:
     """The best side of all other loaders, and the best of those that shuffle over everything."""
-    peers = of_peers(found)
+    peers = of_peers(by_side)
     shuffled = [side for side in peers if side.startswith(WELL_SHUFFLED)]
     rivals = [choose(peers, key=lambda side: peers[side])] if peers else []
     if shuffled:
@@ -270,7 +270,7 @@ def our_megatron_order(bench: Bench) -> Result | None:
 
 @FIGURES.figure()
 def megatron(chosen: Chosen) -> None:
-    """Cold, no cache, beside megatron-core's faster reader of object storage."""
+    """Cold, no cache, compared with megatron-core's faster reader of object storage."""
     with runner.serving() as bench:
         sides = {
             "theirs": partial(megatron_side, bench, "msc"),
@@ -316,8 +316,10 @@ def local_files(chosen: Chosen) -> None:
 
 def our_local(bench: Bench, order: str, warmup: int, **options: Any) -> Result | None:
     """StreamLoader on local files, in its steady state."""
-    found = bench.side("ours", prefix=LOCAL, order=order, seconds=SECONDS, warmup=warmup, **options)
-    return found or None
+    result = bench.side(
+        "ours", prefix=LOCAL, order=order, seconds=SECONDS, warmup=warmup, **options
+    )
+    return result or None
 
 
 # --- conversion, blends --------------------------------------------------------------------------
@@ -329,22 +331,22 @@ def scale_of(chosen: Chosen, text_mib: int) -> convert.Scale:
 
 @FIGURES.figure()
 def zstd(chosen: Chosen) -> None:
-    """The loader on local zstd shards, beside plain ones and what the cores can decompress."""
+    """The loader on local zstd shards, compared with plain ones and with decompression alone."""
     scale = scale_of(chosen, 100)
     dataset = scale.shards("zst")
     train = partial(convert.rate_of, convert.side_train, seconds=SECONDS)
     sides = {kind: train(blend=scale.shards(kind)) for kind in ("zst", "bin")}
     sides["frames"] = convert.rate_of(convert.side_frames, dataset=dataset, seconds=SECONDS)
-    found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
+    by_side = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
     title = "local .bin.zst, the loader alone, M tokens/s, vs"
     library = "the zstandard library alone on all cores"
-    print_row(f"{title} {library}", found["zst"], found["frames"], ratio=share, goal="60 %")
-    print_row(f"{title} plain .bin", found["zst"], found["bin"], ratio=share)
+    print_row(f"{title} {library}", by_side["zst"], by_side["frames"], ratio=share, goal="60 %")
+    print_row(f"{title} plain .bin", by_side["zst"], by_side["bin"], ratio=share)
 
 
 @FIGURES.figure()
 def copies(chosen: Chosen) -> None:
-    """Sharding and merging 1 GiB, beside `cp` and `sync`."""
+    """Sharding and merging 1 GiB, compared with `cp` and `sync`."""
     scale = scale_of(chosen, 100)
     reshape = partial(convert.rate_of, convert.side_reshape)
     sides = {
@@ -352,29 +354,29 @@ def copies(chosen: Chosen) -> None:
         "merge": reshape(dataset=scale.shards(), shard_bytes=None),
         "cp": convert.rate_of(convert.side_cp, prefix=scale.tokens),
     }
-    found = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
+    by_side = {side: rate / 1e6 for side, rate in harness.medians(chosen.runs, sides).items()}
     for side in ("shard", "merge"):
         title = f"{side} 1 GiB, MB/s, vs `cp` and `sync`"
-        print_row(title, found[side], found["cp"], ratio=share, goal="85 %")
+        print_row(title, by_side[side], by_side["cp"], ratio=share, goal="85 %")
 
 
 @FIGURES.figure()
 def tokenize(chosen: Chosen) -> None:
-    """JSON lines to tokens, beside the tokenizer library's batch encoding."""
+    """JSON lines to tokens, compared with the tokenizer library's batch encoding."""
     text = scale_of(chosen, 30).text
     corpus.tokenizer()
     sides = {
         "ours": convert.rate_of(convert.side_ours, corpus=text),
         "bare": convert.rate_of(convert.side_bare, corpus=text),
     }
-    found = harness.medians(chosen.runs, sides)
+    by_side = harness.medians(chosen.runs, sides)
     title = "tokenizing, tokens/s, vs the library's batch encoding, ids not looked at"
-    print_row(title, found["ours"], found["bare"], ratio=share, goal="95 %")
+    print_row(title, by_side["ours"], by_side["bare"], ratio=share, goal="95 %")
 
 
 @FIGURES.figure()
 def blends(chosen: Chosen) -> None:
-    """Building a blend, beside megatron-core's compiled helper, bits compared."""
+    """Building a blend, compared with megatron-core's compiled helper. The results must be equal."""
     count, samples = BLEND
     weights = np.random.default_rng(0).random(count) + 1e-6
     theirs, ours = orders.blend_sides(weights, samples)
@@ -384,10 +386,12 @@ def blends(chosen: Chosen) -> None:
         "theirs": partial(harness.seconds_of, theirs),
         "ours": partial(harness.seconds_of, ours),
     }
-    found = harness.medians(2 * chosen.runs + 1, sides)
+    by_side = harness.medians(2 * chosen.runs + 1, sides)
     title = f"blend of {count} datasets, random weights, {samples / 1e6:.0f} M samples, seconds"
-    inverse = times(found["theirs"], found["ours"])
-    print_row(title, found["ours"], found["theirs"], digits=3, ratio=lambda *_: inverse, goal="12x")
+    inverse = times(by_side["theirs"], by_side["ours"])
+    print_row(
+        title, by_side["ours"], by_side["theirs"], digits=3, ratio=lambda *_: inverse, goal="12x"
+    )
 
 
 # --- opening, stalls -----------------------------------------------------------------------------
@@ -398,10 +402,10 @@ def starts(chosen: Chosen) -> None:
     """From the start of a process to its first batch."""
     opening.prepare(opening.FOLDER)
     with running(opening.FOLDER / "objects") as server:
-        found = opening.medians_of(server, chosen.runs, opening.first_batch, settle=0.0)
+        steps = opening.medians_of(server, chosen.runs, opening.first_batch, settle=0.0)
     title = "first batch, loopback, seconds from the start of the process"
-    whole = opening.from_start(found)
-    print_row(f"{title} (torch's import {found['torch']:.2f})", whole, digits=2, goal="2.5 s")
+    seconds = opening.from_start(steps)
+    print_row(f"{title} (torch's import {steps['torch']:.2f})", seconds, digits=2, goal="2.5 s")
 
 
 @FIGURES.figure()
@@ -460,8 +464,8 @@ def scattered(chosen: Chosen) -> None:
             rates = medians_of(harness.in_turns(chosen.runs, sides), "rate")
             for scheme, reader in readers.items():
                 title = f"Megatron order, {shape}, samples/s vs megatron-core's {reader}"
-                whole = partial(times, digits=0)
-                print_row(title, rates["ours"], rates.get(scheme), digits=2, ratio=whole)
+                rounded = partial(times, digits=0)
+                print_row(title, rates["ours"], rates.get(scheme), digits=2, ratio=rounded)
 
 
 @FIGURES.figure(by_default=False)

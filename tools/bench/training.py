@@ -1,11 +1,11 @@
-"""Training beside torch's own parts: gradient buckets, get_batch, and how long steps wait for data.
+"""Training, compared with torch's own parts: gradient buckets, get_batch, and how long steps wait for data.
 
     python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda] [--figures cost]
 
 Two ranks, gloo on the CPU (NCCL with --device cuda), one thread each. Both sides of a ratio
 alternate within one run, in one pair of processes, and steps are timed in several pairs, since
-where memory lies moves a whole pair's figures by 5 %; printed are ratios of medians with a 95 %
-bootstrap interval. `cost` is of one rank: its step from `s3://` on loopback beside the same step on
+the place of memory changes all figures of a pair by 5 %; printed are ratios of medians with a 95 %
+bootstrap interval. `cost` is of one rank: its step from `s3://` on loopback, compared with the same step on
 one batch that stays on the device.
 """
 
@@ -73,11 +73,11 @@ BIG = Size(
     torch.bfloat16,
 )
 SMALL = Size(ModelConfig(vocab_size=8192, dim=64, layers=2, heads=2), 128, 2, 2, 2_000_000)
-"""Of `cost`, with CUDA and without."""
+"""Sizes of `cost`, with CUDA and without."""
 BUCKET = 25 << 18
 """Elements: DDP's 25 MiB."""
 STEPS = 10
-"""Of one side of `cost`, before the other takes its turn."""
+"""Steps of one side of `cost` before the other takes its turn."""
 DOCUMENT = 10_000
 """Tokens."""
 Times = dict[str, list[float]]
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def buckets(chosen: argparse.Namespace) -> None:
-    """Steps with BucketedDataParallel, with its check and without, beside torch DDP."""
+    """Steps with BucketedDataParallel, with and without its check, compared with torch DDP."""
     times: Times = {"ddp": [], "buckets": [], "checked": []}
     for _ in range(chosen.launches):
         for name, seconds in on_two_ranks(chosen, time_sides, tuple(times)).items():
@@ -147,7 +147,7 @@ def waiting(chosen: argparse.Namespace) -> None:
 
 
 def cost(chosen: argparse.Namespace) -> None:
-    """A step from `s3://` beside the same step on one batch that stays on the device."""
+    """A step from `s3://`, compared with the same step on one batch that stays on the device."""
     size = BIG if chosen.device == "cuda" else SMALL
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "objects"
@@ -193,8 +193,8 @@ def on_two_ranks(
         spawn(  # type: ignore[no-untyped-call]
             enter, (chosen.device, chosen.runs, program, arguments, store, results), nprocs=2
         )
-        found: Times = results.get()
-        return found
+        times: Times = results.get()
+        return times
 
 
 def enter(
