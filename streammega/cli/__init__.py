@@ -1,1 +1,1 @@
-"""The command line: every command, and what is printed or drawn."""
+"""The `streammega` command: one function for each subcommand, and the renderers of reports."""

@@ -1,4 +1,4 @@
-"""The command that makes token shards of a corpus: thin; what it does is `streammega.convert`."""
+"""The commands `convert` and `ls`. The work itself is done by `streammega.convert`."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def convert(
     storage_file: StorageFile = None,
     **settings: Any,
 ) -> None:
-    """Make token shards of a corpus: of text, or of tokens that are merged, split or filtered.
+    """Make token shards from text, or merge, split and filter shards of tokens.
 
-    Started again after an interruption, it goes on where it stopped.
+    After an interruption the same command goes on where it stopped.
     """
     from streammega.cli.progress import ProgressDisplay
     from streammega.convert import convert as convert_all
@@ -116,7 +116,7 @@ def convert(
     }
     share = parse_task(command.task) if command.task is not None else None
     if share is not None and (command.report or command.plot):
-        raise ConfigError("--report and --plot tell of a whole dataset; give them to --task merge")
+        raise ConfigError("--report and --plot describe a whole dataset; give them to --task merge")
     if command.append_to is not None:
         _check_append(command.append_to, output, conversion["options"], output_storage)
     _check_outputs(command)
@@ -152,7 +152,7 @@ def list_inputs(
     storage_file: StorageFile = None,
     **settings: Any,
 ) -> None:
-    """Say what convert would read, as what format, and what it would leave out and why."""
+    """List the files that convert would read, with their formats, and those it would leave out."""
     from streammega.convert.read.inputs import described, find_inputs
     from streammega.convert.read.selection import SkippedFiles
     from streammega.convert.read.stdin import is_pipe
@@ -163,16 +163,16 @@ def list_inputs(
     options = ConvertOptions(**settings_from(ConvertOptions, settings))
     skipped = SkippedFiles()
     config = storage_config(storage, storage_file, looks_only=True)
-    found = described(find_inputs(inputs, config, options, skipped))
+    rows = described(find_inputs(inputs, config, options, skipped))
     if as_json:
         values = {
-            "inputs": found,
+            "inputs": rows,
             "files_passed_over": skipped.counts,
             "names_passed_over": skipped.names,
         }
         typer.echo(json.dumps(values, indent=1))
         return
-    for item in found:
+    for item in rows:
         typer.echo(f"{item['format']:<9} {item['bytes']:>15,}  {_printable(item['path'])}")
     for reason, count in sorted(skipped.counts.items()):
         typer.echo(f"left out, {reason}: {count:,}")
@@ -180,13 +180,13 @@ def list_inputs(
             typer.echo(f"  {_printable(redact_urls(name))}")
         if count > SHOWN_NAMES:
             typer.echo(f"  and {count - SHOWN_NAMES:,} more")
-    formats = Counter(item["format"] for item in found)
+    formats = Counter(item["format"] for item in rows)
     counted = ", ".join(f"{count:,} {name}" for name, count in sorted(formats.items()))
-    typer.echo(f"inputs: {counted}; {sum(item['bytes'] for item in found):,} bytes")
+    typer.echo(f"inputs: {counted}; {sum(item['bytes'] for item in rows):,} bytes")
 
 
 def _printable(path: str) -> str:
-    """A path as it is, unless a terminal would obey it."""
+    """The path, quoted where it has characters that control a terminal."""
     return path if path.isprintable() else repr(path)
 
 
@@ -199,12 +199,12 @@ def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]
 
 
 def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOptions:
-    """What the output depends on. Raises ConfigError."""
+    """The options that decide the output. Raises ConfigError."""
     options = settings_from(ConvertOptions, settings)
     if command.merges:
         if "tokenizer" not in options:
             raise ConfigError(
-                "--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer"
+                "--merges needs the vocab.json of the same tokenizer; give that as --tokenizer"
             )
         options["tokenizer"] += f",{command.merges}"
     if "template_vars" in options:
@@ -258,7 +258,7 @@ def _input_storage(
 def _check_append(
     dataset: str, output: str, options: ConvertOptions, storage: StorageConfig
 ) -> None:
-    """Raise ConfigError before anything is converted that could not be appended then."""
+    """Raise ConfigError, before anything is converted, if the result could not be appended."""
     from streammega.convert.tokenize.tokenizers import load_tokenizer
     from streammega.dataset.append import check_can_append
     from streammega.dataset.idx import token_dtype_named
@@ -271,7 +271,7 @@ def _check_append(
     }
     if options.dtype is not None:
         made["dtype"] = str(token_dtype_named(options.dtype))
-    # tokens of several tokenizers are of none that a manifest names
+    # a manifest names no tokenizer where tokens of several are mixed
     if options.tokenizer is not None and not options.allow_mixed_tokenizers:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
         made["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
@@ -290,11 +290,11 @@ def _write_outputs(done: ConvertReport, command: CommandOptions, words: Sequence
 
 
 def _check_outputs(command: CommandOptions) -> None:
-    """Raise OSError or ConfigError for a report or plot that could not be written in the end."""
+    """Raise OSError or ConfigError, before the conversion, if a report or plot cannot be written."""
     for path in (command.report, command.plot):
         if path is not None:
             was_there = os.path.exists(path)
-            # opened, since neither modes nor a folder's existence tell whether one may write there
+            # opening is the only sure test: modes and folders do not say who may write
             with open(path, "ab"):
                 pass
             if not was_there:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DOCUMENTS_AT_ONCE = 64
 """Documents that one read of `cat` fetches."""
 MAX_VERSIONS = 20
-"""Versions that are listed: a dataset may have thousands."""
+"""Versions that are listed; a dataset may have thousands."""
 
 
 def verify(
@@ -53,7 +53,7 @@ def verify(
         typer.Option(help="First rebuild each lost or broken .idx from the ends of documents."),
     ] = False,
     force: Annotated[
-        bool, typer.Option(help="Repair also where sequences and modes are lost by it.")
+        bool, typer.Option(help="Repair even if sequences and modes are lost.")
     ] = False,
     dtype: Annotated[
         str | None,
@@ -135,8 +135,8 @@ def append(
 ) -> None:
     """Make the next version of a dataset, with the shards of others after its own.
 
-    Any number of producers may do so at once. What is in already stays once, so a command that was
-    killed may be repeated. Runs go on with the version that they name (PREFIX@NUMBER).
+    Any number of producers may append at once. A shard is added only once, so a killed command can
+    be repeated. A run keeps reading the version that it names (PREFIX@NUMBER).
     """
     from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.append import append as run
@@ -158,9 +158,9 @@ def versions(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """List the versions of a dataset that grows, and datasets in its folder that none of them has.
+    """List the versions of a dataset that grows, and datasets of its folder that are in no version.
 
-    Exits with 1 where the manifest of one cannot be read.
+    Exit status 1 if the manifest of a version cannot be read.
     """
     from streammega.dataset.versions import DamagedVersion, unreferenced_shards
     from streammega.dataset.versions import versions as run
@@ -181,7 +181,7 @@ def versions(
                 "tokens": manifest.tokens,
             }
             rows.append(row)
-    # Shards of a damaged version would look as if no version had them.
+    # without a damaged version its shards would seem to be in no version
     others = [] if problems else [redact_urls(at) for at in unreferenced_shards(prefix, settings)]
     summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
     report = {"problems": problems, "in_no_version": others, "versions": rows}
@@ -285,8 +285,8 @@ def cat(
 ) -> None:
     """Show documents of a dataset as text.
 
-    Fetches the .idx and these documents only. Several documents each have a line with their number
-    before them.
+    Fetches only the .idx and these documents. With several documents, a line with its number comes
+    before each.
     """
     from streammega.dataset import IndexedDataset
 
@@ -364,7 +364,7 @@ def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokeni
 def _read_documents(
     indexed: IndexedDataset, first: int, last: int
 ) -> Iterator[tuple[int, list[tuple[Any, int | None]]]]:
-    """(number, (ids, mode) of each sequence) of documents [first, last]; None: there are no modes."""
+    """(number, [(ids, mode) of each sequence]) of documents first to last; mode may be None."""
     bounds = indexed.document_indices
     for begin in range(first, last + 1, DOCUMENTS_AT_ONCE):
         stop = min(begin + DOCUMENTS_AT_ONCE, last + 1)
@@ -398,6 +398,6 @@ def _document_report(
 
 def _show(report: dict[str, Any]) -> None:
     text = report["text"] if "text" in report else " ".join(map(str, report["ids"]))
-    if sys.stdout.isatty():  # which would obey what a document says
+    if sys.stdout.isatty():  # control characters of a document would act on the terminal
         text = without_controls(text)
     typer.echo(text.encode("utf-8", "backslashreplace").decode())

@@ -1,4 +1,4 @@
-"""The command that says what a dataset is, an input of another format, or a run."""
+"""The command `describe`: reports of a dataset, of an input of another format, or of a run."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def describe(
         int, typer.Option(min=0, help="How many of the first tokens are shown.")
     ] = 32,
     last_step: Annotated[
-        int | None, typer.Option(help="Of a run: up to this step; by default its last.")
+        int | None, typer.Option(help="The last step of a run to count; by default the run's last.")
     ] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Say what a dataset is, or what each phase of a run takes from which dataset.
+    """Describe a dataset, an input file, or the phases of a run.
 
-    Of a dataset: counts, dtype, sizes, first tokens, document lengths.
+    For a dataset: counts, dtype, sizes, first tokens and document lengths. For a run: what each
+    phase takes from each dataset.
     """
     if prefix.endswith(RUN):
         for name, value in (
@@ -64,7 +65,9 @@ def describe(
             ("--storage-file", storage_file),
         ):
             if value is not None:
-                raise ConfigError(f"{name}: is of a dataset, and {prefix} is a run's file")
+                raise ConfigError(
+                    f"{name} is for datasets, and {prefix} is a run's file; leave it out"
+                )
         _describe_run(prefix, last_step, as_json=as_json)
         return
     if last_step is not None:

@@ -1,4 +1,4 @@
-"""The command that compares the orders of two runs: what differs, and from which sample on."""
+"""The command `diff-orders`: which settings of two runs differ, and the first sample that does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from streammega.cli.trace import TracedRunFile
 
 MAX_LISTED = 50
-"""Settings that are named one by one, where two runs differ."""
+"""Differing settings that are listed one by one."""
 
 
 def diff_orders(
@@ -29,7 +29,7 @@ def diff_orders(
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
-    """Say what of the order differs between two runs, and from which sample on.
+    """Compare the orders of two runs: settings that differ, and the first sample that does.
 
     Reads no tokens. Exit status 1 if a sample differs.
     """
@@ -59,25 +59,25 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
             ends.append(available)
     if samples is not None:
         ends.append(samples)
-    found = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
-    listed = dict(islice(found.settings.items(), MAX_LISTED))
+    comparison = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
+    listed = dict(islice(comparison.settings.items(), MAX_LISTED))
     report: Report = {
         "split": one.split,
-        "samples": found.samples,
-        "first_sample": found.first,
+        "samples": comparison.samples,
+        "first_sample": comparison.first,
         "first_steps": None,
         "looked_at": None,
         "same_of_these": None,
         "settings": _both(listed),
-        "settings_not_listed": len(found.settings) - len(listed) or None,
+        "settings_not_listed": len(comparison.settings) - len(listed) or None,
         "tokens": {},
         "steps": _both(differing_values(_steps_of(one), _steps_of(two))),
     }
-    if found.first is not None:
-        report["first_steps"] = [run.schedule.step_of(found.first) for run in (one, two)]
-        report["looked_at"] = found.looked_at
-        report["same_of_these"] = found.shared
-        report["tokens"] = _both(_tokens_of(one, two, found.samples))
+    if comparison.first is not None:
+        report["first_steps"] = [run.schedule.step_of(comparison.first) for run in (one, two)]
+        report["looked_at"] = comparison.looked_at
+        report["same_of_these"] = comparison.shared
+        report["tokens"] = _both(_tokens_of(one, two, comparison.samples))
     return report
 
 
@@ -108,7 +108,7 @@ def _summary(report: Report) -> str:
     first = report["first_sample"]
     if first is None:
         same = f"the first {report['samples']:,} samples of {report['split']} are the same"
-        # a resume is refused by these, or they come into play after those samples
+        # these settings make a resume refuse the state, or act after the compared samples
         return f"{same}; settings differ" if report["settings"] else same
     places = zip(report["first_steps"], report["runs"], strict=True)
     steps = [f"step {'(excluded)' if step is None else step} of {run}" for step, run in places]
@@ -119,7 +119,7 @@ def _summary(report: Report) -> str:
 
 
 def _steps_of(run: TracedRunFile) -> Report:
-    """What says which step takes a sample, and not which tokens it has."""
+    """Settings that decide which step takes a sample, but not its tokens."""
     return {
         "samples_of_a_step": [list(stage) for stage in run.schedule.stages],
         "exclude_samples": [list(span) for span in run.schedule.excluded_ranges],

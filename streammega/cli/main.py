@@ -1,4 +1,4 @@
-"""The `streammega` command line: thin; every command is a library call."""
+"""The `streammega` command line: its commands, and how errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
 
 EXIT_OF_INTERRUPT = 130
-"""As shells have it: 128 and the number of SIGINT."""
+"""128 plus the number of SIGINT, as shells have it."""
 EXIT_OF_BROKEN_PIPE = 141
-"""128 and the number of SIGPIPE."""
+"""128 plus the number of SIGPIPE."""
 
 app = typer.Typer(
     name="streammega",
@@ -79,7 +79,7 @@ app.add_typer(cache_app, name="cache")
 
 
 def _is_by_ctrl_c(stop: SystemExit) -> bool:
-    """Whether Ctrl-C ended a command that did not answer it itself."""
+    """Whether Ctrl-C ended a command that did not handle it."""
     error: BaseException | None = stop
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
@@ -99,15 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, standalone_mode=True, obj=["streammega", *words])
     except SystemExit as stop:
-        if _is_by_ctrl_c(stop):  # typer says nothing of it
+        if _is_by_ctrl_c(stop):  # typer prints nothing
             print("interrupted", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # What is in the buffer of stdout is flushed when the interpreter ends, and would fail once
-        # more, with a traceback.
+        # the interpreter flushes stdout when it ends, which would fail again with a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OF_BROKEN_PIPE
     except OSError as error:  # a report or plot that cannot be written, a link to nowhere

@@ -1,4 +1,4 @@
-"""What several commands share: flags that are made from settings, options of a storage, sizes."""
+"""Options that several commands share: flags made from settings, storage options, sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def storage_config(
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            # The word is not repeated: it may be a secret.
+            # the message does not repeat the word: it may be a secret
             raise ConfigError(
                 f"{option}: a value has no '='; write it as KEY=VALUE, for instance "
                 f"endpoint_url=http://127.0.0.1:9000"
@@ -100,19 +100,20 @@ def format_size(size: int) -> str:
 def with_flags(
     *settings: type, only: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of settings: those of their fields that have a `Flag`.
+    """Add to a command one flag for each field of `settings` that has a `Flag`.
 
     The command gets their values as keyword arguments, for `settings_from`. only: names of fields.
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True)
+        signature = inspect.signature(command, eval_str=True)
         parameters = [flag for kind in settings for flag in _flags(kind, only)]
-        parameters += [item for item in own.parameters.values() if item.kind != item.VAR_KEYWORD]
+        written = signature.parameters.values()
+        parameters += [item for item in written if item.kind != item.VAR_KEYWORD]
         # arguments that must be given come first, then flags of settings, then the others
         parameters.sort(key=lambda item: item.default is not item.empty)
         # typer reads the signature of a command, and its annotations
-        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in parameters}
         return command
 
@@ -166,8 +167,8 @@ def _type_of_words(name: str, kind: FieldType) -> Any:
 
 
 def settings_from(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for settings, of the values of their flags. Raises ConfigError."""
-    given: dict[str, Any] = {}
+    """Keyword arguments for a class of settings from the values of its flags. Raises ConfigError."""
+    arguments: dict[str, Any] = {}
     for name, kind in field_types(settings).items():
         value = values.get(name)
         if kind.flag is None or value is None or value == []:
@@ -176,5 +177,5 @@ def settings_from(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
             value = parse_size(value, flag_name(name, kind.flag))
         elif _repeats(kind):
             value = tuple(value)
-        given[name] = value
-    return given
+        arguments[name] = value
+    return arguments

@@ -1,5 +1,5 @@
-"""The command that measures an order before a run is started: shuffle quality, blend drift, and what
-each rank would fetch.
+"""The command `order-report`, which measures an order before a run: shuffle quality, blend drift,
+and what each rank would fetch.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def order_report(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Measure an order before it is used: shuffle quality, blend drift, requests, bytes.
+    """Measure an order before a run: shuffle quality, blend drift, requests and bytes.
 
-    Of a run's file in each of its phases. Reads no tokens.
+    For a run's file it measures each phase. It reads no tokens.
     """
     notes = []
     if blend[0].endswith(RUN):
@@ -115,8 +115,9 @@ def order_report(
 
 
 def _blend_of(words: list[str]) -> list[str] | str:
-    """The words as one text, in which a weight without a prefix is a mistake; as a list, where a
-    prefix has blanks.
+    """The words as one text, or as a list where a prefix has blanks.
+
+    In one text, a weight without a prefix is an error.
     """
     has_blanks = any(len(word.split()) != 1 for word in words)
     return words if has_blanks and len(words) > 1 else " ".join(words)
@@ -137,12 +138,12 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _check_of_a_blend(context: typer.Context, path: str) -> None:
-    """Raise ConfigError for options that a run's file says otherwise."""
+    """Raise ConfigError for options whose values a run's file has."""
     for name in (*OF_A_BLEND, "storage", "storage_file"):
         if _is_given(context, name):
             option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option}: {path} says it; to measure another, put section.name=value behind it"
+                f"--{option}: {path} has this setting; to change it, write section.name=value after the file"
             )
 
 
@@ -150,7 +151,7 @@ class MeasuredOrder(NamedTuple):
     """Figures of the samples at the beginning of a phase."""
 
     report: Report
-    """The report, for JSON and for people. A figure is None if there are too few samples."""
+    """The report, for JSON and for people. A figure is null if there are too few samples."""
     drift: list[tuple[int, float]]
     """(samples so far, largest distance of a dataset from its share, in samples) of a blend."""
 
@@ -160,7 +161,7 @@ def measure_order(
 ) -> MeasuredOrder:
     """Measure `steps` global batches of an order from its plan; no token is read.
 
-    Of a config with phases: of the first, to its end at most. Raises ConfigError for sizes below 1.
+    With phases, it measures the first one, to its end at most. Raises ConfigError for sizes below 1.
     """
     from streammega.order.schedule import training_schedule
     from streammega.samples.open import open_source
@@ -215,7 +216,7 @@ def _measure(
     extents = segment.locate(ids)
     starts, total = _file_starts(segment)
     places = places_of(extents, starts, config.sequence_length)
-    # of fewer places than samples nothing could be drawn without repeating
+    # samples are drawn without repetition, so there must be as many places
     population = max(total, samples)
     window = WINDOW_STEPS * global_batch_size
     quality = shuffle_quality(places, total, window)
@@ -260,11 +261,11 @@ def _measure(
 def _plan_of_a_rank(
     config: DataConfig, segment: SegmentSource, order: StreamOrder | None, ids: NDArray[np.int64]
 ) -> FetchPlan | None:
-    """What one rank would fetch for its samples: in the stream order whole blocks, each open in a
-    lane of its own; else every sample by itself.
+    """What one rank would fetch for its samples.
 
-    None where a dataset has fewer blocks than there are lanes, which share them: how often the
-    loader then reads a block depends on what its memory holds.
+    In the stream order it fetches whole blocks, one open in each lane; else each sample by itself.
+    None where a dataset has fewer blocks than lanes: lanes then share blocks, and the loader's
+    memory decides how often a block is read.
     """
     from streammega.order.quality import fetch_plan
 
@@ -285,11 +286,11 @@ def _figure(value: float) -> float | None:
 
 
 def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan | None) -> list[str]:
-    """What figures of little data mean."""
+    """Explanations of figures that are missing or look wrong where data is small."""
     notes = []
     if any(value is None for row in figures for value in row.values()):
         notes.append(
-            f"{samples:,} samples are too few for a figure that is left out; look at more --steps"
+            f"{samples:,} samples are too few for a figure, which is left out; give more --steps"
         )
     if plan is None:
         notes.append(
@@ -329,7 +330,6 @@ def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:
     lengths = []
     for row, figure in enumerate(figures):
         ours, full = (figure[name] for name in ("this_order", "full_shuffle"))
-        # of a full shuffle's 0 nothing has a share
         length = ours / full if ours is not None and full else 0.0
         words = ["too few samples" if value is None else f"{value:.4g}" for value in (ours, full)]
         axes.barh(textwrap.fill(figure["figure"], 34), length, color="C0")
@@ -343,14 +343,12 @@ def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _fully_shuffled(total: int, count: int) -> Any:
-    """The first `count` places of a full shuffle, in memory of that order however many places there
-    are.
-    """
+    """The first `count` places of a full shuffle; memory grows with `count`, not with `total`."""
     return np.random.default_rng(0).choice(total, count, replace=False)
 
 
 def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
-    """Samples before each file of each dataset, and of all."""
+    """Samples before each file of each dataset, and the number of all samples."""
     length = segment.config.sequence_length
     starts: list[NDArray[np.int64]] = []
     samples_before = 0
@@ -364,10 +362,9 @@ def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
 
 
 def _blend_drift(dataset: NDArray[Any], order: StreamOrder | None) -> list[tuple[int, float]]:
-    """(samples so far, distance) of the dataset of every sample, int [samples], from the shares of
-    a blend.
+    """(samples so far, largest distance of a dataset from its share, in samples) of a blend.
 
-    Empty without a blend.
+    dataset: the dataset of each sample, int [samples]. Empty without a blend.
     """
     if order is None or len(order.datasets) < 2:
         return []

@@ -94,8 +94,8 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     """Loss (of training, validation sets and sources), gradient norm, learning rate, speed and
     waiting by step, as a PNG.
 
-    Steps that a restart gave up are not drawn, where it began again is marked; records are those of
-    metrics.jsonl.
+    records: those of metrics.jsonl. Steps that a restart ran again are drawn once, and each restart
+    is marked.
     """
     steps = latest(records)
     restart_steps = restarts(records)
@@ -118,7 +118,7 @@ def _draw_field(
     from matplotlib.ticker import MaxNLocator
 
     for name, points in curves.items():
-        # validation is seldom: its points lie apart
+        # validation is rare, so its points are marked
         marker = "o" if name.startswith("valid") else None
         numbers, values = zip(*points, strict=True)
         is_smoothed = field.is_noisy and len(points) > SMOOTHED
@@ -152,7 +152,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records of the run as it is now, in order of steps.
 
-    Where it went back to a step, all that came after that step was given up.
+    Where the run went back to a step, its earlier records from that step on are dropped.
     """
     kept: list[Mapping[str, Any]] = []
     for record in records:
@@ -163,15 +163,16 @@ def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The steps, in order, with which a run began again after it had been further; those given up
-    later are left out.
+    """The steps, in order, at which a run began again after it had been further.
+
+    A restart is left out if a later restart went back to or before its step.
     """
     steps: list[int] = []
     last = 0
     for record in records:
         step = int(record["step"])
         if step <= last:
-            # what was begun again at a later step was given up with it
+            # restarts at later steps belong to records that are dropped
             steps = [earlier for earlier in steps if earlier < step]
             steps.append(step)
         last = step

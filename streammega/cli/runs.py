@@ -27,9 +27,9 @@ def prepare(
     config: RunFile,
     overrides: Overrides = None,
 ) -> None:
-    """Build all indices of a run ahead of it, without GPUs.
+    """Build all indices of a run before it starts, without GPUs.
 
-    With data.index_publish_url they are published for the nodes.
+    With data.index_publish_url the indices are published for the nodes.
     """
     from dataclasses import replace
 
@@ -102,9 +102,7 @@ class Warmup:
 
 
 def warm_up() -> Warmup:
-    """Convert and load a small corpus in all the ways that use other kernels, or other signatures
-    of them.
-    """
+    """Convert and load a small corpus in every way that uses another kernel or signature."""
     from streammega.kernels.jit import KERNELS
 
     began = time.monotonic()

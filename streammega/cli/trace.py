@@ -1,5 +1,6 @@
-"""The command that explains a run's steps, and finds documents in them: computed of its config,
-without a log of the run.
+"""The command `trace`, which explains the steps of a run and finds documents in them.
+
+It computes both from the run's config and needs no log.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 MAX_FOUND = 100
 """Documents with a text that are reported. A text that more documents have says little."""
 MIN_INNER = 3
-"""Ids that are left of a text without its first and last for these to be left out: at its ends a
-text that goes on is cut into other tokens.
-"""
+"""The fewest ids of a text that a search uses without the first and the last one.
 
+Within a document the tokenizer may cut the ends of the text in another way.
+"""
 
 OF_CHANGES = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
 """Fields that are reported only after lengths or lanes changed, or a dataset began again."""
@@ -51,30 +52,30 @@ def trace(
     find: Annotated[
         str | None,
         typer.Option(
-            help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
-            "a shard; its id, URL or FILE:LINE, where convert kept --provenance; or a text, with "
-            "--tokenizer, for which all tokens are looked through."
+            help="A document, to list the steps that read it: NAME#NUMBER of a dataset or shard; its "
+            "id, URL or FILE:LINE, if convert kept --provenance; or, with --tokenizer, a text, which "
+            "is searched in all tokens."
         ),
     ] = None,
     excluded: Annotated[
         bool,
         typer.Option(
             "--excluded",
-            help="The documents of exclude_documents, and at which steps each was seen before.",
+            help="List the documents of exclude_documents, and the steps that read each before.",
         ),
     ] = False,
     last_step: Annotated[
         int | None,
         typer.Option(
-            help="With --find and --excluded: up to this step; by default the run's last."
+            help="With --find and --excluded: the last step to list; by default the run's last."
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
+        int | None, typer.Option(help="With --step: only the samples of this data-parallel rank.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="How many data-parallel ranks there are: names their samples."),
+        typer.Option(help="The number of data-parallel ranks, to name the rank of each sample."),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -82,7 +83,7 @@ def trace(
     ] = None,
     split: Split = "train",
     validation: Annotated[
-        str | None, typer.Option(help="A validation set of its own, by its name in the run.")
+        str | None, typer.Option(help="A validation set, by its name in the run.")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
@@ -90,10 +91,10 @@ def trace(
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
-    """Say which documents a step of a run is made of, or at which steps a document is seen.
+    """List the documents that a step of a run reads, or the steps that read a document.
 
-    No log of the run is needed: the order is computed. Of the data only .idx files are read, and
-    with --tokenizer the tokens.
+    The order is computed, so no log of the run is needed. Only .idx files are read, and with
+    --tokenizer also tokens.
     """
     from streammega.train.config import load_run
 
@@ -115,7 +116,7 @@ def trace(
             samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
             decode = None if model is None else model.decode
             report = trace_report(run, samples, _range(tokens), decode)
-    except IndexError as error:  # a number that no sample or document has, as it was given
+    except IndexError as error:  # no sample or document has the number that was given
         raise ConfigError(str(error)) from None
     chosen = {"step": step, "sample": sample, "find": find, "excluded": excluded or None}
     what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
@@ -126,7 +127,7 @@ def trace(
 def _check_asked(
     step: int | None, sample: int | None, find: str | None, excluded: bool, tokens: str | None
 ) -> None:
-    """Raise ConfigError unless one thing is to be explained, by options that belong to it."""
+    """Raise ConfigError unless exactly one question is asked, with options that belong to it."""
     from streammega.config import MAX_SAMPLES
 
     chosen = [name for name in (step, sample, find, excluded or None) if name is not None]
@@ -137,7 +138,7 @@ def _check_asked(
     if sample is not None and sample >= MAX_SAMPLES:
         raise ConfigError(f"--sample {sample}: no run has so many samples")
     if (find is not None or excluded) and tokens is not None:
-        raise ConfigError("--tokens is of the samples of --step and --sample, and of nothing else")
+        raise ConfigError("--tokens goes with --step or --sample only")
 
 
 def _check_belongs(option: str, value: int | None, to: str, other: object) -> None:
@@ -147,7 +148,7 @@ def _check_belongs(option: str, value: int | None, to: str, other: object) -> No
 
 
 def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
-    """Raise ConfigError for a step that the run has not."""
+    """Raise ConfigError for a step that the run does not have."""
     if step is None or 1 <= step <= run.last_step:
         return
     how_to_look_further = ""
@@ -161,7 +162,7 @@ def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
 
 
 def _chosen_run(run: RunConfig, validation: str | None) -> RunConfig:
-    """The run, or the one that has a validation set as its valid split."""
+    """The run; for a validation set, the run with that set as its valid split."""
     from streammega.train.splits import validation_sets
 
     if validation is None:
@@ -204,11 +205,11 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
 
 
 def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[DocumentName]:
-    """The documents that --find names. Raises ConfigError if there are none."""
+    """The documents that --find names. Raises ConfigError if no document matches."""
     names = run.provenance.names
-    found = names.find(what)
-    if found:
-        return found
+    matches = names.find(what)
+    if matches:
+        return matches
     if model is None:
         raise ConfigError(
             f"--find: {names.describe_missing([what])}. To find a text, give the --tokenizer that "
@@ -221,24 +222,24 @@ def _documents_with(run: TracedRunFile, text: str, model: Tokenizer) -> list[Doc
     """The documents that have a text, each once."""
     from streammega.samples.provenance import documents_with
 
-    found: dict[DocumentName, None] = {}
+    matches: dict[DocumentName, None] = {}
     for name, _, ids in documents_with(run.provenance, _patterns(text, model)):
-        # The ids are the inner ones of the text: whether it is all there, its letters tell.
+        # the patterns lack the first and last id, so the whole text is compared
         if text in model.decode(ids.tolist()):
-            found[name] = None
-        if len(found) == MAX_FOUND:
+            matches[name] = None
+        if len(matches) == MAX_FOUND:
             typer.echo(f"{MAX_FOUND} documents have this text; no more are looked for", err=True)
             break
-    if not found:
+    if not matches:
         raise ConfigError(
             f"no document of this split has the text {text!r}; is it the tokenizer of the data, and "
             "does the text begin and end with whole words?"
         )
-    return list(found)
+    return list(matches)
 
 
 def _patterns(text: str, model: Tokenizer) -> list[list[int]]:
-    """Ids by which a text is found: as it is cut at the beginning of a text, and within one."""
+    """Ids to search for: the text as tokenized at the beginning of a document, and within one."""
     patterns: list[list[int]] = []
     for written in (text, f" {text}"):
         (encoded,) = model.encode([written])
@@ -254,9 +255,9 @@ def _patterns(text: str, model: Tokenizer) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRunFile:
-    """One split of a run, whose steps and documents are asked for.
+    """One split of a run, as `trace` explains it.
 
-    ranks: how many data-parallel ranks, where the ranks of samples are wanted.
+    ranks: the number of data-parallel ranks; None if reports name no ranks.
     """
 
     provenance: Provenance
@@ -268,17 +269,15 @@ class TracedRunFile:
 
     @property
     def end(self) -> int:
-        """The sample behind those of the run's last step."""
+        """The sample after those of the run's last step."""
         return self.end_of(self.last_step)
 
     def end_of(self, step: int) -> int:
-        """The sample behind those of a step."""
+        """The sample after those of a step."""
         return self.schedule.samples_of_step(step).stop
 
     def place(self, sample: int) -> Report:
-        """The step of a sample, its phase if the run has several, and where the ranks are known the
-        one that reads it.
-        """
+        """The step of a sample, its phase if the run has several, and its rank if `ranks` is set."""
         place: Report = {"sample": sample, "step": self.schedule.step_of(sample)}
         source = self.provenance.source
         if len(source.segments) > 1:
@@ -288,7 +287,7 @@ class TracedRunFile:
         return place
 
     def _rank_of(self, sample: int, ranks: int) -> int:
-        """The rank that reads a sample, of so many."""
+        """The rank that reads a sample."""
         from streammega.order.sharding import rank_of
 
         schedule = self.schedule
@@ -348,7 +347,7 @@ def trace_report(
     tokens: tuple[int, int] | None = None,
     decode: Decode | None = None,
 ) -> Report:
-    """What samples are made of, and how much of which dataset they are."""
+    """The documents of samples, and how many tokens they take from each dataset."""
     ids = np.array(samples, np.int64)
     traced = run.provenance.trace(ids, tokens)
     stored = run.provenance.tokens(ids)[0] if decode is not None else None
@@ -379,8 +378,9 @@ def uses_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: in
 
 
 def excluded_report(run: TracedRunFile, last_step: int) -> Report:
-    """Which documents are excluded, from where on, and in which steps each was seen before, up to a
-    step.
+    """The excluded documents, where each exclusion begins, and the steps that read it before.
+
+    Steps after `last_step` are left out.
     """
     end = run.end_of(last_step)
     documents = []
@@ -394,25 +394,23 @@ def excluded_report(run: TracedRunFile, last_step: int) -> Report:
                 "uses": uses,
             }
         )
-    seen = [document for document in documents if document["uses"]]
+    seen_before = [document for document in documents if document["uses"]]
     return {
         "split": run.split,
         "last_step": last_step,
         "excluded_documents": len(documents),
-        "seen_before": len(seen),
-        "tokens_seen": sum(document["tokens_seen"] for document in seen),
+        "seen_before": len(seen_before),
+        "tokens_seen": sum(document["tokens_seen"] for document in seen_before),
         "documents": documents,
     }
 
 
 def _uses(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -> list[Report]:
-    """Where tokens of a document are read before a sample. since: the one from which on they are
-    not seen.
-    """
+    """The samples before `end` that read a document. since: the sample that excludes it."""
     uses = []
     for use in run.provenance.uses(name, end):
         place = run.place(use.sample)
-        # Of samples that are excluded, nothing is seen.
+        # training sees nothing of excluded samples
         if place["step"] is None:
             continue
         entry = {**place, "tokens": [use.start, use.stop]}
@@ -423,7 +421,7 @@ def _uses(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -
 
 
 def _distinct(ranges: Sequence[tuple[int, ...]]) -> int:
-    """How many tokens are in any of some ranges [start, stop)."""
+    """How many tokens the ranges [start, stop) cover, each counted once."""
     count = 0
     behind = 0
     for start, stop in sorted(ranges):
@@ -433,7 +431,7 @@ def _distinct(ranges: Sequence[tuple[int, ...]]) -> int:
 
 
 def document_entry(provenance: Provenance, name: DocumentName) -> Report:
-    """What a document is called, and how long it is."""
+    """The names of a document, and its length."""
     shard = provenance.shards(name.dataset)[name.shard]
     runs = shard.tokens_of(name.document)
     return {
@@ -446,7 +444,7 @@ def document_entry(provenance: Provenance, name: DocumentName) -> Report:
 
 
 def _origin_entry(origin: DocumentOrigin | None) -> Report:
-    """Where a document came from, as far as that is known."""
+    """Where a document came from, if its shard keeps that."""
     if origin is None:
         return {}
     entry = {"origin": origin.location}
@@ -470,7 +468,7 @@ def _run_entry(part: TracedRun) -> Report:
 
 
 def _shares(traced: Sequence[Any]) -> Report:
-    """Tokens and documents that are seen of each dataset, the largest first."""
+    """Tokens and documents that training sees of each dataset, the largest first."""
     tokens: dict[str, int] = {}
     documents: dict[str, set[DocumentName]] = {}
     for sample in traced:
@@ -509,7 +507,7 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
 
 
 def _dataset_entry(dataset: Report, samples: int) -> Report:
-    """A dataset of a phase, without what it has nothing of; `dealt` is its share of the samples."""
+    """A dataset of a phase, without values that are 0; `dealt` is its share of the samples."""
     entry = {name: value for name, value in dataset.items() if name not in OF_CHANGES or value}
     dealt = dataset["samples"] / samples if samples else 0.0
     name = entry.pop("dataset")

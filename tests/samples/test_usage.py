@@ -175,12 +175,12 @@ def test_options_that_would_be_passed_over_are_refused(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command, message in (
-        (["order-report", run_file, "--seed", "3"], "--seed: run.toml says it; to measure another"),
+        (["order-report", run_file, "--seed", "3"], "--seed: run.toml has this setting"),
         (
             ["order-report", run_file, "--plot", "r.png"],
             "--plot: draws one order, and run.toml has 4 phases",
         ),
-        (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer: is of a dataset"),
+        (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer is for datasets"),
         (["describe", WEB, "--last-step", "3"], "--last-step needs a run file (.toml)"),
         (["describe", run_file, "--last-step", "95"], "--last-step 95: steps are counted from 1"),
     ):
