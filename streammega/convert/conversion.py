@@ -47,7 +47,7 @@ from streammega.convert.write.shards import (
     write_shard,
 )
 from streammega.dataset.manifest import Manifest
-from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.versions import check_not_grown
@@ -386,7 +386,7 @@ def _warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
     sizes: dict[str, int] = {}
     for item in inputs:
         if item.format == "megatron":
-            name = set_name(strip_suffix(item.path.removesuffix(MANIFEST)))
+            name = without_number(strip_suffix(item.path.removesuffix(MANIFEST)))
             sizes[name] = sizes.get(name, 0) + item.size
     for name, size in sizes.items():
         if len(sizes) > 2 and 2 * size == sum(sizes.values()):

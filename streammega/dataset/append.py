@@ -28,10 +28,10 @@ from streammega.storage.open import is_remote, resolved
 from streammega.storage.store import create_object, create_on_condition
 from streammega.storage.thread_pool import parallel_map
 
-LOOKS_AT_ONCE = 16
+MAX_LOOK_UPS = 16
 """Requests at once for the sizes of shards: each takes a round trip, and there may be thousands."""
 
-ALIKE = ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens")
+COMMON_FIELDS = ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens")
 """Fields of a manifest that all shards of a dataset have in common, besides the tokenizer."""
 
 
@@ -98,14 +98,14 @@ def check_can_append(
     Args:
         prefix: the dataset that grows.
         name: the prefix that will be appended. Nothing need be there yet.
-        metadata: what is known of it; see `check_alike`.
+        metadata: what is known of it; see `check_compatible`.
     """
     prefix = strip_suffix(prefix)
     check_same_folder(prefix, name)
     check_no_version(prefix, NOT_TO_A_VERSION)
     current = read_newest(prefix, storage)
     if current is not None:
-        check_alike(prefix, current.manifest, name, metadata)
+        check_compatible(prefix, current.manifest, name, metadata)
 
 
 def _create(store: Store, key: str, data: bytes) -> bool:
@@ -162,7 +162,7 @@ class AppendRequest(NamedTuple):
             shard.look_up()  # and compare it with the manifest
 
         names = shard_names(check_counts(manifest, url), url)
-        parallel_map(check, list(zip(names, manifest.shards, strict=True)), LOOKS_AT_ONCE)
+        parallel_map(check, list(zip(names, manifest.shards, strict=True)), MAX_LOOK_UPS)
         return cls(name, manifest)
 
     def is_in(self, version: DatasetVersion | None) -> bool:
@@ -211,7 +211,7 @@ def join_manifests(
     if current is not None:
         manifests.insert(0, current.manifest)
     for request in added:
-        check_alike(first_name, first, request.name, _metadata(request.manifest))
+        check_compatible(first_name, first, request.name, _metadata(request.manifest))
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if len({shard.name for shard in shards}) < len(shards):
         raise ConfigError(f"{redact_urls(prefix)}: a shard is named twice; name each dataset once")
@@ -237,12 +237,14 @@ def join_manifests(
     )
 
 
-def check_alike(first_name: str, first: Manifest, name: str, metadata: Mapping[str, Any]) -> None:
+def check_compatible(
+    first_name: str, first: Manifest, name: str, metadata: Mapping[str, Any]
+) -> None:
     """Raise ConfigError for two datasets that cannot be one, as far as the metadata of the second says.
 
-    metadata: of the dataset `name`, by the manifest's names: some of ALIKE, and `tokenizer`.
+    metadata: of the dataset `name`, by the manifest's names: some of COMMON_FIELDS, and `tokenizer`.
     """
-    for what in ALIKE:
+    for what in COMMON_FIELDS:
         if what in metadata and getattr(first, what) != metadata[what]:
             raise ConfigError(
                 f"{redact_urls(name)}: has {what} {metadata[what]!r}, "
@@ -260,7 +262,7 @@ def check_alike(first_name: str, first: Manifest, name: str, metadata: Mapping[s
 
 
 def _metadata(manifest: Manifest) -> dict[str, Any]:
-    common = {what: getattr(manifest, what) for what in ALIKE}
+    common = {what: getattr(manifest, what) for what in COMMON_FIELDS}
     return common | {"tokenizer": manifest.tokenizer}
 
 

@@ -44,13 +44,13 @@ class ShardDocuments:
     copy). Methods raise FormatError for an `.idx` that contradicts itself, and StorageError.
     """
 
-    def __init__(self, files: Shard) -> None:
-        self.files = files
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
 
     @property
     def name(self) -> str:
         """The shard's name, as its dataset has it: a prefix, or with the suffix of its kind."""
-        return self.files.name
+        return self.shard.name
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -70,7 +70,7 @@ class ShardDocuments:
     @property
     def num_tokens(self) -> int:
         """How many tokens it has."""
-        _, info = self.files.tokens()
+        _, info = self.shard.tokens()
         return info.size // self._arrays.dtype.itemsize
 
     @cached_property
@@ -78,7 +78,7 @@ class ShardDocuments:
         """Where its documents came from; None where that was not kept. Raises FormatError for a file
         of another shard.
         """
-        found = open_provenance(self.files.prefix, self.files.storage)
+        found = open_provenance(self.shard.prefix, self.shard.storage)
         if found is not None and found.documents != self.num_documents:
             raise FormatError(
                 f"{found.url}: has the origins of {found.documents} documents, and the .idx beside it "
@@ -109,7 +109,7 @@ class ShardDocuments:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(
-                f"document {document} of {self.files.index_url}, which has {self.num_documents}"
+                f"document {document} of {self.shard.index_url}, which has {self.num_documents}"
             )
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
@@ -128,13 +128,13 @@ class ShardDocuments:
         bounds = self._arrays.document_indices
         if len(documents) and not 0 <= documents.min() <= documents.max() < self.num_documents:
             raise FormatError(
-                f"{self.files.index_url}: has {self.num_documents} documents, and no number "
+                f"{self.shard.index_url}: has {self.num_documents} documents, and no number "
                 f"{documents.max()}; does the list of documents belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
-            raise FormatError(f"{self.files.index_url}: its documents overlap; rebuild the .idx")
+            raise FormatError(f"{self.shard.index_url}: its documents overlap; rebuild the .idx")
         before = np.cumsum(count) - count
         # the sequences of all documents, one after the other
         sequences = np.repeat(first - before, count) + np.arange(count.sum())
@@ -151,7 +151,7 @@ class ShardDocuments:
         last = int(bounds[document + 1])
         if not 0 <= first <= last <= self._arrays.num_sequences:
             raise FormatError(
-                f"{self.files.index_url}: document {document} has the sequences [{first}, {last}) "
+                f"{self.shard.index_url}: document {document} has the sequences [{first}, {last}) "
                 f"of {self._arrays.num_sequences}; rebuild the .idx"
             )
         return range(first, last)
@@ -163,7 +163,7 @@ class ShardDocuments:
         is_one = 0 <= document < self.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
-                f"{self.files.index_url}: sequence {sequence} belongs to no document; rebuild the "
+                f"{self.shard.index_url}: sequence {sequence} belongs to no document; rebuild the "
                 ".idx"
             )
         return document
@@ -199,7 +199,7 @@ class ShardDocuments:
 
     @cached_property
     def _arrays(self) -> IndexArrays:
-        return self.files.arrays()
+        return self.shard.arrays()
 
     @cached_property
     def _by_offset(self) -> Integers:

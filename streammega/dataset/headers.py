@@ -43,8 +43,8 @@ from streammega.dataset.local_cache import (
     remove_unused,
     touch,
 )
-from streammega.dataset.resolve import FEW, open_resolved
-from streammega.dataset.shard import READ_WHOLE, Shard
+from streammega.dataset.resolve import MAX_LOOKED_UP, open_resolved
+from streammega.dataset.shard import MAX_WHOLE_INDEX_BYTES, Shard
 from streammega.errors import CacheError
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import PreadStore
@@ -55,18 +55,18 @@ from streammega.storage.thread_pool import parallel_map
 log = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
-MANY = 64
+MIN_KEPT_HEADERS = 64
 """So many headers are read together and kept on local disk. For fewer, a file costs more than it
 saves.
 """
-READERS = 128
+MAX_HEADER_REQUESTS = 128
 """Requests at once. Each has a small answer, and waits for a round trip or two."""
-SMALL_READERS = 256
+MAX_SMALL_REQUESTS = 256
 """Requests at once for small `.idx`: 10,000 of 20 ms each are answered within a second."""
-NEAR = 0.004
+NEAR_SECONDS = 0.004
 """Seconds. Where an answer takes less than this, many threads only take turns."""
-NEAR_READERS = 32
-READ_TOGETHER = 1 << 12
+MAX_NEAR_REQUESTS = 32
+MAX_SHARDS_AT_ONCE = 1 << 12
 """Shards whose `.idx` are in memory at once: at most 96 MiB, and 32 MiB of copies while they are
 checked.
 """
@@ -74,7 +74,7 @@ MAX_KEPT_BYTES = 64 << 20
 """Small `.idx` stay in memory until their offsets are read, if all of them take no more than this."""
 END_BYTES = 1 << 10
 """Bytes of tokens that are read at each end of a shard."""
-TOKENS_READ_WHOLE = 16 << 10
+MAX_WHOLE_TOKEN_BYTES = 16 << 10
 """Tokens of so many bytes are read whole: one request takes less time than two."""
 UNUSED_DAYS = 60
 """Kept headers that were not used for so long are removed, such as those of a blend that changed."""
@@ -111,7 +111,7 @@ def _open_datasets(
     """
     shards = [shard for dataset in datasets for shard in dataset]
     unknown = [shard for shard in shards if shard.version is None or shard.index_version is None]
-    at_once = min(READERS, storage.max_concurrent_requests)
+    at_once = min(MAX_HEADER_REQUESTS, storage.max_concurrent_requests)
     _run([shard.look_up for shard in unknown], unknown, at_once)
     shown = [shard for shard in shards if shard.kind != "bin"]
     _run([shard.tokens for shard in shown], shown, at_once)
@@ -121,11 +121,11 @@ def _open_datasets(
         if shard.entry is None and shard.kind == "bin" and not shard.store.is_local:
             plain.append(shard)
     # Without ETags, kept headers could be those of earlier shards.
-    if len(plain) >= MANY and all(shard.stored.etag for shard in plain):
+    if len(plain) >= MIN_KEPT_HEADERS and all(shard.stored.etag for shard in plain):
         are_plain = {id(shard) for shard in plain}
         _open_many(plain, [shard for shard in at_ends if id(shard) in are_plain], names, storage)
     unread = [shard for shard in shards if shard.entry is None and shard.header is None]
-    are_many = len(unread) > FEW
+    are_many = len(unread) > MAX_LOOKED_UP
     jobs: list[Callable[[], Any]] = [
         partial(shard.read_header, is_one_of_many=are_many) for shard in unread
     ]
@@ -224,7 +224,7 @@ def _read_rows(
     unless they are too many.
     """
     sizes = [shard.index_info.size for shard in shards]
-    keep = sum(min(size, READ_WHOLE) for size in sizes) <= MAX_KEPT_BYTES
+    keep = sum(min(size, MAX_WHOLE_INDEX_BYTES) for size in sizes) <= MAX_KEPT_BYTES
     are_of_one_store = len({id(shard.store) for shard in shards}) == 1
 
     def read_one(shard: Shard) -> IndexHeader:
@@ -234,12 +234,16 @@ def _read_rows(
         return header
 
     parts = []
-    if are_of_one_store and max(sizes) <= READ_WHOLE:
-        readers = min(SMALL_READERS, storage.max_concurrent_requests)
-        for first in range(0, len(shards), READ_TOGETHER):
-            parts.append(_read_small(shards[first : first + READ_TOGETHER], readers, keep=keep))
+    if are_of_one_store and max(sizes) <= MAX_WHOLE_INDEX_BYTES:
+        readers = min(MAX_SMALL_REQUESTS, storage.max_concurrent_requests)
+        for first in range(0, len(shards), MAX_SHARDS_AT_ONCE):
+            parts.append(
+                _read_small(shards[first : first + MAX_SHARDS_AT_ONCE], readers, keep=keep)
+            )
     else:
-        headers = parallel_map(read_one, shards, min(READERS, storage.max_concurrent_requests))
+        headers = parallel_map(
+            read_one, shards, min(MAX_HEADER_REQUESTS, storage.max_concurrent_requests)
+        )
         parts.append(rows_of_headers(headers))
     read_ends(at_ends)
     ends = [shard.ends or 0 for shard in shards]
@@ -266,8 +270,8 @@ def read_bodies(shards: Sequence[Shard], max_readers: int) -> list[Buffer]:
     parts: list[Part] = [(info, 0, info.size) for info in infos]
     began = time.monotonic()
     first = read_many(store, parts[:1], 1)
-    is_near = time.monotonic() - began < NEAR
-    readers = min(NEAR_READERS, max_readers) if is_near else max_readers
+    is_near = time.monotonic() - began < NEAR_SECONDS
+    readers = min(MAX_NEAR_REQUESTS, max_readers) if is_near else max_readers
     return first + read_many(store, parts[1:], readers)
 
 
@@ -295,7 +299,7 @@ def rows_of(
     """
     sizes = np.array([len(body) for body in bodies], np.int64)
     # With room after the last one: also a wrong place that is read below lies within.
-    stored = np.frombuffer(b"".join([*bodies, bytes(READ_WHOLE)]), np.uint8)
+    stored = np.frombuffer(b"".join([*bodies, bytes(MAX_WHOLE_INDEX_BYTES)]), np.uint8)
     first_byte = np.cumsum(sizes) - sizes
     heads = _read_at(stored, first_byte, HEADER_BYTES).view(_STORED)[:, 0]
     known = heads["magic"] == MAGIC
@@ -376,7 +380,11 @@ def read_ends(shards: Sequence[Shard]) -> None:
         if shard.ends is None:
             store, _ = shard.tokens()
             shards_of_store.setdefault(id(store), []).append(shard)
-    _run([partial(_read_ends_of_store, each) for each in shards_of_store.values()], shards, READERS)
+    _run(
+        [partial(_read_ends_of_store, each) for each in shards_of_store.values()],
+        shards,
+        MAX_HEADER_REQUESTS,
+    )
 
 
 def _read_ends_of_store(shards: Sequence[Shard]) -> None:
@@ -389,7 +397,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
             unmapped.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in parts
         ]
     else:
-        bodies = read_many(store, parts, READERS)
+        bodies = read_many(store, parts, MAX_HEADER_REQUESTS)
     unused = iter(bodies)
     for shard, info in zip(shards, infos, strict=True):
         read = b"".join(next(unused) for _ in _end_spans(info))
@@ -401,7 +409,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
 def _end_spans(info: ObjectInfo) -> list[Span]:
     """What is read of the tokens of a shard."""
     size = info.size
-    if size <= TOKENS_READ_WHOLE:
+    if size <= MAX_WHOLE_TOKEN_BYTES:
         return [(0, size)] if size else []
     return [(0, END_BYTES), (size - END_BYTES, size)]
 

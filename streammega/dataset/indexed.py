@@ -26,7 +26,7 @@ from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.thread_pool import parallel_map
 
-OPENERS = 32
+MAX_OPENED = 32
 """Shards that are opened at once. Each waits for a few small requests."""
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
@@ -161,24 +161,24 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open(self, datasets: list[list[Shard]]) -> list[str]:
         """Open all shards; returns their names."""
-        (self._files,) = datasets
-        opened = parallel_map(Shard.tokens, self._files, OPENERS)
+        (self._shards,) = datasets
+        opened = parallel_map(Shard.tokens, self._shards, MAX_OPENED)
         self._sizes = [info.size for _, info in opened]
         self.store: Store
         self.bin_key: str
         self.bin_info: ObjectInfo
         if len(opened) == 1:
             self.store, self.bin_info = opened[0]
-            self.bin_key = self._files[0].key
+            self.bin_key = self._shards[0].key
         else:
             self.store = ConcatStore(opened, self.prefix)
             self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
         # All at once: one after the other, each would take a round trip.
-        at_ends = end_shards(self._files)
-        jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._files]
+        at_ends = end_shards(self._shards)
+        jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._shards]
         jobs.append(partial(read_ends, at_ends))
-        parallel_map(lambda job: job(), jobs, OPENERS)
+        parallel_map(lambda job: job(), jobs, MAX_OPENED)
         # Now, because errors belong here. Not through the property: before Python 3.12 it would open
         # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -190,7 +190,7 @@ class IndexedDataset(Sequence["Item"]):
             documents=len(self.document_indices) - 1,
         )
         """A digest of what it holds, the same wherever it is stored."""
-        return [shard.name for shard in self._files]
+        return [shard.name for shard in self._shards]
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)
@@ -205,16 +205,16 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_arrays(self) -> IndexArrays:
         """Map and check the `.idx`. A process that unpickles the dataset maps the same one again."""
-        if len(self._files) == 1:
+        if len(self._shards) == 1:
             return self._open_part(0)
-        infos = [shard.index_info for shard in self._files]
+        infos = [shard.index_info for shard in self._shards]
         all_bytes = sum(info.size for info in infos)
         # Without ETags a joined index on disk could be one of earlier shards.
         kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
         try:
             if not kept:
                 return join_indices(self._open_indices(), self._sizes)
-            urls = [shard.index_url for shard in self._files]
+            urls = [shard.index_url for shard in self._shards]
             versions = [
                 (info.etag, info.size, token_bytes)
                 for info, token_bytes in zip(infos, self._sizes, strict=True)
@@ -224,12 +224,12 @@ class IndexedDataset(Sequence["Item"]):
             raise FormatError(f"{self.prefix}: {error}") from None
 
     def _open_indices(self) -> list[IndexArrays]:
-        numbers = range(len(self._files))
-        return parallel_map(self._open_part, numbers, OPENERS)
+        numbers = range(len(self._shards))
+        return parallel_map(self._open_part, numbers, MAX_OPENED)
 
     def _open_part(self, number: int) -> IndexArrays:
         """The `.idx` of one of its shards."""
-        return self._files[number].checked_arrays(self._sizes[number])
+        return self._shards[number].checked_arrays(self._sizes[number])
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -265,14 +265,14 @@ class IndexedDataset(Sequence["Item"]):
         """The modes of sequences that are learned, by the manifest; None where it has none, or there
         is no manifest.
         """
-        return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
+        return None if self.sequence_modes is None else loss_modes_of(self._shards, self._name)
 
     @cached_property
     def bin_tokens(self) -> int | None:
         """Tokens of a bin, by the manifest; None where documents lie end to end, or there is no
         manifest. Raises FormatError where shards differ.
         """
-        lengths = {shard.bin_tokens for shard in self._files}
+        lengths = {shard.bin_tokens for shard in self._shards}
         if len(lengths) > 1:
             raise FormatError(
                 f"{self.prefix}: its shards have bins of different lengths; make a blend of them"
@@ -308,7 +308,7 @@ class IndexedDataset(Sequence["Item"]):
     @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:
         """The tokenizers of its shards, as far as manifests name them."""
-        return tokenizers_of(self._files, self._name)
+        return tokenizers_of(self._shards, self._name)
 
     @property
     def path_prefix(self) -> str:

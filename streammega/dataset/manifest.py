@@ -29,7 +29,7 @@ FORMAT = "streammega-manifest"
 VERSION = 1
 WITH_PARENT = 2
 """The version of the format if a manifest has a parent. All others have VERSION."""
-LINKS_AT_ONCE = 32
+MAX_MANIFESTS = 32
 """Manifests that are read at once: version 4,000,000,000 has no more ancestors."""
 VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
 """The end of the name of a version's manifest."""
@@ -256,7 +256,7 @@ def _read_ahead(
 
     missing = [url for url in urls if url not in known]
     if missing:
-        parallel_map(read, missing, LINKS_AT_ONCE)
+        parallel_map(read, missing, MAX_MANIFESTS)
 
 
 def _read_parent(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.dataset.shard import Shard
 from streammega.errors import FormatError, StorageError
 
@@ -66,7 +66,7 @@ def _manifest_of(shard: Shard, name: str, known: dict[str, Manifest | None]) -> 
     """
     if shard.manifest is not None or strip_suffix(name) == shard.prefix:
         return shard.manifest  # opening a pair looks for its manifest
-    stem = set_name(shard.prefix)
+    stem = without_number(shard.prefix)
     if stem not in known:
         known[stem] = _manifest(stem + MANIFEST, shard.storage)
     return known[stem]

@@ -45,7 +45,7 @@ def strip_suffix(name: str) -> str:
     return prefix
 
 
-def set_name(prefix: str) -> str:
+def without_number(prefix: str) -> str:
     """The prefix of the dataset of a shard: its prefix without a number."""
     numbered = _NUMBERED.match(prefix)
     return numbered["stem"] if numbered else prefix
@@ -56,14 +56,14 @@ def shard_name(prefix: str, number: int, count: int) -> str:
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
-def marked(name: str, stem: str, mark: str) -> str:
+def with_mark(name: str, stem: str, mark: str) -> str:
     """The name of a shard of the dataset `stem` with a mark after `stem`. It can be written while the
     shards that it replaces are still there.
     """
     return f"{stem}-{mark}{name.removeprefix(stem)}" if mark else name
 
 
-def owner_of(name: str) -> str | None:
+def dataset_of_marked(name: str) -> str | None:
     """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
     if _MARK not in name:  # a quick check, for thousands of names
         return None
@@ -72,12 +72,12 @@ def owner_of(name: str) -> str | None:
     return marked_name["stem"] if marked_name else None
 
 
-def may_belong(name: str, prefix: str) -> bool:
+def could_belong_to(name: str, prefix: str) -> bool:
     """Whether a shard's name is one of the dataset `prefix`: the prefix itself, numbered, or with a
     mark.
     """
     own_prefix, _ = split_name(name)
-    return prefix in (own_prefix, set_name(own_prefix), owner_of(own_prefix))
+    return prefix in (own_prefix, without_number(own_prefix), dataset_of_marked(own_prefix))
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:

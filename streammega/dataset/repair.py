@@ -21,7 +21,7 @@ from streammega.dataset.idx import (
     unchecked_header,
 )
 from streammega.dataset.manifest import Manifest, ShardEntry, manifest_url, read_manifest
-from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.dataset.shard import Shard
 from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, shards_of
 from streammega.dataset.versions import check_no_version
@@ -95,7 +95,7 @@ def _check_not_packed(names: Sequence[str], storage: StorageConfig) -> None:
     """Raise ConfigError for shards of a packed dataset that were named without their manifest. Their
     sound `.idx` would look broken: it does not have the padding and the token after the last bin.
     """
-    of_set = {set_name(strip_suffix(name)): name for name in names}
+    of_set = {without_number(strip_suffix(name)): name for name in names}
     for prefix, name in of_set.items():
         # without the right to list, S3 answers 403 for what is not there
         with suppress(ObjectNotFoundError, AccessDeniedError, FormatError):

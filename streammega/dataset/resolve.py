@@ -20,9 +20,9 @@ from streammega.dataset.manifest import Manifest, check_counts, read_manifest, s
 from streammega.dataset.names import (
     MANIFEST,
     SUFFIXES,
-    may_belong,
+    could_belong_to,
+    dataset_of_marked,
     missing_shards,
-    owner_of,
     split_name,
     strip_suffix,
     with_suffix,
@@ -44,19 +44,19 @@ from streammega.storage.thread_pool import parallel_map
 
 log = logging.getLogger(__name__)
 
-FEW = 8
+MAX_LOOKED_UP = 8
 """Up to so many shards are looked up one by one. A listing has 1,000 objects, some of other
 datasets.
 """
-GROUP = 480
+SHARDS_OF_A_LISTING = 480
 """Shards of one listing: one answer of 1,000 has their tokens and indices, and some other objects."""
 MAX_OBJECTS = 3000
 """Objects of one listing. With so many others between them, shards are looked up one by one."""
-LISTERS = 32
+MAX_LISTINGS = 32
 """Listings at once: enough for 15,360 shards."""
-DATASETS_AT_ONCE = 16
-"""Datasets that are resolved at once, of those that no listing has."""
-TRIES = 5
+MAX_DATASETS = 16
+"""Datasets that are resolved at once, if no listing has them."""
+MAX_TRIES = 5
 """How often datasets are resolved, if one is replaced while they are opened."""
 GLOB_CHARS = "*?["
 """A name with one of these is a pattern, unless a dataset has that very name."""
@@ -81,8 +81,8 @@ def open_resolved(
     """
     # A store ends with its last user, and its client and connections with it: keep one for all tries.
     _stores = [open_store(name, storage) for name in names]
-    for number in range(TRIES):
-        is_last = number == TRIES - 1
+    for number in range(MAX_TRIES):
+        is_last = number == MAX_TRIES - 1
         before = None
         try:
             datasets = resolve(names, storage, cache_dir)
@@ -138,7 +138,7 @@ def resolve(
         return _resolve_name(name, storage, cache_dir)
 
     resolved = pairs | dict(
-        zip(others, parallel_map(resolve_one, others, DATASETS_AT_ONCE), strict=True)
+        zip(others, parallel_map(resolve_one, others, MAX_DATASETS), strict=True)
     )
     return [resolved[name] for name in names]
 
@@ -189,7 +189,7 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
         pair.entry = manifest.shards[0]
         return [pair]
     # A pair of that name beside shards with a mark was replaced by them, and is being removed.
-    is_replaced = owner_of(names[0]) == prefix
+    is_replaced = dataset_of_marked(names[0]) == prefix
     if is_replaced or (pair.name == prefix and not is_pair):
         return _shards_of_manifest(manifest, url, storage, cache_dir)
     return [pair]
@@ -268,7 +268,7 @@ def _shards_of_manifest(
     """All shards of the manifest at `url`, in order, with what a listing says of them."""
     names = shard_names(check_counts(manifest, url), url)
     objects: Objects = {}
-    if len(names) > FEW and is_remote(url):
+    if len(names) > MAX_LOOKED_UP and is_remote(url):
         objects = _list_objects(names, storage)
         if not objects:
             try:
@@ -277,7 +277,7 @@ def _shards_of_manifest(
                 if error.transient:
                     raise
                 log.debug("%s: its folder cannot be listed: shards are looked up", url)
-            objects = _trusted(names[0], objects, storage)
+            objects = _if_trusted(names[0], objects, storage)
     return _make_shards(names, objects, storage, cache_dir, manifest)
 
 
@@ -321,22 +321,25 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
         prefixes_of_root.setdefault(root, []).append(prefix)
     objects: Objects = {}
     for root, prefixes in prefixes_of_root.items():
-        if len(prefixes) <= FEW:
+        if len(prefixes) <= MAX_LOOKED_UP:
             continue
         store, _ = open_store(prefixes[0], storage)
         # In the order of their objects, all of whose names go on with a dot.
         keys = sorted((prefix[len(root) :] for prefix in prefixes), key=lambda key: f"{key}.")
-        groups = [keys[first : first + GROUP] for first in range(0, len(keys), GROUP)]
+        groups = [
+            keys[first : first + SHARDS_OF_A_LISTING]
+            for first in range(0, len(keys), SHARDS_OF_A_LISTING)
+        ]
         looks: list[Callable[[], Any]] = [
             partial(_list_group, store, root, group) for group in groups
         ]
-        # At once with the listings, so that nothing waits for it. `_is_same` needs it.
+        # At once with the listings, so that nothing waits for it. `_has_same_etag` needs it.
         looks.append(partial(_info_or_none, store, f"{keys[0]}.idx"))
-        *parts, looked_up = parallel_map(lambda look: look(), looks, LISTERS)
+        *parts, looked_up = parallel_map(lambda look: look(), looks, MAX_LISTINGS)
         if None in parts:
             continue
         listed = {url: version for part in parts for url, version in part.items()}
-        if _is_same(listed.get(f"{root}{keys[0]}.idx"), looked_up):
+        if _has_same_etag(listed.get(f"{root}{keys[0]}.idx"), looked_up):
             objects |= listed
     return objects
 
@@ -355,7 +358,7 @@ def _list_folder(folder: str, storage: StorageConfig) -> Objects:
     return {before + info.key[len(key) :]: (info.size, info.etag) for info in infos}
 
 
-def _trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
+def _if_trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
     """The objects of a listing that has the same ETag of a shard's `.idx` as other answers, else
     none.
     """
@@ -363,10 +366,10 @@ def _trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:
     if url not in objects:
         return {}
     store, key = open_store(url, storage)
-    return objects if _is_same(objects[url], store.info(key)) else {}
+    return objects if _has_same_etag(objects[url], store.info(key)) else {}
 
 
-def _is_same(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
+def _has_same_etag(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
     """Whether a listing has the ETag that other requests have. Otherwise the first read would fail."""
     if listed is None or looked_up is None or not listed[1]:
         return False
@@ -376,7 +379,7 @@ def _is_same(listed: Version | None, looked_up: ObjectInfo | None) -> bool:
 # --- folders and globs ----------------------------------------------------------------------------
 
 
-def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
+def _without_replaced(prefixes: list[str], storage: StorageConfig) -> list[str]:
     """The prefixes without shards that are not part of a dataset yet, or any more: a conversion that
     replaces a dataset gives its shards a mark until it ends.
 
@@ -384,18 +387,18 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
     """
     owners = set()
     for prefix in prefixes:
-        owner = owner_of(prefix)
+        owner = dataset_of_marked(prefix)
         if owner is not None:
             owners.add(owner)
     for owner in sorted(owners):
-        may_be_its = [prefix for prefix in prefixes if may_belong(prefix, owner)]
+        may_be_its = [prefix for prefix in prefixes if could_belong_to(prefix, owner)]
         try:
             url = owner + MANIFEST
             manifest = check_counts(read_manifest(url, storage), url)
             listed = {strip_suffix(name) for name in shard_names(manifest, url)}
         except ObjectNotFoundError:
             # The conversion that made the marks was never finished.
-            listed = {prefix for prefix in may_be_its if owner_of(prefix) is None}
+            listed = {prefix for prefix in may_be_its if dataset_of_marked(prefix) is None}
         if listed:
             replaced = set(may_be_its) - listed
             prefixes = [prefix for prefix in prefixes if prefix not in replaced]
@@ -415,7 +418,9 @@ def _match_local(name: str) -> tuple[list[str], Objects] | None:
     else:
         return None
     prefixes = sorted({strip_suffix(path) for path in indices})
-    return [_with_kind(prefix, paths) for prefix in _present(prefixes, StorageConfig())], {}
+    return [
+        _with_kind(prefix, paths) for prefix in _without_replaced(prefixes, StorageConfig())
+    ], {}
 
 
 def _paths_in(folder: str) -> set[str]:
@@ -477,8 +482,8 @@ def _match_remote(name: str, storage: StorageConfig) -> tuple[list[str], Objects
     prefixes = sorted(url.removesuffix(".idx") for url in objects if url.endswith(".idx"))
     if pattern:
         prefixes = [prefix for prefix in prefixes if _matches(prefix[len(before) :], pattern)]
-    names = [_with_kind(prefix, objects) for prefix in _present(prefixes, storage)]
-    return names, _trusted(names[0], objects, storage) if names else {}
+    names = [_with_kind(prefix, objects) for prefix in _without_replaced(prefixes, storage)]
+    return names, _if_trusted(names[0], objects, storage) if names else {}
 
 
 def _matches(stem: str, pattern: str) -> bool:

@@ -34,7 +34,7 @@ from streammega.storage.derived_stores import DerivedStore, LazyView, Members
 from streammega.storage.seekable_zstd import Frames, read_frames
 from streammega.storage.store import Span
 
-READ_WHOLE = 8 << 10
+MAX_WHOLE_INDEX_BYTES = 8 << 10
 """An `.idx` of so many bytes is read whole, if there are many shards: it takes one request, as its
 header does.
 """
@@ -289,7 +289,7 @@ class Shard:
         size = self.index_info.size
         bodies = {}
         if not self.store.is_local and self.index_body is None:
-            if is_one_of_many and size <= READ_WHOLE:
+            if is_one_of_many and size <= MAX_WHOLE_INDEX_BYTES:
                 self.index_body = bytes(self._read_index([(0, size)])[0])
             else:
                 spans = likely_ends(size)

@@ -33,7 +33,7 @@ from streammega.dataset.manifest import (
     stored_tokens,
     version_url,
 )
-from streammega.dataset.names import MANIFEST, set_name, strip_suffix
+from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
@@ -252,7 +252,7 @@ def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> li
     prefix = strip_suffix(prefix)
     current = read_newest(prefix, storage)
     listed = set() if current is None else listed_names(current.manifest)
-    listed_sets = {set_name(name) for name in listed}
+    listed_sets = {without_number(name) for name in listed}
     store, key = open_store(prefix, storage)
     found = []
     for info in store.list(key, recursive=False):

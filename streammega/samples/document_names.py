@@ -233,8 +233,8 @@ class DocumentNames:
         """
         places_of_url: dict[str, list[tuple[int, int]]] = {}
         for dataset, shards in enumerate(self.all_shards):
-            for number, shard in enumerate(shards):
-                url = resolved(shard.files.url)
+            for number, documents in enumerate(shards):
+                url = resolved(documents.shard.url)
                 places_of_url.setdefault(url, []).append((dataset, number))
         return {place: places for places in places_of_url.values() for place in places}
 

@@ -331,10 +331,10 @@ def _matches(
     documents: ShardDocuments, patterns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, Ids]]:
     """(token of a shard, tokens of the pattern, ids around it) of every match."""
-    store, info = documents.files.tokens()
+    store, info = documents.shard.tokens()
     itemsize = documents.dtype.itemsize
     tokens = info.size // itemsize
-    request_bytes = documents.files.storage.max_request_bytes
+    request_bytes = documents.shard.storage.max_request_bytes
     stretch = SEARCH_BYTES // itemsize
     longest = max(len(pattern) for pattern in patterns)
     for first in range(0, tokens, stretch):

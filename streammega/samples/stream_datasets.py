@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streammega.config import DataConfig
-from streammega.dataset.headers import READERS, content_of, read_datasets
+from streammega.dataset.headers import MAX_HEADER_REQUESTS, content_of, read_datasets
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
@@ -70,7 +70,7 @@ def open_datasets(
     datasets = list(zip(missing, shards_of, strict=True))
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
     # whole datasets need no pointers: threads would not help
-    at_once = 1 if is_whole else min(READERS, config.storage.max_concurrent_requests)
+    at_once = 1 if is_whole else min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
     newly_opened = iter(parallel_map(cut, datasets, at_once))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:

@@ -139,7 +139,7 @@ class ParallelModel:
         if self.data_parallel is not None:
             self.data_parallel.finish_grad_sync(tokens)
             return
-        parameters = names_of(self)
+        parameters = named_parameters(self)
         embedding = parameters.get("embedding.weight")
         if self.num_stages > 1 and embedding is not None and embedding.grad is not None:
             # Add the gradient of the last stage, where it is the head.
@@ -153,14 +153,14 @@ class ParallelModel:
 
     def gradients(self) -> list[Tensor]:
         """This rank's parts of all gradients of the optimizer."""
-        return list(local_grads(names_of(self)).values())
+        return list(local_grads(named_parameters(self)).values())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages to their global norm; returns the norm before.
 
         Raises GradientError on every rank where a gradient of a sharded model is not finite.
         """
-        parameters = names_of(self)
+        parameters = named_parameters(self)
         grads = local_grads(parameters)
         # Gradients that several ranks have count once in the norm. All of them are clipped.
         counted = [
@@ -188,7 +188,7 @@ class ParallelModel:
         return not is_tied_copy and (is_split_over_tensor(parameter) or self.ranks.at["tp"] == 0)
 
 
-def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
+def named_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
     """This rank's parameters, by their names in the whole model."""
     return {
         canonical(name): parameter

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig
 from streammega.dataset.headers import (
-    SMALL_READERS,
+    MAX_SMALL_REQUESTS,
     content_of,
     read_bodies,
     read_datasets,
@@ -42,7 +42,7 @@ BLEND = [f"s3://b/web/p{number:02d}" for number in range(PAIRS)]
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, Path]]:
     """A folder of a few pairs, which are enough here."""
-    monkeypatch.setattr("streammega.dataset.headers.MANY", PAIRS)
+    monkeypatch.setattr("streammega.dataset.headers.MIN_KEPT_HEADERS", PAIRS)
     folder = tmp_path / "objects" / "b" / "web"
     for number in range(PAIRS):
         write_lengths(str(folder / f"p{number:02d}.bin"), [10 + number, 20])
@@ -77,7 +77,7 @@ def test_a_folder_that_changed_is_read_anew_and_its_former_headers_are_removed(
     served: tuple[Running, Path], tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, folder = served
-    monkeypatch.setattr("streammega.dataset.headers.MANY", PAIRS - 1)
+    monkeypatch.setattr("streammega.dataset.headers.MIN_KEPT_HEADERS", PAIRS - 1)
     before, _ = opened(server, tmp_path / "cache")
     if change == "one less":
         for suffix in (".bin", ".idx"):
@@ -103,7 +103,7 @@ def test_headers_that_nobody_used_for_long_are_removed(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, folder = served
-    monkeypatch.setattr("streammega.dataset.headers.MANY", PAIRS - 1)
+    monkeypatch.setattr("streammega.dataset.headers.MIN_KEPT_HEADERS", PAIRS - 1)
     idx = tmp_path / "cache" / "idx"
     for names in (BLEND, BLEND[1:]):
         opened_blend(server, tmp_path / "cache", "1,0,0", names)
@@ -158,7 +158,7 @@ def test_of_very_many_indices_only_some_are_in_memory_at_once(
         read_together.append(len(files))
         return read_bodies(files, readers)
 
-    monkeypatch.setattr("streammega.dataset.headers.READ_TOGETHER", 5)
+    monkeypatch.setattr("streammega.dataset.headers.MAX_SHARDS_AT_ONCE", 5)
     monkeypatch.setattr("streammega.dataset.headers.read_bodies", read)
     assert opened(server, tmp_path / "another") == (expected, PAIRS + 3)
     assert read_together == [5, 5, 2]
@@ -192,10 +192,10 @@ def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
         storage=storage,
     )
     open_datasets(names, "1,0,0", "train", config)
-    assert sum(most_readers) == SMALL_READERS
+    assert sum(most_readers) == MAX_SMALL_REQUESTS
     most_readers.clear()
     open_datasets(names[:1], "1,0,0", "train", replace(config, index_cache_dir=tmp_path / "alone"))
-    assert most_readers == [SMALL_READERS]
+    assert most_readers == [MAX_SMALL_REQUESTS]
 
 
 @pytest.mark.parametrize("are_small", [True, False])
@@ -204,7 +204,7 @@ def test_what_was_read_is_not_held_for_pointers_where_it_is_much(
 ) -> None:
     server, _ = served
     if not are_small:  # then headers are read one by one
-        monkeypatch.setattr("streammega.dataset.headers.READ_WHOLE", 0)
+        monkeypatch.setattr("streammega.dataset.headers.MAX_WHOLE_INDEX_BYTES", 0)
     expected, requests = opened_blend(server, tmp_path / "cache", "60,40,0")
     assert requests == 2 * PAIRS + 1
     monkeypatch.setattr("streammega.dataset.headers.MAX_KEPT_BYTES", -1)
@@ -266,7 +266,7 @@ def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
     assert requests == pointers + 1
     assert first == again
     with monkeypatch.context() as unkept:
-        unkept.setattr("streammega.dataset.headers.MANY", PAIRS + 1)
+        unkept.setattr("streammega.dataset.headers.MIN_KEPT_HEADERS", PAIRS + 1)
         assert opened_blend(server, tmp_path / "cache", split)[0] == first
     write_lengths(str(folder / "p05.bin"), [70, 8, 9], np.int32)
     after, _ = opened_blend(server, tmp_path / "cache", split)

@@ -98,10 +98,10 @@ def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
     """The gradients that optimizers would see, by name, whole."""
     from torch.distributed.tensor import DTensor
 
-    from streammega.train.parallel_model import names_of
+    from streammega.train.parallel_model import named_parameters
 
     found = {}
-    for name, parameter in names_of(model).items():
+    for name, parameter in named_parameters(model).items():
         grad = parameter.grad
         if isinstance(grad, DTensor):
             grad = grad.full_tensor()
@@ -210,14 +210,14 @@ def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
     from torch.distributed.tensor import DTensor
 
     from streammega.train.model import GPT
-    from streammega.train.parallel_model import names_of
+    from streammega.train.parallel_model import named_parameters
 
     model, config = model_of(run_file, overrides)
     alone = GPT(config.model)
     alone.init_weights(config.train.seed)
     whole = dict(alone.named_parameters())
     same = True
-    for name, parameter in names_of(model).items():
+    for name, parameter in named_parameters(model).items():
         value = parameter.detach()
         same &= torch.equal(
             value.full_tensor() if isinstance(value, DTensor) else value, whole[name]

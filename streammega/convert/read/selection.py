@@ -18,7 +18,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import FORMAT_READ_AS, format_of
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import FILE, FOLDERS, Row, shows_hidden, within
-from streammega.dataset.names import MANIFEST, may_belong, strip_suffix
+from streammega.dataset.names import MANIFEST, could_belong_to, strip_suffix
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError
 from streammega.storage.open import resolved
@@ -109,7 +109,7 @@ def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
     prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
     # a .tar or .bin without its .idx, or with another ending, does not belong to it
     has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
-    is_shard = prefix != name and has_index and may_belong(prefix, stem)
+    is_shard = prefix != name and has_index and could_belong_to(prefix, stem)
     return is_shard or name == stem + MANIFEST
 
 

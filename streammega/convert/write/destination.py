@@ -18,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import read_manifest
-from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, marked, strip_suffix
+from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_mark
 from streammega.dataset.provenance import ENDING
 from streammega.errors import (
     AccessDeniedError,
@@ -96,7 +96,7 @@ class Destination:
 
     def shard_names(self, plain_names: Sequence[str], mark: str) -> list[str]:
         """The names of shards, with a mark unless it is empty."""
-        return [marked(name, self.stem, mark) for name in plain_names]
+        return [with_mark(name, self.stem, mark) for name in plain_names]
 
     def manifest(self) -> bytes | None:
         """The stored manifest."""

@@ -10,7 +10,14 @@ from collections.abc import Collection
 from streammega.config import StorageConfig
 from streammega.convert.write.destination import CLAIM, PROBE
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.names import MANIFEST, SUFFIXES, may_belong, owner_of, set_name, split_name
+from streammega.dataset.names import (
+    MANIFEST,
+    SUFFIXES,
+    could_belong_to,
+    dataset_of_marked,
+    split_name,
+    without_number,
+)
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
@@ -41,7 +48,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     has_dataset = manifest is not None or f"{stem}.idx" in there
     lists_marked = False
     if manifest is not None:
-        lists_marked = any(owner_of(shard.name) == stem for shard in manifest.shards)
+        lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
     signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
     leftovers = []
     for name, info in sorted(there.items()):
@@ -57,7 +64,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
             continue
         shard = _shard_of(name)
         lacks_index = shard != stem and f"{shard}.idx" not in there
-        is_marked = owner_of(shard) is not None
+        is_marked = dataset_of_marked(shard) is not None
         if lists_marked or lacks_index or (has_dataset and is_marked):
             leftovers.append(info)
     if manifest is None and not leftovers:
@@ -80,7 +87,7 @@ def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
 def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:
     """Whether a file has a name that those of a dataset's shards have."""
     shard = _shard_of(name)
-    has_name = name.endswith(ENDINGS) and may_belong(shard, stem)
+    has_name = name.endswith(ENDINGS) and could_belong_to(shard, stem)
     return has_name and not _has_manifest(shard, stem, there)
 
 
@@ -94,7 +101,9 @@ def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
     """Whether a shard is that of another dataset, whose name happens to look like that of a shard
     of this one.
     """
-    return any(name != stem and f"{name}{MANIFEST}" in there for name in (shard, set_name(shard)))
+    return any(
+        name != stem and f"{name}{MANIFEST}" in there for name in (shard, without_number(shard))
+    )
 
 
 def remove_leftovers(

@@ -14,7 +14,7 @@ from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.names import MANIFEST, set_name, split_name
+from streammega.dataset.names import MANIFEST, split_name, without_number
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 
 Labels = dict[str, Any]
@@ -107,8 +107,8 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
         prefix = item.path.removesuffix(MANIFEST)
         shard = prefix if prefix != item.path else split_name(prefix)[0]
         candidates = [shard]
-        if prefix == item.path and set_name(shard) != shard:
-            candidates.append(set_name(shard))
+        if prefix == item.path and without_number(shard) != shard:
+            candidates.append(without_number(shard))
         if any(manifests.get(name) is not None for name in candidates):
             continue
         # Where none of them has a manifest, the dataset is the last: it has all shards of a set.

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from streammega.errors import StateError
-from streammega.train.parallel_model import ParallelModel, names_of
+from streammega.train.parallel_model import ParallelModel, named_parameters
 from streammega.train.stages import canonical
 
 
@@ -57,7 +57,7 @@ def state_to_load(
         raise StateError(f"this model has a parameter {name}, the checkpoint does not")
     state = _model_state(model)
     of_optimizer = _optimizer_state(model, optimizer)
-    for name, parameter in names_of(model).items():
+    for name, parameter in named_parameters(model).items():
         if name not in stored_states:
             # It was never stepped, and must not count as stepped.
             optimizer.state.pop(parameter, None)
