@@ -12,10 +12,10 @@ ranks. A rank that finds something writes it as the cause.
 | what the thread finds | the rank ends after |
 |---|---|
 | a cause | a beat |
-| a rank gives no sign of life | `SILENCE` beats, or `collective_timeout` if shorter; `SOON` after a signal |
+| a rank gives no sign of life | `MAX_SILENCE` beats, or `collective_timeout` if shorter; `MIN_SILENCE` after a signal |
 | the job's store does not answer | the same |
-| a rank waits, and another one is at an earlier place | `collective_timeout`, and up to `LOOK` beats |
-| Ctrl-C wants the end at once, and the main thread does not take it | `TAKEN` beats |
+| a rank waits, and another one is at an earlier place | `collective_timeout`, and up to `LOOK_BEATS` beats |
+| Ctrl-C wants the end at once, and the main thread does not take it | `INTERRUPT_BEATS` beats |
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from streammega.train.signals import StopRequests
 
 log = logging.getLogger(__name__)
 
-BEAT = 1.0
+BEAT_SECONDS = 1.0
 """Seconds between two signs of life."""
-LOOK = 10
+LOOK_BEATS = 10
 """Beats between two looks at statuses: at a thousand ranks the answer is large."""
-SILENCE = 60
-"""Beats. Some libraries hold Python's lock for many seconds, which must not end a job."""
-SOON = 5
-"""Beats after which silence counts where a signal ends the job."""
-TAKEN = 2
+MAX_SILENCE = 60
+"""Beats. Shorter silence does not end a job: some libraries hold Python's lock for many seconds."""
+MIN_SILENCE = 5
+"""Beats. The shortest silence that ends a job; it counts after a signal."""
+INTERRUPT_BEATS = 2
 """Beats in which the main thread may handle a Ctrl-C by itself: its message says more than the
 watchdog's.
 """
@@ -227,7 +227,7 @@ class Watchdog:
         assert self._store is not None
         try:
             before = self._store.statuses(range(self.world))
-            time.sleep(2.5 * BEAT)  # a rank that lives gives a sign in this time
+            time.sleep(2.5 * BEAT_SECONDS)  # a rank that lives gives a sign in this time
             after = self._store.statuses(range(self.world))
             failure = self._store.first_failure()
         except Exception as error:
@@ -285,19 +285,19 @@ class Watchdog:
                 log.debug("the job's store does not answer: %s", error)
                 seconds = time.monotonic() - self._answer_time
                 reason = ""
-                if seconds >= self._max_silence * BEAT:
+                if seconds >= self._max_silence * BEAT_SECONDS:
                     reason = (
                         f"the job's store has not answered for {seconds:.0f} s: "
                         f"its host is gone, see its log"
                     )
             at_once_time = requests.at_once_time or math.inf
-            if not reason and time.monotonic() - at_once_time > TAKEN * BEAT:
+            if not reason and time.monotonic() - at_once_time > INTERRUPT_BEATS * BEAT_SECONDS:
                 reason = "interrupted"
                 code = 128 + signal.SIGINT
                 self.fail(reason)
             if reason and not self._closed.is_set():
                 self._exit(reason, code)
-            requests.wait(BEAT)
+            requests.wait(BEAT_SECONDS)
 
     def _reason_to_end(self, store: StatusStore) -> str:
         """The cause that another rank has written, or that this one finds in the statuses; empty
@@ -310,7 +310,7 @@ class Watchdog:
         if self._beats < self._next_look:
             return ""
         max_silence = self._max_silence
-        self._next_look = self._beats + min(LOOK, max_silence)
+        self._next_look = self._beats + min(LOOK_BEATS, max_silence)
         # After a signal every rank looks: rank 0 may be on another host that has received none.
         sees_all = self.rank == 0 or self._has_first_ended or self._is_ending
         statuses = store.statuses(range(self.world) if sees_all else [0])
@@ -335,9 +335,9 @@ class Watchdog:
     def _max_silence(self) -> int:
         """Beats for which another rank, or the store, may be silent."""
         if self._is_ending:
-            return SOON
-        # A silence may be found up to `LOOK` beats later.
-        return max(SOON, min(int(self._timeout / BEAT), SILENCE) - LOOK)
+            return MIN_SILENCE
+        # It is found up to `LOOK_BEATS` beats later.
+        return max(MIN_SILENCE, min(int(self._timeout / BEAT_SECONDS), MAX_SILENCE) - LOOK_BEATS)
 
     def _exit(self, reason: str, code: int) -> None:
         """Print why, and end the process. Does nothing if the main thread prints it already."""

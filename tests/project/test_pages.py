@@ -319,14 +319,19 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("design", "(16 MiB of ids at most)", memory_plan.GROUP_BYTES, 16 << 20),
     ("design", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("design", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
-    ("design", "Signs of life go to the job's store once a second", watchdog.BEAT, 1),
+    ("design", "Signs of life go to the job's store once a second", watchdog.BEAT_SECONDS, 1),
     (
         "design",
         "exponential pauses and jitter",
         (retry.FIRST_PAUSE, retry.MAX_PAUSE),
         (0.1, 10),
     ),
-    ("training", "after 60 s, or `train.collective_timeout`", watchdog.SILENCE * watchdog.BEAT, 60),
+    (
+        "training",
+        "after 60 s, or `train.collective_timeout`",
+        watchdog.MAX_SILENCE * watchdog.BEAT_SECONDS,
+        60,
+    ),
     (
         "training",
         "A cause that was told ends all ranks within five seconds",

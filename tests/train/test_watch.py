@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streammega.train.watchdog import BEAT, TAKEN, StatusStore, Watchdog
+from streammega.train.watchdog import BEAT_SECONDS, INTERRUPT_BEATS, StatusStore, Watchdog
 from tests.support.processes import Family
 
 LONG = timedelta(seconds=600)
@@ -212,7 +212,9 @@ def test_blocked_ranks_that_a_signal_ends_wait_no_longer_for_a_store_that_is_gon
 def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> None:
     family = scenes["interrupted"].family
     assert family.ended(0, 1, 2, within=SOON) == [130, 1, 1]
-    assert family.said_last(2) - scenes["interrupted"].since < TOLD_WITHIN + BEAT * (TAKEN + 1)
+    assert family.said_last(2) - scenes["interrupted"].since < TOLD_WITHIN + BEAT_SECONDS * (
+        INTERRUPT_BEATS + 1
+    )
     assert family.log(0).splitlines()[-1] == "[0] interrupted in step 5"
     assert "rank 0 ended the job: interrupted" in family.log(2)
     assert "Traceback" not in family.log(0) + family.log(2)
