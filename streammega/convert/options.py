@@ -356,6 +356,7 @@ class ExecutionConfig:
         "work": "work_dir",
         "restart": "resume",
     }
+    """Settings of earlier versions, and their names now."""
 
     workers: Annotated[int, Flag(WORK), Ge(0)] = 0
     """Units and shards that are worked on at once; 0: one per core. By threads and processes of this
