@@ -409,7 +409,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
         padded = (num_due + REGISTER - 1) // REGISTER * REGISTER
         i = _choose(i, stop, origin, due, due_id, hits, padded, threshold, lowest, dataset, sample)
         sort = False
-        if i < stop:  # the best lies under the threshold: one that waits may be better
+        if i < stop:  # the best is under the threshold: one that waits may be better
             margin = min(margin * _WIDER, _WIDEST)
             sort = True
             lowest[0] = np.inf

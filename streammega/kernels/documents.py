@@ -16,7 +16,7 @@ from streammega.kernels.jit import kernel
 def filled_tokens(offsets, lengths, itemsize, start, stop):
     """Where the documents of rows of a file end, before the padding behind them: int64 [rows].
 
-    A row is a bin or its beginning, whose documents lie end to end from its first token on. Cost: a
+    A row is a bin or its beginning, with documents end to end from its first token on. Cost: a
     binary search for each row.
     """
     ends = np.empty(len(start), np.int64)

@@ -1,4 +1,4 @@
-"""How kernels are compiled: once per machine, without the GIL, wherever the package lies."""
+"""How kernels are compiled: once per machine, without the GIL, also in a read-only install."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def best_fit(sizes, largest_first, capacity, max_items, bins):
             _add(counts, leaves, room, -1)
         bins[item] = chosen
         items_of_bin[chosen] += 1
-        left = room - size
-        if left > 0 and items_of_bin[chosen] < max_items:
-            below[chosen] = top[left]
-            top[left] = chosen
-            _add(counts, leaves, left, 1)
+        new_room = room - size
+        if new_room > 0 and items_of_bin[chosen] < max_items:
+            below[chosen] = top[new_room]
+            top[new_room] = chosen
+            _add(counts, leaves, new_room, 1)
     return num_bins
 
 

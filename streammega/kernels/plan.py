@@ -9,7 +9,7 @@ int64 [rows] where nothing else is said:
     size             its tokens
     column           the token of its sample that it begins at
     splits [samples + 1]      the rows of sample i are splits[i] .. splits[i + 1]
-    addresses, uses [slots]   where the bytes of a slot lie in memory; rows it has still to serve
+    addresses, uses [slots]   where the bytes of a slot are in memory; rows it has still to serve
     dtype_of_file [files]     the number of each file's dtype
 
 Kernels do not check addresses: the caller ensures that the memory of rows is there, and aligned to a
@@ -42,7 +42,7 @@ def coalesce_rows(
     the rows by file and start.
 
     Neighbours with at most `gap` between them share a request until it would pass `largest`; a row
-    lies whole in its request. Fills request [rows], which of them serves a row, and request_start,
+    is in one request. Fills request [rows], which of them serves a row, and request_start,
     request_stop, request_file of each.
     """
     last = -1
@@ -146,7 +146,7 @@ def cached_rows(
 
     verified_at, mapped_at [files]: addresses of an object's page states (uint8, one a page, 0: not
     there) and of its chunks' addresses (int64, one a chunk), or 0. A row needs all of its pages, in
-    one chunk: chunks do not lie end to end in memory. bytes_like, address_like: empty uint8 and
+    one chunk: chunks are not end to end in memory. bytes_like, address_like: empty uint8 and
     int64 arrays. Returns the bytes served so.
     """
     served = 0
@@ -183,7 +183,7 @@ def decompress_frames(
         compressed, decompressed: int64 [frames + 1], where frames begin and end in the file, and
             among the shown bytes.
         first, last: int64 [reads], the frames [first, last) that hold the bytes of a read.
-        source: int64 [reads], the address of those frames, which lie end to end.
+        source: int64 [reads], the address of those frames, which are end to end.
         start, stop, target: int64 [reads].
         edge: uint8, room for any frame that is wanted in part.
 

@@ -71,7 +71,7 @@ def _fill_rows(
     sequence_length: int,
     extra_token: int,
 ) -> int:
-    """Write all rows that lie within the tokens; returns how many tokens there are.
+    """Write all rows that begin within the tokens; returns how many tokens there are.
 
     Chunks are gathered out of order. The start of a chunk is known when all before it are gathered;
     then its rows are written, while later chunks are gathered.
@@ -131,7 +131,7 @@ def _gather(lengths, ids, start, sizes):
 
 @kernel
 def _fill(rows, sizes, start, base, sequence_length, shift) -> None:
-    """Write the rows whose token lies in the positions from `start` on, which have `sizes` and begin at
+    """Write the rows whose token is in the positions from `start` on, which have `sizes` and begin at
     token `base`.
 
     Without the extra token (`shift` 1) a row belongs to the sequence of the token before it.

@@ -111,14 +111,14 @@ def _draw(i, targets, key, words, position):
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> np.uint32(shift)
     # elements up to half the mask share a smaller one
-    most = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))
+    max_count = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))
     count = np.int64(0)
-    while count < most:
+    while count < max_count:
         if position[0] == _STATE_WORDS:
             _refill(key, words)
             position[0] = 0
         first = position[0]
-        stop = min(np.int64(_STATE_WORDS), first + most - count)
+        stop = min(np.int64(_STATE_WORDS), first + max_count - count)
         for w in range(first, stop):  # without a branch: a rejected draw is overwritten by the next
             target = words[w] & mask
             targets[count] = target

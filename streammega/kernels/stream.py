@@ -71,9 +71,9 @@ RUN = np.dtype(
 )
 """Tokens [start, stop) of a file. item: the sample or block that they belong to."""
 OPEN_BLOCK = np.dtype(
-    [("first", np.int64), ("epoch", np.int64), ("slot", np.int64), ("left", np.int64)], align=True
+    [("first", np.int64), ("epoch", np.int64), ("slot", np.int64), ("uses", np.int64)], align=True
 )
-"""The block that a lane has open in a dataset. slot: -1: no block is open. left: draws still to come.
+"""The block that a lane has open in a dataset. slot: -1: no block is open. uses: draws of it that are still to come.
 """
 OPENED_BLOCK = np.dtype(
     [
@@ -199,17 +199,17 @@ def permute(value, size, key):
         for i in range(size - 1, 0, -1):
             value = _swapped(value, i, key)
         return value
-    left_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
-    right_size = (size + left_size - 1) // left_size
+    low_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
+    high_size = (size + low_size - 1) // low_size
     while True:
-        left = value % left_size
-        right = value // left_size
+        low_half = value % low_size
+        high_half = value // low_size
         for turn in range(0, _TURNS, 2):
-            left += _bounded(_round(key, right, turn), left_size)
-            left -= left_size if left >= left_size else 0
-            right += _bounded(_round(key, left, turn + 1), right_size)
-            right -= right_size if right >= right_size else 0
-        value = right * left_size + left
+            low_half += _bounded(_round(key, high_half, turn), low_size)
+            low_half -= low_size if low_half >= low_size else 0
+            high_half += _bounded(_round(key, low_half, turn + 1), high_size)
+            high_half -= high_size if high_half >= high_size else 0
+        value = high_half * low_size + low_half
         if value < size:
             return value
 
@@ -222,18 +222,18 @@ def permute_back(value, size, key):
         for i in range(1, size):
             value = _swapped(value, i, key)
         return value
-    left_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
-    right_size = (size + left_size - 1) // left_size
+    low_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
+    high_size = (size + low_size - 1) // low_size
     while True:
-        left = value % left_size
-        right = value // left_size
+        low_half = value % low_size
+        high_half = value // low_size
         for back in range(0, _TURNS, 2):
             turn = _TURNS - 2 - back
-            right -= _bounded(_round(key, left, turn + 1), right_size)
-            right += right_size if right < 0 else 0
-            left -= _bounded(_round(key, right, turn), left_size)
-            left += left_size if left < 0 else 0
-        value = right * left_size + left
+            high_half -= _bounded(_round(key, low_half, turn + 1), high_size)
+            high_half += high_size if high_half < 0 else 0
+            low_half -= _bounded(_round(key, high_half, turn), low_size)
+            low_half += low_size if low_half < 0 else 0
+        value = high_half * low_size + low_half
         if value < size:
             return value
 
@@ -315,18 +315,18 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):
             if stop - first == 1:
                 counts[lane, first] += drawn
                 continue
-            left = _draws_left(drawn, fractions[here], _phase_of_node(lane_key, here))
+            left_draws = _draws_left(drawn, fractions[here], _phase_of_node(lane_key, here))
             middle = (first + stop) // 2
             top += 1
             low[top] = first
             high[top] = middle
             node[top] = 2 * here
-            many[top] = left
+            many[top] = left_draws
             top += 1
             low[top] = middle
             high[top] = stop
             node[top] = 2 * here + 1
-            many[top] = drawn - left
+            many[top] = drawn - left_draws
 
 
 @numba.njit(inline="always")
@@ -354,14 +354,14 @@ def lane_draw_counts(samples, d, tree, draws):
         high = np.int64(bases.shape[1])
         node = np.int64(1)
         while high - low > 1:
-            left = _draws_left(drawn, fractions[node], _phase_of_node(lane_key, node))
+            left_draws = _draws_left(drawn, fractions[node], _phase_of_node(lane_key, node))
             middle = (low + high) // 2
             if d < middle:
-                drawn = left
+                drawn = left_draws
                 high = middle
                 node = 2 * node
             else:
-                drawn -= left
+                drawn -= left_draws
                 low = middle
                 node = 2 * node + 1
         draws[lane] = bases[lane, d] + drawn
@@ -435,7 +435,7 @@ def _draw_location(row, d, lane, draw, epoch_of, short_slots):
     """(key of the epoch, epoch, sample of the dataset, first sample and samples of its part of a block,
     draws left in that part with this one).
 
-    The lane's draws go through the places of its run, from the rotation on and around. A place lies in
+    The lane's draws go through the places of its run, from the rotation on and around. A place is in
     a permuted block, and the samples of its part of the block are permuted too. epoch_of, short_slots
     [datasets] keep the last epoch and its short slot.
     """
@@ -455,11 +455,11 @@ def _draw_location(row, d, lane, draw, epoch_of, short_slots):
     place = run_start + (place - run_length if place >= run_length else place)
     slot, slot_low, slot_high = _block_at(row, place, short_slots[d])
     low, high = _block_range(place, run_start, run_length, rotation, slot_low, slot_high)
-    left = high - place
+    remaining = high - place
     place = low + permute(place - low, high - low, keyed(dataset_key, KEY_RANGES, low, 0))
     # from a place to the sample: of the block that the permutation puts into this slot
     base = permute(slot, blocks, dataset_key) * row.block - slot_low
-    return dataset_key, epoch, base + place, base + low, high - low, left
+    return dataset_key, epoch, base + place, base + low, high - low, remaining
 
 
 @numba.njit(inline="always")
@@ -536,7 +536,7 @@ def assign_blocks(
         if itemsizes[d] == 0 or draw < 0:
             continue
         row = datasets[d]
-        _, epoch, sample, first, samples_of_block, left = _draw_location(
+        _, epoch, sample, first, samples_of_block, remaining = _draw_location(
             row, d, lane, draw, epoch_of, short_slots
         )
         if local[lane] < 0:
@@ -550,12 +550,12 @@ def assign_blocks(
             opened[count].epoch = epoch
             opened[count].first = first
             opened[count].count = samples_of_block
-            opened[count].uses = left
+            opened[count].uses = remaining
             opened[count].row = i
             count += 1
-        block.left = left - 1
+        block.uses = remaining - 1
         slot[i] = block.slot
-        if left == 1:
+        if remaining == 1:
             block.slot = -1
         # Samples within a part are end to end; the last one of a part has the extra token.
         parts_before = _file_part(row, parts, sample) - _file_part(row, parts, first)
@@ -569,7 +569,7 @@ def block_runs(datasets, parts, extra, opened, runs):
     """Fill runs, RUN records, with the tokens of blocks in the order of their offsets; returns how many.
     item: the block's place in `opened`. A block has at most count + 1 runs.
     """
-    found = 0
+    count = 0
     for i in range(len(opened)):
         row = datasets[opened[i].dataset]
         sample = opened[i].first
@@ -580,14 +580,14 @@ def block_runs(datasets, parts, extra, opened, runs):
             before = parts[part].before
             stop_sample = min(parts[part].end, end_sample)
             origin = _part_origin(row, parts, part, dataset_key)
-            runs[found].item = i
-            runs[found].file = parts[part].file
-            runs[found].start = origin + (sample - before) * row.length
-            runs[found].stop = origin + (stop_sample - before) * row.length + extra
+            runs[count].item = i
+            runs[count].file = parts[part].file
+            runs[count].start = origin + (sample - before) * row.length
+            runs[count].stop = origin + (stop_sample - before) * row.length + extra
             sample = stop_sample
             part += 1
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 # The inverse: from tokens of a file to the samples that read them. It undoes `locate` step by step:
@@ -598,13 +598,13 @@ def block_runs(datasets, parts, extra, opened, runs):
 @numba.njit(inline="always")
 def _draws_taken(draws, is_left, fraction, phase):
     """How many of the first draws at a node go to one of its halves."""
-    left = _draws_left(draws, fraction, phase)
-    return left if is_left else draws - left
+    left_draws = _draws_left(draws, fraction, phase)
+    return left_draws if is_left else draws - left_draws
 
 
 @numba.njit(inline="always")
 def _parent_draw(child, is_left, fraction, phase):
-    """The draw at a node that is draw number `child` of one of its halves; NEVER if there is none.
+    """The draw at a node that is draw number `child` of one of its halves; NEVER if no draw is.
 
     Each draw adds one or nothing to a half. A quotient of floats is off by one draw at most, which
     exact counts correct.
@@ -745,7 +745,7 @@ def samples_using(
     the phase.
     """
     key, lanes, segment, fractions, bases = tree
-    found = 0
+    count = 0
     row = datasets[d]
     width = row.length + extra
     for epoch in range(first_epoch, last_epoch):
@@ -765,14 +765,14 @@ def samples_using(
                 sample = _sample_of_draw(lane, d, draw, key, lanes, segment, fractions, bases)
                 if sample < 0 or sample >= end:
                     continue
-                if found < len(runs):
+                if count < len(runs):
                     sample_start = origin + number * row.length
-                    runs[found].item = sample
-                    runs[found].file = file
-                    runs[found].start = max(token_start, sample_start)
-                    runs[found].stop = min(token_stop, sample_start + width)
-                found += 1
-    return found
+                    runs[count].item = sample
+                    runs[count].file = file
+                    runs[count].start = max(token_start, sample_start)
+                    runs[count].stop = min(token_stop, sample_start + width)
+                count += 1
+    return count
 
 
 # The remainder of open epochs, where samples or lanes change: as intervals of tokens, from there to
@@ -800,7 +800,7 @@ def unread_intervals(drawn, datasets, d, intervals):
     epoch = row.first_epoch + newest
     dataset_key = keyed(row.key, KEY_BLOCKS, row.number, epoch)
     short_slot = _short_slot(row, dataset_key)
-    found = 0
+    count = 0
     for run in range(row.lanes // group):
         start, run_length = _run_bounds(row, run)
         last = np.int64(-1)
@@ -819,12 +819,12 @@ def unread_intervals(drawn, datasets, d, intervals):
             ahead = newest * run_length + touched - lane % group
             stop = (ahead + group - 1) // group
             if drawn[lane] < stop:
-                intervals[found].dataset = d
-                intervals[found].kind = DRAWS
-                intervals[found].which = lane
-                intervals[found].low = drawn[lane] * length
-                intervals[found].high = stop * length
-                found += 1
+                intervals[count].dataset = d
+                intervals[count].kind = DRAWS
+                intervals[count].which = lane
+                intervals[count].low = drawn[lane] * length
+                intervals[count].high = stop * length
+                count += 1
         # from the rotation to the end of the run, and around from its beginning
         around = run_length - rotation
         for first, end, shift in (
@@ -832,13 +832,13 @@ def unread_intervals(drawn, datasets, d, intervals):
             (max(touched, around), run_length, -around),
         ):
             if first < end:
-                intervals[found].dataset = d
-                intervals[found].kind = BLOCKS
-                intervals[found].which = epoch
-                intervals[found].low = (start + first + shift) * length
-                intervals[found].high = (start + end + shift) * length
-                found += 1
-    return found
+                intervals[count].dataset = d
+                intervals[count].kind = BLOCKS
+                intervals[count].which = epoch
+                intervals[count].low = (start + first + shift) * length
+                intervals[count].high = (start + end + shift) * length
+                count += 1
+    return count
 
 
 @kernel
@@ -846,15 +846,15 @@ def split_at_blocks(intervals, datasets, split, is_whole):
     """Fill split [6 * intervals] with intervals, cut where stretches of whole, full blocks begin and end;
     returns how many there are. is_whole: whether each is such a stretch.
     """
-    found = 0
+    count = 0
     for i in range(len(intervals)):
         row = datasets[intervals[i].dataset]
         token = intervals[i].low
         high = intervals[i].high
         if intervals[i].kind == DRAWS:
-            split[found] = intervals[i]
-            is_whole[found] = False
-            found += 1
+            split[count] = intervals[i]
+            is_whole[count] = False
+            count += 1
             continue
         length = row.length
         full = row.block * length
@@ -872,13 +872,13 @@ def split_at_blocks(intervals, datasets, split, is_whole):
             if token == first * length:
                 stretch = (min(high, limit) - token) // full * full
             tokens = stretch if stretch > 0 else min(high, stop * length) - token
-            split[found] = intervals[i]
-            split[found].low = token
-            split[found].high = token + tokens
-            is_whole[found] = stretch > 0
-            found += 1
+            split[count] = intervals[i]
+            split[count].low = token
+            split[count].high = token + tokens
+            is_whole[count] = stretch > 0
+            count += 1
             token += tokens
-    return found
+    return count
 
 
 @numba.njit(inline="always")
@@ -900,20 +900,20 @@ def slice_intervals(first, stop, intervals, slices):
     """Fill slices [intervals + ranges] with the intervals of tokens [first, stop) [ranges] of a
     remainder; returns how many there are. Ranges ascend.
     """
-    found = 0
+    count = 0
     for i in range(len(first)):
         token = first[i]
         number = _interval_at(intervals, token)
         while token < stop[i]:
             begin = intervals[number].low + token - intervals[number].at
             tokens = min(stop[i] - token, intervals[number].high - begin)
-            slices[found] = intervals[number]
-            slices[found].low = begin
-            slices[found].high = begin + tokens
-            found += 1
+            slices[count] = intervals[number]
+            slices[count].low = begin
+            slices[count].high = begin + tokens
+            count += 1
             token += tokens
             number += 1
-    return found
+    return count
 
 
 @kernel
@@ -924,7 +924,7 @@ def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
     Returns how many there are, which may be more than have room. The last run of each sample has
     `extra` tokens more.
     """
-    found = 0
+    count = 0
     epoch_of = np.full(len(datasets), -1, np.int64)
     short_slots = np.zeros(len(datasets), np.int64)
     for i in range(len(at)):
@@ -955,20 +955,20 @@ def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
             part = _file_part(row, parts, sample)
             samples = min(samples, parts[part].end - sample)
             tokens = min(last - here, samples * row.length - offset)
-            if found < len(runs):
+            if count < len(runs):
                 origin = _part_origin(row, parts, part, dataset_key)
                 start = origin + (sample - parts[part].before) * row.length + offset
-                runs[found].item = i
-                runs[found].file = parts[part].file
-                runs[found].start = start
-                runs[found].stop = start + tokens
+                runs[count].item = i
+                runs[count].file = parts[part].file
+                runs[count].start = start
+                runs[count].stop = start + tokens
                 if token + tokens == sample_end:
-                    runs[found].stop += extra
-            found += 1
+                    runs[count].stop += extra
+            count += 1
             token += tokens
             if here + tokens == interval.high:
                 number += 1
-    return found
+    return count
 
 
 @kernel
@@ -1017,7 +1017,7 @@ def remainder_samples_using(
     which and low. length: tokens of a sample of the remainder. Cost: two Feistel walks and two binary
     searches for each sample of a dataset that the tokens touch.
     """
-    found = np.int64(0)
+    count = np.int64(0)
     for d in range(len(datasets)):
         row = datasets[d]
         for epoch in range(first_epoch[d], last_epoch[d]):
@@ -1040,20 +1040,20 @@ def remainder_samples_using(
                     )
                     for kind, which, position in ((BLOCKS, epoch, place), (DRAWS, lane, draw)):
                         first = position * row.length + offset
-                        found = _add_samples_with(
+                        count = _add_samples_with(
                             (d, kind, which, first),
                             first + tokens,
                             intervals,
                             length,
                             sample,
-                            found,
+                            count,
                         )
                     begin += tokens
-    return found
+    return count
 
 
 @numba.njit
-def _add_samples_with(begin, stop, intervals, length, sample, found):
+def _add_samples_with(begin, stop, intervals, length, sample, count):
     """Add the samples that have the tokens from begin (dataset, kind, which, token) to token `stop`;
     returns how many there are then.
     """
@@ -1075,8 +1075,8 @@ def _add_samples_with(begin, stop, intervals, length, sample, found):
         first_token = one.at + max(first, one.low) - one.low
         last_token = one.at + min(stop, one.high) - one.low - 1
         for number in range(first_token // length, last_token // length + 1):
-            if found < len(sample):
-                sample[found] = number
-            found += 1
+            if count < len(sample):
+                sample[count] = number
+            count += 1
         i += 1
-    return found
+    return count

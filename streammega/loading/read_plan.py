@@ -123,7 +123,7 @@ def plan_reading(
             table, memory.coalesce_gap_bytes, storage.max_request_bytes, prefetched, kept
         ),
         is_scattered=config.order != "sequential"
-        and (prefetched is None or not prefetched.whole.all() or smallest < MIN_PAGED_BYTES),
+        and (prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES),
     )
 
 

@@ -117,7 +117,7 @@ def epoch_layout(
     """The layout of datasets in samples of `length` tokens and `extra` after them. Draws begin with
     epoch 0.
 
-    Raises ConfigError if a dataset holds no sample. Cost: a few passes over all parts at once: there
+    Raises ConfigError if a dataset holds no sample. Cost: a few numpy operations on all parts at once: there
     may be many datasets of one part, and many parts of one dataset.
     """
     tokens = _column(datasets, "tokens")

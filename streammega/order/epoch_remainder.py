@@ -103,9 +103,9 @@ class EpochRemainder:
                 samples,
             )
             if count <= len(samples):
-                found = np.unique(samples[:count])
+                numbers = np.unique(samples[:count])
                 # the tokens after the last sample are too few for one
-                return found[found < self.samples]
+                return numbers[numbers < self.samples]
             samples = np.empty(count, np.int64)
 
     def unread_after(self, drawn: Integers) -> Records:

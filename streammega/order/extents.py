@@ -1,4 +1,4 @@
-"""Where samples lie: what `locate` of every order returns."""
+"""Where samples are stored: what `locate` of every order returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     """Parts of samples, as samples of their own: for each sample and each of `bounds` its tokens
     [start, stop).
 
-    A part is shorter, or empty, where its sample ends before the bound. Cost: a few passes over the
+    A part is shorter, or empty, where its sample ends before the bound. Cost: a few numpy operations on the
     rows for each bound.
     """
     sizes = extents.stop - extents.start

@@ -156,7 +156,7 @@ def build_gpt_indices(
     Args:
         lengths: tokens of every sequence of the file, int32 [sequences].
         sequence_ids: the split's sequences, int32 [ids].
-        seed: in [0, 2**32); None: nothing is shuffled, the files are read as they lie.
+        seed: in [0, 2**32); None: nothing is shuffled: sequences keep their stored order.
     """
     shuffler = None if seed is None else LegacyShuffler(seed)
     document_index = _document_index(np.asarray(sequence_ids, np.int32), shape, shuffler)
@@ -270,12 +270,12 @@ def samples_asked(weights: Sequence[float], size: int, surplus: float) -> list[i
     """Samples to build of each dataset for a blend of `size`: ceil(ceil(size * w) * (1 + surplus)),
     w normalised.
     """
-    asked = []
+    counts = []
     for weight in weights:
         drawn = math.ceil(size * weight)
         # Rounded up twice, as Megatron does: one more sample is another order.
-        asked.append(math.ceil(drawn * (1 + surplus)))
-    return asked
+        counts.append(math.ceil(drawn * (1 + surplus)))
+    return counts
 
 
 def blend_indices(

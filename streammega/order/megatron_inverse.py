@@ -26,7 +26,7 @@ def gpt_token_uses(
     samples; `start` and `stop` of what is returned count from the beginning of the sequence.
 
     The inverse of `locate_gpt`. extra: 1 if samples carry one token more than the next begins at.
-    Cost: a pass over document_index, and one over shuffle_index where something was found.
+    Cost: a scan of document_index, and one of shuffle_index if the tokens are used.
     """
     row: list[int] = []
     low: list[int] = []
@@ -54,8 +54,8 @@ def samples_of_rows(shuffle_index: NDArray[Any], rows: Integers) -> Integers:
     if not len(rows):
         return rows
     samples = _places(shuffle_index, rows)
-    found = shuffle_index[samples].astype(np.int64)
-    in_order: Integers = samples[np.argsort(found)]
+    row_of_sample = shuffle_index[samples].astype(np.int64)
+    in_order: Integers = samples[np.argsort(row_of_sample)]
     return in_order
 
 
@@ -66,7 +66,7 @@ def samples_of_blend(
     samples: Integers,
 ) -> dict[int, int]:
     """{sample of a dataset: sample of the blend}, without samples that the blend does not take. Cost: a
-    pass over both indices.
+    scan of both indices.
     """
     taken: dict[int, int] = {}
     if not len(samples):
@@ -100,11 +100,11 @@ def _rows_of(
 
 def _places(index: NDArray[Any], values: Integers) -> Integers:
     """Where an index has one of some values, ascending."""
-    found = [np.empty(0, np.int64)]
+    places = [np.empty(0, np.int64)]
     for first, stretch in _stretches(index):
         equal = stretch == values[0] if len(values) == 1 else np.isin(stretch, values)
-        found.append(np.flatnonzero(equal) + first)
-    return np.concatenate(found)
+        places.append(np.flatnonzero(equal) + first)
+    return np.concatenate(places)
 
 
 def _stretches(index: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:

@@ -1,5 +1,5 @@
 """Which blocks of the stream order a reader has open, so that a block is fetched whole and freed
-after its last sample. A lane reads the part of a block that lies in its run.
+after its last sample. A lane reads the part of a block that is in its run.
 """
 
 from __future__ import annotations
@@ -36,17 +36,23 @@ class OpenedBlocks:
 class OpenBlocks:
     """Follows the samples of a reader that takes whole lanes, in order, and says when blocks open.
 
-    Args: order: the stream. lanes: the lanes that the reader takes every sample of; `release_all`
-        names others, as many. whole: bool [datasets]: whose blocks are followed. Only datasets with
-        one lane to a run may be. itemsizes: bytes of a token in each dataset.
+    Args:
+        order: the stream.
+        lanes: those of which the reader takes every sample; `release_all` names others, as many.
+        is_followed: bool [datasets]; only datasets with one lane to a run may be followed.
+        itemsizes: bytes of a token in each dataset.
     """
 
     def __init__(
-        self, order: StreamOrder, lanes: Integers, whole: NDArray[np.bool_], itemsizes: Integers
+        self,
+        order: StreamOrder,
+        lanes: Integers,
+        is_followed: NDArray[np.bool_],
+        itemsizes: Integers,
     ) -> None:
         self.order = order
-        self.whole = whole
-        self._itemsizes = np.where(whole, itemsizes, 0)
+        self.is_followed = is_followed
+        self._itemsizes = np.where(is_followed, itemsizes, 0)
         self._local = self._number(lanes)
         self._blocks = np.empty((len(lanes), len(order.datasets)), OPEN_BLOCK)
         self._blocks["slot"] = -1
@@ -79,7 +85,7 @@ class OpenBlocks:
         if num_opened < 0:
             sample = sample_ids[-1 - num_opened]
             raise AssertionError(
-                f"sample {sample} lies in lane {order.lane_of(sample)}, which this reader does "
+                f"sample {sample} is in lane {order.lane_of(sample)}, which this reader does "
                 "not follow"
             )
         opened = opened[:num_opened]
@@ -110,7 +116,7 @@ class OpenBlocks:
         self._local = self._number(lanes)
         released = self._blocks[self._blocks["slot"] >= 0]
         self._blocks["slot"] = -1
-        return released["slot"], released["left"]
+        return released["slot"], released["uses"]
 
     def _number(self, lanes: Integers) -> Integers:
         """The number of each lane among those followed, int64 [lanes of the order]; -1 for the

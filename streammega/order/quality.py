@@ -121,14 +121,14 @@ def _domain_drift(places: Places, total: int, window: int) -> float:
 
 
 def _parts(places: Places, total: int, count: int) -> Places:
-    """Which of `count` equal parts of the data each place lies in."""
+    """Which of `count` equal parts of the data has each place."""
     return places * count // max(total, 1)
 
 
 def _windows(values: Places, length: int) -> Places:
     """Values in rows of `length`; those left over are left out."""
-    whole = len(values) // length
-    return values[: whole * length].reshape(whole, length)
+    num_windows = len(values) // length
+    return values[: num_windows * length].reshape(num_windows, length)
 
 
 @dataclass(frozen=True, kw_only=True)

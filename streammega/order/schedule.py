@@ -218,7 +218,7 @@ class TrainingSchedule:
 
     @cached_property
     def excluded(self) -> list[tuple[int, int]]:
-        """The excluded ranges in their order, none of which overlaps another."""
+        """The excluded ranges in order, without overlaps."""
         apart: list[tuple[int, int]] = []
         for start, stop in sorted(self.excluded_ranges):
             end_before = apart[-1][1] if apart else 0

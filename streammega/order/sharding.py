@@ -41,9 +41,7 @@ def check_batch_sizes(
 
 
 def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise StateError if a global batch of which `offset` samples are consumed cannot be finished
-    by these ranks.
-    """
+    """Raise StateError if these ranks cannot finish a global batch after its first `offset` samples."""
     if offset % (micro_batch_size * dp_size):
         raise StateError(
             f"the state stops {offset} samples into a global batch, which "

@@ -30,7 +30,7 @@ MAX_WHOLE_IDENTITY = 720
 MAX_WHOLE_ENTRY = 100
 """Characters of an entry that stays whole in a longer identity. A digested one has about as many."""
 GROUPS = 8
-"""Stretches of a list with a digest each, by which a mismatch says where it lies."""
+"""Stretches of a list with a digest each, so that a mismatch says between which items it is."""
 GROUP_DIGITS = 5
 _DIGESTED = re.compile(r"(\d+) items: ([0-9a-f]{32}(?: [0-9a-f]+)+)")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -150,10 +150,10 @@ def differing_values(one: Any, other: Any, path: str = "") -> dict[str, tuple[An
         items = [(f"{path}[{number}]", *pair) for number, pair in enumerate(pairs)]
     if not items:
         return {path: (one, other)}
-    found: dict[str, tuple[Any, Any]] = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     for item_path, item, other_item in items:
-        found |= differing_values(item, other_item, item_path)
-    return found
+        differences |= differing_values(item, other_item, item_path)
+    return differences
 
 
 def shown_value(value: Any) -> str:
@@ -192,8 +192,8 @@ def _differences_of_digests(
     path: str,
 ) -> list[str]:
     """Between which items a list of this run differs from a digested one of as many items."""
-    whole, *groups = saved[2].split()
-    if _digest(current) == whole:
+    digest_of_all, *groups = saved[2].split()
+    if _digest(current) == digest_of_all:
         return []
     labels = []
     for item in current if isinstance(current, Mapping) else range(len(current)):

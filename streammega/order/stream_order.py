@@ -125,7 +125,7 @@ class StreamOrder:
     restart: frozenset[int] = frozenset()
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie: one run of tokens each, or several where a sample joins what earlier
+        """Where samples are stored: one run of tokens each, or several where a sample joins what earlier
         phases left unread. `dataset`: its number over all phases.
 
         Takes any ids from `first_sample` on. Cost of a sample: O(log datasets).
@@ -142,16 +142,23 @@ class StreamOrder:
             dataset = self.dataset_numbers[column].astype(np.int32)
         if not self.has_remainders or (file >= 0).all():  # as soon as all lanes are past them
             return _one_run_each(dataset, file, start, stop)
-        own = np.flatnonzero(file >= 0)
+        of_epochs = np.flatnonzero(file >= 0)
         of_remainders = np.flatnonzero(file < 0)
-        parts = [(own, _one_run_each(dataset[own], file[own], start[own], stop[own]))]
+        parts = [
+            (
+                of_epochs,
+                _one_run_each(
+                    dataset[of_epochs], file[of_epochs], start[of_epochs], stop[of_epochs]
+                ),
+            )
+        ]
         for place in np.unique(column[of_remainders]).tolist():
             chosen = of_remainders[column[of_remainders] == place]
             parts.append((chosen, self._of_remainder(place, samples[chosen], start[chosen])))
         return merge_extents(parts)
 
     def _of_remainder(self, column: int, samples: Integers, before_own: Integers) -> Extents:
-        """Where samples of a dataset's remainder lie. before_own: how many draws each is before the
+        """Where samples of a dataset's remainder are stored. before_own: how many draws each is before the
         first draw of its lane from whole epochs; negative.
         """
         remainder = self.remainders[column]
@@ -178,7 +185,7 @@ class StreamOrder:
         return np.ascontiguousarray(sample_ids, np.int64) - self.first_sample
 
     def lane_of(self, sample_ids: Integers) -> Integers:
-        """The lane in which each sample lies."""
+        """The lane of each sample."""
         return (sample_ids - self.first_sample) % self.lanes
 
     @cached_property
@@ -372,10 +379,10 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
         if high - low < 2:
             continue
         middle = (low + high) // 2
-        left = sum(exact[low:middle])
-        both = left + sum(exact[middle:high])
+        left_weight = sum(exact[low:middle])
+        both = left_weight + sum(exact[middle:high])
         if both:  # nothing is drawn below a node without weight
-            fractions[node] = ((left << FRACTION_BITS) + both // 2) // both  # rounded
+            fractions[node] = ((left_weight << FRACTION_BITS) + both // 2) // both  # rounded
         nodes.append((2 * node, low, middle))
         nodes.append((2 * node + 1, middle, high))
     return fractions

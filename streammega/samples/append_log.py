@@ -5,8 +5,8 @@
     follow/00000000000003840000.json   all that was appended up to sample 3,840,000
 
 There is a file for each sample at which the run checked for newer versions, even if it found none. A
-rank that comes to such a sample and finds no file checks, and creates the file on the condition that
-there is none. Ranks that come later, or at the same moment, or again after a kill go by that file. So
+rank that comes to such a sample and finds no file checks, and creates the file, if it still does not
+exist. Ranks that come later, or at the same moment, or again after a kill go by that file. So
 ranks and workers agree without a message, and nothing is drawn before it is in the log.
 """
 

@@ -78,7 +78,7 @@ def with_appended(config: DataConfig, check: Check) -> DataConfig:
 
 
 def _appended_to(before: Segment, logged: AppendedSegment) -> Segment:
-    """A segment of the log in the names of the config, whose data may lie elsewhere by now. before:
+    """A segment of the log in the names of the config, whose data may be elsewhere by now. before:
     the segment that it follows.
     """
     where = f"at sample {logged.first_sample}"
@@ -208,10 +208,10 @@ class AutoAppendSource(SampleSource):
         self._named = with_names_read(config, split)
         self._split = split
         self._checked = log_of(self._named).newest()
-        whole = with_appended(self._named, self._checked)
+        config_of_run = with_appended(self._named, self._checked)
         # the one attribute that changes, at once: other threads locate samples meanwhile
         self._source = StreamSource(
-            whole, split, global_batch_size, dataset_ids=self._dataset_ids(whole)
+            config_of_run, split, global_batch_size, dataset_ids=self._dataset_ids(config_of_run)
         )
 
     @property
@@ -243,7 +243,7 @@ class AutoAppendSource(SampleSource):
         record = log_of(self._named)
         first = self._source.segments[0]
         assert first.order is not None
-        # identifies the run by what its data holds, not by where the data lies
+        # identifies the run by what its data holds, not by where the data is
         digests = digests_of(first.order, first.files)
         record.begin({"seed": self.config.seed, "datasets": digests})
         self._apply(record.newest())
@@ -281,12 +281,12 @@ class AutoAppendSource(SampleSource):
         if check is not None:
             self._apply(check)
             return
-        found, source = self._find_versions(sample)
-        check = record.write(found)
+        new_check, source = self._find_versions(sample)
+        check = record.write(new_check)
         for unreadable in check.unreadable:
             log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
         # another rank may have written its check first
-        self._apply(check, source if check.segments == found.segments else None)
+        self._apply(check, source if check.segments == new_check.segments else None)
 
     def _find_versions(self, sample: int) -> tuple[Check, StreamSource]:
         """Check for the newest version of each dataset that the blend at a sample names by a version;
@@ -296,10 +296,10 @@ class AutoAppendSource(SampleSource):
         Transient errors are raised.
         """
         config = self._named
-        found = replace(self._checked, sample=sample, unreadable=[])
+        new_check = replace(self._checked, sample=sample, unreadable=[])
         source = self._source
         if any(phase.first_sample == sample for phase in config.phases):
-            return found, source  # that phase decides what is read from here on
+            return new_check, source  # that phase decides what is read from here on
         segment_at = _segments(with_appended(config, self._checked))
         last = segment_at[max(first for first in segment_at if first <= sample)]
         current = last
@@ -315,17 +315,17 @@ class AutoAppendSource(SampleSource):
                         num_before=len(last.datasets),
                         weights_before=None if last.weights is None else list(last.weights),
                     )
-                    tried = replace(found, segments=[*self._checked.segments, segment])
-                    source = self._with(tried)
+                    trial = replace(new_check, segments=[*self._checked.segments, segment])
+                    source = self._with(trial)
                 except StreammegaError as error:
                     if getattr(error, "transient", False):
                         raise
                     unreadable = f"{redact_urls(prefix)}@{after}..{until}: {error}"
-                    found = replace(found, unreadable=[*found.unreadable, unreadable])
+                    new_check = replace(new_check, unreadable=[*new_check.unreadable, unreadable])
                     break
-                found = tried
+                new_check = trial
                 current = grown
-        return found, source
+        return new_check, source
 
     def _apply(self, check: Check, source: StreamSource | None = None) -> None:
         """Continue with a check. source: the one with its segments, if that is open."""
@@ -339,22 +339,22 @@ class AutoAppendSource(SampleSource):
 
     def _with(self, check: Check) -> StreamSource:
         """The stream with what was appended."""
-        whole = with_appended(self._named, check)
-        return self._source.with_config(whole, self._dataset_ids(whole))
+        config = with_appended(self._named, check)
+        return self._source.with_config(config, self._dataset_ids(config))
 
-    def _dataset_ids(self, whole: DataConfig) -> NDArray[np.int64]:
+    def _dataset_ids(self, config: DataConfig) -> NDArray[np.int64]:
         """The "dataset_id" of each dataset. An appended one has that of the first dataset of the config
         that is a version of the same.
         """
-        own = dataset_names(datasets_of_segments(self._named, self._split))
-        number_of = {name: number for number, name in enumerate(own)}
+        named = dataset_names(datasets_of_segments(self._named, self._split))
+        number_of = {name: number for number, name in enumerate(named)}
         first_of_growing: dict[str, int] = {}
-        for number, (prefix, _) in enumerate(own):
+        for number, (prefix, _) in enumerate(named):
             growing = VersionName.parse(prefix)
             if growing is not None:
                 first_of_growing.setdefault(_spelled(growing.prefix), number)
         ids = []
-        for name in dataset_names(datasets_of_segments(whole, self._split)):
+        for name in dataset_names(datasets_of_segments(config, self._split)):
             growing = VersionName.parse(name[0])
             if name in number_of or growing is None:
                 ids.append(number_of[name])

@@ -34,14 +34,14 @@ def build_datasets(
     the stream order builds nothing. Raises ConfigError for a split or blend that cannot be built,
     StorageError and FormatError for the files.
     """
-    asked = list(num_samples or config.num_samples or (None, None, None))
-    if len(asked) != len(SPLITS):
+    counts = list(num_samples or config.num_samples or (None, None, None))
+    if len(counts) != len(SPLITS):
         raise ConfigError(
-            f"num_samples is {asked}; it takes three counts: (train, valid, test), None for one epoch"
+            f"num_samples is {counts}; it takes three counts: (train, valid, test), None for one epoch"
         )
     opened: dict[str, IndexedDataset] = {}
     return tuple(
-        build_split(config, split, asked[number], opened) for number, split in enumerate(SPLITS)
+        build_split(config, split, counts[number], opened) for number, split in enumerate(SPLITS)
     )
 
 
@@ -117,13 +117,13 @@ def _blended(
             f"the {split} blend has weights, so it needs a number of samples: "
             "set num_samples, or give prefixes without weights to take every sample once"
         )
-    asked: Sequence[int | None] = [None] * len(prefixes)
+    counts: Sequence[int | None] = [None] * len(prefixes)
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
-        asked = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
+        counts = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
     parts = parallel_map(
         lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
-        list(zip(prefixes, asked, strict=True)),
+        list(zip(prefixes, counts, strict=True)),
         OPENERS,
     )
     datasets = [part for part in parts if part is not None]

@@ -85,16 +85,18 @@ class DocumentNames:
         by_number, in_full = self._by_number(names, datasets)
         # All origins are read, so only for names that need them.
         by_origin = self._by_origin([name for name in names if name not in in_full], datasets)
-        found = {name: self._in_all_places(documents) for name, documents in by_number.items()}
+        places_of_name = {
+            name: self._in_all_places(documents) for name, documents in by_number.items()
+        }
         for name, documents in by_origin.items():
             places = self._in_all_places(documents)
-            if found.setdefault(name, places) != places:
+            if places_of_name.setdefault(name, places) != places:
                 raise ConfigError(
                     f"{redact_urls(name)!r} is the number of one document, and the origin of another; "
                     "write it as NAME#NUMBER with the whole name of the dataset, or give another name "
                     "of the document"
                 )
-        return {name: sorted(places) for name, places in found.items()}
+        return {name: sorted(places) for name, places in places_of_name.items()}
 
     def describe_missing(self, names: Sequence[str], prefix: str | None = None) -> str:
         """Why no document has these names, for a message."""
@@ -160,7 +162,7 @@ class DocumentNames:
         mean nothing else.
         """
         known = self._known_names(datasets)
-        found: dict[str, set[DocumentName]] = {}
+        documents_of_name: dict[str, set[DocumentName]] = {}
         in_full: set[str] = set()
         for name in names:
             for sign, prefix, number in _numbered(name):
@@ -173,10 +175,10 @@ class DocumentNames:
                 for dataset, shard in meanings.get(prefix, next(iter(meanings.values()), [])):
                     document = self._numbered(dataset, shard, number)
                     if document is not None:
-                        found.setdefault(name, set()).add(document)
+                        documents_of_name.setdefault(name, set()).add(document)
                         if sign == "#" and prefix in meanings:
                             in_full.add(name)
-        return found, in_full
+        return documents_of_name, in_full
 
     def _numbered(self, dataset: int, shard: int | None, number: int) -> DocumentName | None:
         """A document by its number in a shard, or over all shards of a dataset; None: not found."""
@@ -192,9 +194,9 @@ class DocumentNames:
         self, names: Sequence[str], datasets: Sequence[int]
     ) -> dict[str, set[DocumentName]]:
         """The documents of ids and places, in shards that keep them."""
-        found: dict[str, set[DocumentName]] = {}
+        documents_of_name: dict[str, set[DocumentName]] = {}
         if not names:
-            return found
+            return documents_of_name
         origin_names = OriginNames(names)
         without = []
         for dataset in datasets:
@@ -204,19 +206,19 @@ class DocumentNames:
                     continue
                 for name, document in documents.origins.find(origin_names):
                     place = DocumentName(dataset, shard, document)
-                    found.setdefault(name, set()).add(place)
-        if found and without:
+                    documents_of_name.setdefault(name, set()).add(place)
+        if documents_of_name and without:
             # once: a run opens its datasets again whenever a version is appended
             warn_once(
                 log,
                 f"{hash(tuple(names))} {without[0]}",
                 "%d names are ids or places; they name no document of %s, since %d shards have no "
                 "origins (convert --provenance) that may be read",
-                len(found),
+                len(documents_of_name),
                 redact_urls(", ".join(without[:MAX_SHOWN])),
                 len(without),
             )
-        return found
+        return documents_of_name
 
     def _in_all_places(self, documents: Collection[DocumentName]) -> set[DocumentName]:
         """Documents, in each place of the blend that has their shard."""

@@ -2,7 +2,7 @@
 
 The order of samples does not change: eod_id replaces the tokens of such documents, and there is no loss
 on them. What a sample skips depends on its number, on the lists that begin at or before it, and on
-where documents lie.
+where documents are.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ExclusionMask:
     found int64 [3, ranges]: row, low, high.
     """
 
-    def __init__(self, found: Integers) -> None:
-        self.found = found
+    def __init__(self, ranges: Integers) -> None:
+        self.ranges = ranges
 
     def merged(self) -> Integers:
         """The same with ranges that touch as one: from which sample on each holds no longer matters."""
-        row, low, high = self.found
+        row, low, high = self.ranges
         touches = np.zeros(len(row) + 1, np.bool_)
         touches[1:-1] = (row[1:] == row[:-1]) & (low[1:] == high[:-1])
         first = np.flatnonzero(~touches[:-1])
@@ -55,19 +55,19 @@ class ExclusionMask:
 
     def overwrite(self, ids: NDArray[Any], eod_id: int) -> None:
         """Write eod_id for those tokens of ids [rows, width]."""
-        fill_columns(self.found, 0, 0, eod_id, ids)
+        fill_columns(self.ranges, 0, 0, eod_id, ids)
 
     def clear_learned(self, learned: NDArray[Any]) -> None:
         """Write False to learned [rows, S + 1] for ids of such documents and for the id after them, whose
         label would follow on them.
         """
-        fill_columns(self.found, 0, 1, False, learned)
+        fill_columns(self.ranges, 0, 1, False, learned)
 
 
 class ExcludedRanges(NamedTuple):
     """Tokens [start, stop) that a list excludes from a sample on; files are laid FILE_STRIDE apart.
 
-    documents: {dataset: (how many documents, a digest of where they lie)}.
+    documents: {dataset: (how many documents, a digest of where they are)}.
     """
 
     first_sample: int
@@ -105,16 +105,16 @@ class ExcludedTokens:
         """Where the tokens of runs are excluded; None: nowhere. sample_ids: the sample of each row of the
         batch.
         """
-        found = np.empty((3, ROOM), np.int64)
+        ranges = np.empty((3, ROOM), np.int64)
         sample = sample_ids[runs.sample]
         while True:
             count = find_excluded(
                 self.starts, self.stops, self.since,
-                runs.file, runs.start, runs.size, runs.column, runs.sample, sample, found,
+                runs.file, runs.start, runs.size, runs.column, runs.sample, sample, ranges,
             )  # fmt: skip
-            if count <= found.shape[1]:
-                return ExclusionMask(np.ascontiguousarray(found[:, :count])) if count else None
-            found = np.empty((3, count), np.int64)
+            if count <= ranges.shape[1]:
+                return ExclusionMask(np.ascontiguousarray(ranges[:, :count])) if count else None
+            ranges = np.empty((3, count), np.int64)
 
     def excluded_from(self, file: int, start: int) -> int | None:
         """The sample from which on a token of a file is excluded; None: it never is."""
@@ -134,7 +134,7 @@ class ExcludedTokens:
 
     def identity(self, consumed: int | None, datasets: Collection[int] | None) -> dict[str, Any]:
         """The entry for an identity: for each list its first sample, how many documents it has, and a
-        digest of where they lie. Empty without lists.
+        digest of where they are. Empty without lists.
 
         consumed: only lists that began before this sample; None: all. datasets: only documents of
         these; None: of all.
@@ -228,13 +228,13 @@ def _documents_of_list(
     """The documents of a list. Raises ConfigError for names that no document has."""
     wanted = _names_of_list(excluded, storage)
     try:
-        found = names.find_all(wanted, excluded.dataset)
-        missing = [name for name in wanted if name not in found]
+        documents_of_name = names.find_all(wanted, excluded.dataset)
+        missing = [name for name in wanted if name not in documents_of_name]
         if missing:
             raise ConfigError(names.describe_missing(missing, excluded.dataset))
     except ConfigError as error:
         raise ConfigError(f"exclude_documents: {error}") from None
-    return chain.from_iterable(found.values())
+    return chain.from_iterable(documents_of_name.values())
 
 
 def _ranges_of(
@@ -243,7 +243,7 @@ def _ranges_of(
     shards: Sequence[Sequence[ShardDocuments]],
     files: Sequence[Sequence[TokenFile]],
 ) -> ExcludedRanges:
-    """Where the documents of a list lie."""
+    """The ranges of a list's documents."""
     files_of_dataset = [len(of_dataset) for of_dataset in files]
     first_files = np.cumsum([0, *files_of_dataset]).tolist()
     starts = [np.empty(0, np.int64)]
@@ -265,8 +265,8 @@ def _ranges_of(
         shift = first_files[dataset] * FILE_STRIDE + in_dataset
         starts.append(begin + shift)
         stops.append(end + shift)
-    found = {dataset: (count, hashers[dataset].hexdigest()) for dataset, count in counts.items()}
-    return ExcludedRanges(first_sample, np.concatenate(starts), np.concatenate(stops), found)
+    digests = {dataset: (count, hashers[dataset].hexdigest()) for dataset, count in counts.items()}
+    return ExcludedRanges(first_sample, np.concatenate(starts), np.concatenate(stops), digests)
 
 
 MAX_FILES = (1 << 63) // FILE_STRIDE

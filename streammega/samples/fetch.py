@@ -32,7 +32,7 @@ class SampleRows:
 
 
 def rows_of(extents: Extents) -> SampleRows:
-    """The rows of samples, which lie end to end in each. Cost: a few passes over the rows."""
+    """The rows of samples, end to end in each. Cost: a few numpy operations on the rows."""
     size = extents.stop - extents.start
     # one entry more than rows: the last is the end of the last sample
     tokens_before_row = np.zeros(len(size) + 1, np.int64)
@@ -75,7 +75,7 @@ def coalesce(
     start; in tokens, or all in bytes.
 
     Rows with at most `gap` between them share a request until it would pass `largest` (a single row
-    may be larger). A row lies whole in its request. Cost: one pass over the rows.
+    may be larger). A row is in one request. Cost: one scan of the rows.
     """
     rows = len(file)
     of_row = np.empty(rows, np.int64)
@@ -107,7 +107,7 @@ def fetch_ids(
     """Token ids of the samples of `extents`, [samples, width] in the widest stored dtype, and how
     many each has.
 
-    `file_ids` int64 [rows] says which of `files` each row lies in. Raises StorageError.
+    `file_ids` int64 [rows] says which of `files` has each row. Raises StorageError.
     """
     samples = len(extents)
     rows = rows_of(extents)

@@ -19,7 +19,7 @@ Integers = NDArray[np.int64]
 
 
 class FileIndexArrays(NamedTuple):
-    """offsets, lengths, modes [sequences]: first byte, tokens and mode; modes None: there are none.
+    """offsets, lengths, modes [sequences]: first byte, tokens and mode; modes: None without modes.
     bounds [documents + 1]: the first sequence of each document.
     """
 
@@ -46,7 +46,7 @@ class FileIndex:
 
     @cached_property
     def arrays(self) -> FileIndexArrays:
-        """Raises FormatError where sequences do not lie in their order, StorageError."""
+        """Raises FormatError if sequences are not in ascending order, StorageError."""
         opened: Any = (
             self.source if isinstance(self.source, IndexedDataset) else self.source.arrays()
         )
@@ -54,7 +54,7 @@ class FileIndex:
         if (offsets[1:] < offsets[:-1]).any():
             name = self.source.index_url if isinstance(self.source, Shard) else self.source.prefix
             raise FormatError(
-                f"{name}: its sequences lie in no order, so tokens cannot be assigned to documents and "
+                f"{name}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
                 "modes; convert it again, or turn off balance_attention_cost and mask_loss_by_mode"
             )
         modes = opened.sequence_modes

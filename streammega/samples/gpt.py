@@ -86,21 +86,21 @@ def _checked_ids(
     indexed: IndexedDataset, num_units: int, ids: NDArray[np.int32]
 ) -> NDArray[np.int32]:
     """`ids` as int32. All are checked, for kernels use them as indices."""
-    given = np.asarray(ids)
+    array = np.asarray(ids)
     values = ""
-    if given.size == 0:
-        fits = given.ndim == 1
+    if array.size == 0:
+        fits = array.ndim == 1
     else:
-        lowest = given.min()
-        highest = given.max()
+        lowest = array.min()
+        highest = array.max()
         values = f" from {lowest} to {highest}"
-        fits = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
+        fits = array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
         fits = fits and int(lowest) >= 0 and int(highest) < num_units
     if fits:
-        return given.astype(np.int32, copy=False)
+        return array.astype(np.int32, copy=False)
     raise ConfigError(
         f"{indexed.prefix}: sequence_ids are a row of integers in [0, {num_units}), "
-        f"not {given.dtype} {list(given.shape)}{values}"
+        f"not {array.dtype} {list(array.shape)}{values}"
     )
 
 
@@ -257,21 +257,21 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
         """Found by a scan of the built indices."""
-        found = []
+        parts = []
         for unit in _units_of(self, shards, name):
             extra = int(self._has_extra_token)
             uses = gpt_token_uses(
                 self.indices, unit.length, extra, unit.number, unit.start, unit.stop
             )
             before = uses.sample < end
-            found.append(
+            parts.append(
                 TokenUses(
                     uses.sample[before],
                     uses.start[before] + unit.shift,
                     uses.stop[before] + unit.shift,
                 )
             )
-        return concatenate_uses(found)
+        return concatenate_uses(parts)
 
     @cached_property
     def _lengths(self) -> NDArray[np.int32]:
@@ -292,7 +292,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def digest(self) -> str:
-        """A digest of what the order depends on in this dataset, wherever it lies: dtype and sequence
+        """A digest of what the order depends on in this dataset, wherever it is: dtype and sequence
         lengths.
         """
         hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)

@@ -52,8 +52,8 @@ def _table(
 
     named: the learned modes that the data names; None: it names none.
     """
-    asked = config.mask_loss_by_mode is True
-    if named is None and not asked:
+    is_required = config.mask_loss_by_mode is True
+    if named is None and not is_required:
         return None
     if not multimodal:
         raise ConfigError(
@@ -89,7 +89,7 @@ class SampleJoins:
 
 
 NO_JOINS = SampleJoins(sample=np.empty(0, np.int64), column=np.empty(0, np.int64))
-"""Of samples that are single runs."""
+"""What samples that are single runs have."""
 
 
 def joins_between(

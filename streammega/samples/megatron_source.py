@@ -69,7 +69,7 @@ class MegatronSegment(SegmentSource):
         return self.first_sample + len(self.samples)
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie. `dataset`: its number over all segments."""
+        """Where samples are stored. `dataset`: its number over all segments."""
         extents = self.samples.locate(sample_ids - self.first_sample)
         numbers = self.dataset_numbers.astype(np.int32)
         return replace(extents, dataset=numbers[extents.dataset])
@@ -88,12 +88,12 @@ class MegatronSegment(SegmentSource):
     ) -> TokenUses:
         """The uses in each place of the blend that has the dataset."""
         shift = self.first_sample
-        found = []
+        parts = []
         for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():
             here = name._replace(dataset=place)
             uses = self.samples.document_uses(shards, here, end - shift)
-            found.append(TokenUses(uses.sample + shift, uses.start, uses.stop))
-        return concatenate_uses(found)
+            parts.append(TokenUses(uses.sample + shift, uses.start, uses.stop))
+        return concatenate_uses(parts)
 
 
 def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> SampleSource:
@@ -146,18 +146,18 @@ def build_phases(
 
 
 def _built(
-    config: DataConfig, split: str, number: int, asked: int, opened: dict[str, IndexedDataset]
+    config: DataConfig, split: str, number: int, num_samples: int, opened: dict[str, IndexedDataset]
 ) -> GPTDataset | BlendedDataset:
     """The dataset of one phase. Raises ConfigError where it has fewer samples than are asked."""
     try:
-        samples = build_split(config, split, asked, opened)
+        samples = build_split(config, split, num_samples, opened)
     except ConfigError as error:
         raise ConfigError(f"phase {number}: {error}" if number else str(error)) from None
     if samples is None or isinstance(samples, list):
         raise ConfigError(f"phase {number}: split {config.split!r} leaves nothing for {split}")
-    if len(samples) < asked:
+    if len(samples) < num_samples:
         raise ConfigError(
-            f"phase {number} has {asked} samples, but one epoch of its datasets has {len(samples)}; give "
+            f"phase {number} has {num_samples} samples, but one epoch of its datasets has {len(samples)}; give "
             "them weights, and they are read for as many epochs as needed"
         )
     return samples

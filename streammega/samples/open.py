@@ -37,17 +37,17 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
         if config.follows(split):
             return AutoAppendSource(config, split, global_batch_size)
         return StreamSource(config, split, global_batch_size)
-    asked = config.num_samples[SPLITS.index(split)] if config.num_samples else None
+    num_samples = config.num_samples[SPLITS.index(split)] if config.num_samples else None
     takes_everything = split == "valid" and config.full_validation
-    if config.order == "megatron" and asked is None and not takes_everything:
+    if config.order == "megatron" and num_samples is None and not takes_everything:
         raise ConfigError(
-            "the Megatron order depends on how many samples are asked: "
+            "the Megatron order depends on the number of samples: "
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
-    if asked is not None and has_phases:
-        return open_megatron_segments(config, split, asked)
-    samples = build_split(config, split, asked)
+    if num_samples is not None and has_phases:
+        return open_megatron_segments(config, split, num_samples)
+    samples = build_split(config, split, num_samples)
     if isinstance(samples, list):
         raise ConfigError(
             "multiple_validation_sets makes several datasets: open each by a config of its own, "
@@ -65,7 +65,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
 def locate(
     config: DataConfig, sample_ids: ArrayLike, *, split: str = "train", global_batch_size: int = 1
 ) -> Extents:
-    """Where samples of the global stream lie: arrays dataset, file, start, stop (in tokens), and
+    """Where samples of the global stream are stored: arrays dataset, file, start, stop (in tokens), and
     `row_splits` of samples.
 
     A pure function of sizes, seed and config; no token is read. In the stream order every sample is
@@ -78,7 +78,7 @@ def locate(
 
 
 def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> Extents:
-    """Where samples of a source lie. Raises IndexError for a number that none of them has."""
+    """Where samples of a source are stored. Raises IndexError for a number that none of them has."""
     if not len(ids):
         return source.locate(ids)
     # closed forms would answer for any number

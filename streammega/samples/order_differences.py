@@ -115,8 +115,8 @@ def _excluded(source: SampleSource, ids: Integers, extents: Extents) -> Integers
     nothing = np.empty((3, 0), np.int64)
     if source.excluded is None:
         return nothing
-    found = source.excluded.columns(runs_of(source.files, extents), ids)
-    return nothing if found is None else found.merged()
+    mask = source.excluded.columns(runs_of(source.files, extents), ids)
+    return nothing if mask is None else mask.merged()
 
 
 def _in_one_alone(one: Integers, other: Integers) -> Integers:

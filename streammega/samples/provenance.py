@@ -153,10 +153,12 @@ class Provenance:
         parts = [self.source.segment_at(sample).read(np.array([sample])) for sample in ids.tolist()]
         widest = max((tokens.shape[1] for tokens, _ in parts), default=0)
         dtypes = [tokens.dtype for tokens, _ in parts]
-        found = np.zeros((len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64)
+        ids_of_samples = np.zeros(
+            (len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64
+        )
         for row, (tokens, _) in enumerate(parts):
-            found[row, : tokens.shape[1]] = tokens[0]
-        return found, np.array([valid[0] for _, valid in parts], np.int64)
+            ids_of_samples[row, : tokens.shape[1]] = tokens[0]
+        return ids_of_samples, np.array([valid[0] for _, valid in parts], np.int64)
 
     def find(self, name: str) -> list[DocumentName]:
         """The documents of a name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several if the blend has
@@ -164,10 +166,10 @@ class Provenance:
 
         Raises ConfigError for a name that no document has, or that may mean different documents.
         """
-        found = self.names.find(name)
-        if not found:
+        documents = self.names.find(name)
+        if not documents:
             raise ConfigError(self.names.describe_missing([name]))
-        return found
+        return documents
 
     def origin(self, name: DocumentName) -> DocumentOrigin | None:
         """Where a document came from; None if its shard does not keep that (convert --provenance)."""
@@ -221,16 +223,16 @@ class Provenance:
 
     def excluded_documents(self) -> dict[DocumentName, int]:
         """The excluded documents, and the sample from which on each is excluded."""
-        found: dict[DocumentName, int] = {}
+        first_samples: dict[DocumentName, int] = {}
         excluded = self.source.excluded
         if excluded is None:
-            return found
+            return first_samples
         for file, start, stop, since in excluded.ranges():
             dataset = bisect_right(self._first_files, file) - 1
             in_dataset = file - self._first_files[dataset]
             for name in self._documents_at(dataset, in_dataset, start, stop):
-                found[name] = min(since, found.get(name, since))
-        return found
+                first_samples[name] = min(since, first_samples.get(name, since))
+        return first_samples
 
     def _documents_at(
         self, dataset: int, file: int, start: int, stop: int
@@ -338,7 +340,7 @@ def _matches(
     stretch = SEARCH_BYTES // itemsize
     longest = max(len(pattern) for pattern in patterns)
     for first in range(0, tokens, stretch):
-        # with the beginning of the next stretch, for a match may lie in both
+        # with the beginning of the next stretch, for a match may span both
         stop = min(tokens, first + stretch + longest - 1)
         starts = list(range(first * itemsize, stop * itemsize, request_bytes))
         stops = [*starts[1:], stop * itemsize]
@@ -355,7 +357,7 @@ def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:
     """Where a pattern begins in an array of ids, ascending."""
     if len(pattern) > len(ids):
         return np.empty(0, np.int64)
-    found = np.flatnonzero(ids[: len(ids) - len(pattern) + 1] == pattern[0])
+    starts = np.flatnonzero(ids[: len(ids) - len(pattern) + 1] == pattern[0])
     for offset, token in enumerate(pattern[1:], 1):
-        found = found[ids[found + offset] == token]
-    return found
+        starts = starts[ids[starts + offset] == token]
+    return starts

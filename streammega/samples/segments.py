@@ -85,15 +85,15 @@ def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets
     blend_of(config, split)
     spelling_of: dict[str, str] = {}
     number_of: dict[Name, int] = {}
-    found: list[SegmentDatasets] = []
+    segments: list[SegmentDatasets] = []
     for number, segment in enumerate(config.segments(split)):
         names = _names([_first_spelling(prefix, spelling_of) for prefix in segment.datasets])
         restart = [_first_spelling(prefix, spelling_of) for prefix in segment.restart]
         _check_restart(number, restart, names, number_of)
         numbers = [number_of.setdefault(name, len(number_of)) for name in names]
         restarted = frozenset(number_of[name] for name in names if name[0] in restart)
-        found.append(SegmentDatasets(segment, numbers, names, restarted))
-    return found
+        segments.append(SegmentDatasets(segment, numbers, names, restarted))
+    return segments
 
 
 def dataset_names(segments: Sequence[SegmentDatasets]) -> list[Name]:

@@ -1,4 +1,4 @@
-"""What every order gives to the layers above: samples by their global numbers, where they lie, their
+"""What every order gives to the layers above: samples by their global numbers, where they are stored, their
 fields, and an identity. A source has one or more segments; each holds from its first sample on.
 """
 
@@ -75,16 +75,16 @@ class SegmentSource(ABC):
     @property
     @abstractmethod
     def num_samples(self) -> int | None:
-        """The end of the samples that it could have; None: there is none."""
+        """The end of the samples that it could have; None: they have no end."""
 
     @abstractmethod
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie."""
+        """Where samples are stored."""
 
     @abstractmethod
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """What defines the order of the samples before `consumed` (None: of all), wherever the data
-        lies: small, for JSON.
+        is: small, for JSON.
         """
 
     @abstractmethod
@@ -272,7 +272,7 @@ class SampleSource:
         return False
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie."""
+        """Where samples are stored."""
         segments = self.segments
         if len(segments) == 1:
             return segments[0].locate(sample_ids)
@@ -383,7 +383,7 @@ def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Inte
 
 
 def runs_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Runs:
-    """Where the tokens of samples lie."""
+    """Where the tokens of samples are stored."""
     rows = rows_of(extents)
     return Runs(
         file=file_of_rows(files, extents),

@@ -84,11 +84,11 @@ class StreamSegment(SegmentSource):
     @property
     def num_samples(self) -> int | None:
         """Samples that the config asks of this split; None: no end."""
-        asked = self.config.num_samples
-        return asked[SPLITS.index(self.split)] if asked else None
+        num_samples = self.config.num_samples
+        return num_samples[SPLITS.index(self.split)] if num_samples else None
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie: one run of tokens each, or several where a sample joins what earlier
+        """Where samples are stored: one run of tokens each, or several where a sample joins what earlier
         segments left unread.
         """
         extents = self.order.locate(sample_ids)
@@ -141,15 +141,15 @@ class StreamSegment(SegmentSource):
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
         """In closed form: no sample is scanned."""
-        found = []
+        parts = []
         for run in shards[name.shard].tokens_of(name.document):
             stop = run.file_start + run.stop - run.start
             shift = run.start - run.file_start
             uses = samples_using_tokens(
                 self.order, name.dataset, name.shard, run.file_start, stop, end
             )
-            found.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
-        return concatenate_uses(found)
+            parts.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
+        return concatenate_uses(parts)
 
 
 class StreamSource(SampleSource):
@@ -348,5 +348,5 @@ def _check_apart(
 
 
 def _place_of(file: TokenFile) -> str:
-    """Where a file lies, whichever name its dataset has."""
+    """The URL of a file, whichever name its dataset has."""
     return resolved(file.store.url(file.key))

@@ -32,7 +32,7 @@ class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
     `etag`: that of the object when it was opened; empty: unknown. `index`: its `.idx`, if it is
-    needed. `bin_tokens`: tokens of the bins into which documents are packed; None: they lie end to
+    needed. `bin_tokens`: tokens of the bins into which documents are packed; None: they are end to
     end. `learned`: bool [256], which modes have a loss, mode m at m - MIN_MODE; None: all tokens
     have. `content`: the digest of its dataset, the same for all files of that.
     """
@@ -62,7 +62,7 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the tokens of samples lie: `size` tokens from token `start` of a file are at `column` of a
+    """Where the tokens of samples are: `size` tokens from token `start` of a file are at `column` of a
     sample; int64 [runs] each.
     """
 

@@ -60,11 +60,11 @@ def sample_usage(
     """What each phase takes from its datasets up to sample `end`. excluded_ranges: ranges that no step reads, and
     that do not overlap.
 
-    Cost: some milliseconds a phase in the stream order; in Megatron's a pass over the index of a
+    Cost: some milliseconds a phase in the stream order; in Megatron's a scan of the index of a
     blend.
     """
     read: dict[int, int] = {}
-    found = []
+    phases = []
     segments = provenance.source.segments
     ends = [segment.first_sample for segment in segments[1:]] + [end]
     for phase, (segment, segment_end) in enumerate(zip(segments, ends, strict=True)):
@@ -92,7 +92,7 @@ def sample_usage(
                     **{name: int(counts[name]) for name in USAGE.names or ()},
                 )
             )
-        found.append(
+        phases.append(
             PhaseUsage(
                 phase=phase,
                 first_sample=first,
@@ -103,7 +103,7 @@ def sample_usage(
                 datasets=tuple(datasets),
             )
         )
-    return found
+    return phases
 
 
 def _unexcluded(first: int, stop: int, excluded_ranges: Sequence[Span]) -> Iterator[Span]:

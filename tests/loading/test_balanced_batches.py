@@ -252,7 +252,9 @@ def test_an_index_in_no_order_is_refused_by_name(tmp_path: Path) -> None:
     index.write_bytes(stored)
     config = config_of(prefix, "stream", tmp_path)
     (loader,) = opened(config, 1, 2)
-    with pytest.raises(FormatError, match=r"swapped\.idx: its sequences lie in no order"):
+    with pytest.raises(
+        FormatError, match=r"swapped\.idx: its sequences are not in ascending order"
+    ):
         loader.take()
     loader.close()
 

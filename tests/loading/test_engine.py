@@ -239,12 +239,12 @@ def test_a_budget_too_small_for_the_open_blocks_is_told_with_what_would_do(
         return plan_reading(loader.dataset.steps, 0, memory_bytes)
 
     short = reading_with(storage.memory_bytes).planner.blocks
-    assert short is None or not short.whole.all()
+    assert short is None or not short.is_followed.all()
     assert "memory_bytes 300,000 has no room for the open blocks" in caplog.text
     enough = int(caplog.text.split("at least ")[1].split(";")[0].replace(",", ""))
     blocks = reading_with(enough).planner.blocks
     assert blocks is not None
-    assert blocks.whole.all(), "what was told is enough"
+    assert blocks.is_followed.all(), "what was told is enough"
     assert not caplog.records
     reading_with(enough - 4096)
     assert caplog.records, "and no more than is needed"
@@ -335,7 +335,7 @@ def test_blocks_are_held_whole_of_datasets_drawn_most_first(
     held = []
     for budget in range(1_000_000, 8_000_000, 100_000):
         blocks = plan_reading(steps, 0, budget).planner.blocks
-        held.append((False, False) if blocks is None else tuple(blocks.whole.tolist()))
+        held.append((False, False) if blocks is None else tuple(blocks.is_followed.tolist()))
     assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], (
         "the second is drawn more often"
     )
