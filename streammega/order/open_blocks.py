@@ -38,7 +38,7 @@ class OpenBlocks:
 
     Args:
         order: the stream.
-        lanes: those of which the reader takes every sample; `release_all` names others, as many.
+        lanes: the reader takes every sample of them; `release_all` names others, as many.
         is_followed: bool [datasets]; only datasets with one lane to a run may be followed.
         itemsizes: bytes of a token in each dataset.
     """
