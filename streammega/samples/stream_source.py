@@ -273,8 +273,8 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
     """
     if config.shuffle_lanes is not None and config.shuffle_lanes % global_batch_size:
         raise ConfigError(
-            f"lanes {config.shuffle_lanes} is not a multiple of global_batch_size {global_batch_size}; "
-            "change one of them"
+            f"shuffle_lanes {config.shuffle_lanes} is not a multiple of global_batch_size "
+            f"{global_batch_size}; change one of them"
         )
     lanes = config.shuffle_lanes or default_lanes(global_batch_size)
     shared = _shared_lanes(config, split, lanes, global_batch_size)
@@ -314,8 +314,8 @@ def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size:
             divided = -(-lanes // size) * size
             return (
                 f"phase {number}: global_batch_size {size} does not divide its {lanes} lanes; take "
-                f"one that does, give the phase shuffle_lanes = {divided}, or begin the run with `shuffle_lanes` "
-                "that every batch size divides"
+                f"one that does, give the phase shuffle_lanes = {divided}, or begin the run with "
+                "`shuffle_lanes` that every batch size divides"
             )
     return None
 

@@ -395,7 +395,7 @@ def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
     with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    assert json.loads(state["order"])["lanes"] == 1032
+    assert json.loads(state["order"])["shuffle_lanes"] == 1032
     after = tokens_of(config, 2, 20, 120, state, size=40)
     assert after == {sample: reference[sample] for sample in range(24, 144)}
     with pytest.raises(StateError, match="shuffle_lanes: the checkpoint has 1032, this run 512"):
