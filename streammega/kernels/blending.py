@@ -83,7 +83,8 @@ _WIDEST = 2.0
 _NARROWER = 0.85
 _NARROWEST = 1e-3
 _WORTH_SORTING = 0.2
-"""A threshold that would rise by less than this part of a margin is not worth sorting all datasets."""
+"""A threshold that would rise by less than this part of a margin is not worth sorting all datasets.
+"""
 
 _SHARE_BEFORE = 64
 _TURNS_BEFORE = 16

@@ -1,8 +1,8 @@
 """The documents of a file of tokens, by the arrays of its `.idx`, and its ids.
 
 offsets (bytes, ascending), lengths [sequences]; bounds [documents + 1]: the first sequence of each
-document. Rows are tokens [start[r], stop[r]) of the file. Values of a damaged index that lead outside
-of a row or of its arrays are ignored.
+document. Rows are tokens [start[r], stop[r]) of the file. Values of a damaged index that lead
+outside of a row or of its arrays are ignored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def list_documents(offsets, bounds, itemsize, start, stop, first_row, starts, st
 
 @kernel
 def add_document_costs(offsets, bounds, itemsize, start, stop, sample, costs) -> None:
-    """Add to costs [samples], int64, the squared tokens of each document in each row r, for sample[r].
+    """Add to costs [samples], int64, the squared tokens of each document in each row r, for
+    sample[r].
 
     Cost: two binary searches for each row, then one step for each document in it.
     """

@@ -17,8 +17,8 @@ KERNELS: list[Any] = []
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`numba.njit` with a cache on disk: next to the source, or in the user's cache if the install is
-    read-only.
+    """`numba.njit` with a cache on disk: next to the source, or in the user's cache if the install
+    is read-only.
 
     numba writes cache entries under temporary names and renames them, so several processes may
     compile at once. If nothing can be written at all, each process compiles the kernel.

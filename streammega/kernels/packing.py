@@ -1,5 +1,5 @@
-"""Packs whole documents into bins, and the samples of a global batch into micro-batches that cost about
-the same.
+"""Packs whole documents into bins, and the samples of a global batch into micro-batches that cost
+about the same.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from streammega.kernels.jit import kernel
 
 @kernel
 def best_fit(sizes, largest_first, capacity, max_items, bins):
-    """Fill bins [items], int64, with the number of the bin of `capacity` that each item goes into; returns
-    how many bins there are.
+    """Fill bins [items], int64, with the number of the bin of `capacity` that each item goes into;
+    returns how many bins there are.
 
     sizes [items], at most the capacity; largest_first [items]: the items, sorted. An item goes into
     the bin with the least room that fits it; of bins with the same room, into the one that was used
@@ -82,9 +82,9 @@ def deal(costs, by_cost, ranks, rows, places) -> None:
     """Fill places int64 [micro-steps, ranks, rows] with the samples of a global batch.
 
     costs int64 [samples]; by_cost [samples]: their places, the most expensive first. A micro-step
-    takes the next ranks * rows of these. In each round every micro-batch gets one; the most expensive
-    goes to the micro-batch that costs least so far. Then the most expensive micro-batch goes to the
-    rank with the lowest cost so far. Cost: a sort of the ranks for each round.
+    takes the next ranks * rows of these. In each round every micro-batch gets one; the most
+    expensive goes to the micro-batch that costs least so far. Then the most expensive micro-batch
+    goes to the rank with the lowest cost so far. Cost: a sort of the ranks for each round.
     """
     rank_totals = np.zeros(ranks, np.int64)
     dealt = np.empty((ranks, rows), np.int64)

@@ -12,8 +12,8 @@ int64 [rows] where nothing else is said:
     addresses, uses [slots]   where the bytes of a slot are in memory; rows it has still to serve
     dtype_of_file [files]     the number of each file's dtype
 
-Kernels do not check addresses: the caller ensures that the memory of rows is there, and aligned to a
-token.
+Kernels do not check addresses: the caller ensures that the memory of rows is there, and aligned to
+a token.
 """
 
 from __future__ import annotations

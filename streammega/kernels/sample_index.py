@@ -1,7 +1,7 @@
 """Megatron's sample index by its closed form: where, in the shuffled documents, each sample starts.
 
-Chunks of document_index are done in parallel. First their lengths are gathered, with prefetches, and
-summed. Once the start of a chunk is known, its rows are written. No prefix sum of the corpus is
+Chunks of document_index are done in parallel. First their lengths are gathered, with prefetches,
+and summed. Once the start of a chunk is known, its rows are written. No prefix sum of the corpus is
 stored: beyond the returned array, memory is a few chunks.
 """
 
@@ -43,8 +43,8 @@ def build_sample_index(
     """Rows 0..num_rows (inclusive) of the sample index, shape [num_rows + 1, 2].
 
     Column 0 is a position in document_index, column 1 a token offset in that sequence. Row k is the
-    place of token k * sequence_length: the sequence that holds it, or without the extra token the one
-    that holds the token before. Rows past the last token are (last position, its length -
+    place of token k * sequence_length: the sequence that holds it, or without the extra token the
+    one that holds the token before. Rows past the last token are (last position, its length -
     extra_token).
 
     Args:
@@ -131,8 +131,8 @@ def _gather(lengths, ids, start, sizes):
 
 @kernel
 def _fill(rows, sizes, start, base, sequence_length, shift) -> None:
-    """Write the rows whose token is in the positions from `start` on, which have `sizes` and begin at
-    token `base`.
+    """Write the rows whose token is in the positions from `start` on, which have `sizes` and begin
+    at token `base`.
 
     Without the extra token (`shift` 1) a row belongs to the sequence of the token before it.
     """
@@ -163,9 +163,9 @@ def sample_pieces(document_index, sample_index, lengths, rows, extra, width, wit
     carry one token more than the next begins at.
 
     Returns (SOUND or the bad array, splits [samples + 1] of the pieces, sequence, start and stop
-    [pieces] in tokens of the sequence). The arrays come from files, so every value is checked before it
-    is used as an index, and samples have at most `width` tokens. If an array is bad, there are no
-    pieces.
+    [pieces] in tokens of the sequence). The arrays come from files, so every value is checked
+    before it is used as an index, and samples have at most `width` tokens. If an array is bad,
+    there are no pieces.
     """
     splits = np.zeros(len(rows) + 1, np.int64)
     none = np.empty(0, np.int64)

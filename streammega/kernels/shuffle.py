@@ -1,7 +1,8 @@
 """NumPy's legacy `RandomState.shuffle`, bit for bit, in compiled code.
 
 Cost: one Mersenne Twister word per element (about 1.3 with rejections), one random swap. The swap
-targets do not depend on the data, so they are drawn a block ahead, without branches, and prefetched.
+targets do not depend on the data, so they are drawn a block ahead, without branches, and
+prefetched.
 """
 
 from __future__ import annotations

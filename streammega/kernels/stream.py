@@ -4,10 +4,10 @@ bijections. order/stream_order.py explains the order, order/epoch_remainder.py t
 Cost of a sample: O(log datasets) multiplications and two short Feistel walks. Only a few sizes are
 looked up.
 
-Three arguments describe an order. `tree`, a BlendTree of order/stream_order.py, says which dataset a
-lane draws from. `datasets` and `parts`, records as below, say how the epochs of a dataset are cut; the
-parts of all datasets are end to end in one array. `extra` is 1 if a sample has one token more than
-`length`, else 0. Samples count from the first one of the phase.
+Three arguments describe an order. `tree`, a BlendTree of order/stream_order.py, says which dataset
+a lane draws from. `datasets` and `parts`, records as below, say how the epochs of a dataset are
+cut; the parts of all datasets are end to end in one array. `extra` is 1 if a sample has one token
+more than `length`, else 0. Samples count from the first one of the phase.
 
 All kernels of the stream order are in this file: numba's cache on disk notices changes only in the
 file of the kernel, not in other files that it calls.
@@ -73,7 +73,8 @@ RUN = np.dtype(
 OPEN_BLOCK = np.dtype(
     [("first", np.int64), ("epoch", np.int64), ("slot", np.int64), ("uses", np.int64)], align=True
 )
-"""The block that a lane has open in a dataset. slot: -1: no block is open. uses: draws of it that are still to come.
+"""The block that a lane has open in a dataset. slot: -1: no block is open. uses: draws of it that
+are still to come.
 """
 OPENED_BLOCK = np.dtype(
     [
@@ -102,8 +103,8 @@ _LAST_SHIFT = np.uint64(31)
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits: each bit changes half of the result's bits (the finaliser of SplitMix64).
-    0 stays 0.
+    """A bijection of 64 bits: each bit changes half of the result's bits (the finaliser of
+    SplitMix64). 0 stays 0.
 
     Stored orders, shuffles and hashes depend on it: its bits never change. The n-th number of
     SplitMix64 with seed s is mix(s + n * GOLDEN). An array of the caller's is not written to.
@@ -191,8 +192,8 @@ def permute(value, size, key):
     square domain.
 
     The domain has `right_size * left_size` numbers, a few more than `size`: a walk that ends beyond
-    `size` is repeated from there. A few turns are not random enough on tiny domains: there the value
-    is followed through the swaps of a shuffle.
+    `size` is repeated from there. A few turns are not random enough on tiny domains: there the
+    value is followed through the swaps of a shuffle.
     """
     key = np.uint64(key)
     if size <= _SHUFFLED:
@@ -254,16 +255,16 @@ def _draws_left(draws, fraction, phase):
 
 @numba.njit(inline="always")
 def _phase_of_node(lane_key, node):
-    """Where counting starts at a node, in 2**-44ths of a draw: different in every lane, so that lanes do
-    not draw from a dataset at the same time.
+    """Where counting starts at a node, in 2**-44ths of a draw: different in every lane, so that
+    lanes do not draw from a dataset at the same time.
     """
     return mix_one(lane_key + np.uint64(node) * GOLDEN) >> np.uint64(64 - FRACTION_BITS)
 
 
 @kernel
 def choose(draw, lane, segment, fractions, num, key):
-    """(dataset, how many draws it had before) of a lane's draw in a segment, which has `num` datasets
-    and fractions [nodes].
+    """(dataset, how many draws it had before) of a lane's draw in a segment, which has `num`
+    datasets and fractions [nodes].
 
     A binary tree over the datasets: of m draws at a node, floor(m * fraction + phase) go left.
     """
@@ -289,8 +290,8 @@ def choose(draw, lane, segment, fractions, num, key):
 
 @kernel
 def count_draws(draws, lanes, segment, fractions, num, key, counts):
-    """Add to counts [lanes, datasets] how many of the first `draws` draws of each lane in a segment take
-    each dataset.
+    """Add to counts [lanes, datasets] how many of the first `draws` draws of each lane in a segment
+    take each dataset.
 
     Walks all nodes of the tree of `choose`. Waiting nodes are on a stack, with the datasets [low,
     high) that they cover and their draws.
@@ -339,8 +340,9 @@ def _draw_of_sample(sample, key, lanes, segment, fractions, bases):
 
 @kernel
 def lane_draw_counts(samples, d, tree, draws):
-    """Fill draws [lanes] with how many draws each lane has made from dataset d before sample `samples`
-    of a phase, with those of earlier phases; negative: so many draws of the remainder are left.
+    """Fill draws [lanes] with how many draws each lane has made from dataset d before sample
+    `samples` of a phase, with those of earlier phases; negative: so many draws of the remainder are
+    left.
 
     Walks the path of `choose` to one dataset; `count_draws` walks to all of them.
     """
@@ -410,8 +412,8 @@ def _block_at(row, place, short_slot):
 
 @kernel
 def _block_range(place, start, length, rotation, slot_low, slot_high):
-    """[low, high) of the part of a block that a run reads in one go: the block is cut at the bounds of
-    the run, and where its rotation begins.
+    """[low, high) of the part of a block that a run reads in one go: the block is cut at the bounds
+    of the run, and where its rotation begins.
     """
     low = max(slot_low, start)
     high = min(slot_high, start + length)
@@ -432,12 +434,12 @@ def _short_slot(row, dataset_key):
 
 @numba.njit(inline="always")
 def _draw_location(row, d, lane, draw, epoch_of, short_slots):
-    """(key of the epoch, epoch, sample of the dataset, first sample and samples of its part of a block,
-    draws left in that part with this one).
+    """(key of the epoch, epoch, sample of the dataset, first sample and samples of its part of a
+    block, draws left in that part with this one).
 
-    The lane's draws go through the places of its run, from the rotation on and around. A place is in
-    a permuted block, and the samples of its part of the block are permuted too. epoch_of, short_slots
-    [datasets] keep the last epoch and its short slot.
+    The lane's draws go through the places of its run, from the rotation on and around. A place is
+    in a permuted block, and the samples of its part of the block are permuted too. epoch_of,
+    short_slots [datasets] keep the last epoch and its short slot.
     """
     blocks = _num_blocks(row)
     group = row.group
@@ -478,7 +480,9 @@ def _file_part(row, parts, sample):
 
 @numba.njit(inline="always")
 def _part_origin(row, parts, part, dataset_key):
-    """The token of the file at which the samples of a part begin in an epoch; it changes every epoch."""
+    """The token of the file at which the samples of a part begin in an epoch; it changes every
+    epoch.
+    """
     phase_key = keyed(dataset_key, KEY_PHASES, part - row.first_part, 0)
     return parts[part].start + _bounded(phase_key, parts[part].slack + 1)
 
@@ -523,8 +527,9 @@ def assign_blocks(
     number of each lane among the reader's, -1 for others. open_blocks: OPEN_BLOCK [lanes of the
     reader, datasets].
 
-    A block that was not open takes the next slot of free [n] and an entry of opened, OPENED_BLOCK [n].
-    Returns the number of opened blocks, or -1 - i if sample i is in none of the reader's lanes.
+    A block that was not open takes the next slot of free [n] and an entry of opened, OPENED_BLOCK
+    [n]. Returns the number of opened blocks, or -1 - i if sample i is in none of the reader's
+    lanes.
     """
     key, lanes, segment, fractions, bases = tree
     count = 0
@@ -566,8 +571,8 @@ def assign_blocks(
 
 @kernel
 def block_runs(datasets, parts, extra, opened, runs):
-    """Fill runs, RUN records, with the tokens of blocks in the order of their offsets; returns how many.
-    item: the block's place in `opened`. A block has at most count + 1 runs.
+    """Fill runs, RUN records, with the tokens of blocks in the order of their offsets; returns how
+    many. item: the block's place in `opened`. A block has at most count + 1 runs.
     """
     count = 0
     for i in range(len(opened)):
@@ -695,7 +700,9 @@ def _place_of_sample(row, sample, dataset_key, short_slot):
 
 @numba.njit(inline="always")
 def _lane_of_place(row, place):
-    """The lane whose equal share of the permuted dataset has a place; the first lanes have one more."""
+    """The lane whose equal share of the permuted dataset has a place; the first lanes have one
+    more.
+    """
     each = row.size // row.lanes
     more = row.size % row.lanes
     if place < more * (each + 1):
@@ -740,9 +747,9 @@ def samples_using(
     """Fill runs, RUN records, with the samples (`item`) before `end` that read tokens [token_start,
     token_stop) of a file of dataset d in epochs [first_epoch, last_epoch), and with those tokens.
 
-    Returns how many there are, which may be more than have room. Epochs count from that of the first
-    draw. Samples are in the order of epochs, then of the file; they and `end` count from the first of
-    the phase.
+    Returns how many there are, which may be more than have room. Epochs count from that of the
+    first draw. Samples are in the order of epochs, then of the file; they and `end` count from the
+    first of the phase.
     """
     key, lanes, segment, fractions, bases = tree
     count = 0
@@ -781,11 +788,11 @@ def samples_using(
 
 @kernel
 def unread_intervals(drawn, datasets, d, intervals):
-    """Fill intervals [lanes + 2 * runs] with the unread part of the epochs that have begun when each
-    lane has made `drawn` draws from dataset d, int64 [lanes]; returns how many there are.
+    """Fill intervals [lanes + 2 * runs] with the unread part of the epochs that have begun when
+    each lane has made `drawn` draws from dataset d, int64 [lanes]; returns how many there are.
 
-    Draws are left of lanes that are behind, and of open blocks of the newest epoch. The rest of that
-    epoch is whole blocks, in the order of a run: from its rotation on and around.
+    Draws are left of lanes that are behind, and of open blocks of the newest epoch. The rest of
+    that epoch is whole blocks, in the order of a run: from its rotation on and around.
     """
     row = datasets[d]
     group = row.group
@@ -843,8 +850,8 @@ def unread_intervals(drawn, datasets, d, intervals):
 
 @kernel
 def split_at_blocks(intervals, datasets, split, is_whole):
-    """Fill split [6 * intervals] with intervals, cut where stretches of whole, full blocks begin and end;
-    returns how many there are. is_whole: whether each is such a stretch.
+    """Fill split [6 * intervals] with intervals, cut where stretches of whole, full blocks begin
+    and end; returns how many there are. is_whole: whether each is such a stretch.
     """
     count = 0
     for i in range(len(intervals)):
@@ -918,8 +925,8 @@ def slice_intervals(first, stop, intervals, slices):
 
 @kernel
 def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
-    """Fill runs, RUN records, with the tokens of samples of a remainder, which begin at its tokens `at`
-    [samples] and have `length`. item: the sample's place in `at`.
+    """Fill runs, RUN records, with the tokens of samples of a remainder, which begin at its tokens
+    `at` [samples] and have `length`. item: the sample's place in `at`.
 
     Returns how many there are, which may be more than have room. The last run of each sample has
     `extra` tokens more.
@@ -973,8 +980,8 @@ def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
 
 @kernel
 def epochs_of_intervals(intervals, datasets, first, last):
-    """Fill first and last [datasets] with the epochs [first, last) of each dataset that have intervals;
-    they are equal if none has.
+    """Fill first and last [datasets] with the epochs [first, last) of each dataset that have
+    intervals; they are equal if none has.
     """
     first[:] = 0
     last[:] = 0
@@ -1009,13 +1016,13 @@ def remainder_samples_using(
     parts,
     sample,
 ):
-    """Fill sample [room] with the numbers of a remainder's samples that have tokens of [token_start,
-    token_stop) of a file; numbers may repeat. Returns how many there are, which may be more than have
-    room.
+    """Fill sample [room] with the numbers of a remainder's samples that have tokens of
+    [token_start, token_stop) of a file; numbers may repeat. Returns how many there are, which may
+    be more than have room.
 
-    first_epoch, last_epoch [datasets]: the epochs to look at. Intervals are sorted by dataset, kind,
-    which and low. length: tokens of a sample of the remainder. Cost: two Feistel walks and two binary
-    searches for each sample of a dataset that the tokens touch.
+    first_epoch, last_epoch [datasets]: the epochs to look at. Intervals are sorted by dataset,
+    kind, which and low. length: tokens of a sample of the remainder. Cost: two Feistel walks and
+    two binary searches for each sample of a dataset that the tokens touch.
     """
     count = np.int64(0)
     for d in range(len(datasets)):
@@ -1054,8 +1061,8 @@ def remainder_samples_using(
 
 @numba.njit
 def _add_samples_with(begin, stop, intervals, length, sample, count):
-    """Add the samples that have the tokens from begin (dataset, kind, which, token) to token `stop`;
-    returns how many there are then.
+    """Add the samples that have the tokens from begin (dataset, kind, which, token) to token
+    `stop`; returns how many there are then.
     """
     d, kind, which, first = begin
     # the first such interval that ends after `first`

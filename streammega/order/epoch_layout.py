@@ -1,5 +1,5 @@
-"""How the epochs of datasets are cut into samples, blocks and runs: records for the kernels, computed
-once from the token counts of files.
+"""How the epochs of datasets are cut into samples, blocks and runs: records for the kernels,
+computed once from the token counts of files.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def epoch_layout(
     """The layout of datasets in samples of `length` tokens and `extra` after them. Draws begin with
     epoch 0.
 
-    Raises ConfigError if a dataset holds no sample. Cost: a few numpy operations on all parts at once: there
-    may be many datasets of one part, and many parts of one dataset.
+    Raises ConfigError if a dataset holds no sample. Cost: a few numpy operations on all parts at
+    once: there may be many datasets of one part, and many parts of one dataset.
     """
     tokens = _column(datasets, "tokens")
     samples = np.maximum(tokens - extra, 0) // length

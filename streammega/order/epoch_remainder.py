@@ -3,8 +3,8 @@
 It is intervals of tokens, about one a lane, known in closed form: whole blocks of the newest epoch,
 and draws of lanes that are behind or have a block open. End to end they are cut into samples of the
 new length, and each new lane gets an equal run of these. After its share a lane draws from whole
-epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the others
-join several. Tokens too few for a sample stay unread until the next change.
+epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the
+others join several. Tokens too few for a sample stay unread until the next change.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from streammega.kernels.stream import (
 from streammega.order.epoch_layout import EpochLayout, Integers, Records
 
 MAX_STRETCHES = 6
-"""Pieces of one interval, at most: its two ends, and on each side of the short block whole blocks and
-a rest.
+"""Pieces of one interval, at most: its two ends, and on each side of the short block whole blocks
+and a rest.
 """
 
 
@@ -137,8 +137,8 @@ class EpochRemainder:
 def remainder_of(
     layout: EpochLayout, before: EpochRemainder | None, drawn: Integers, *, length: int, lanes: int
 ) -> EpochRemainder | None:
-    """What is unread of a dataset when each lane has made `drawn` draws, int64 [lanes], for new `lanes`
-    in samples of `length`. None: nothing has begun.
+    """What is unread of a dataset when each lane has made `drawn` draws, int64 [lanes], for new
+    `lanes` in samples of `length`. None: nothing has begun.
 
     layout: the dataset alone, as it was drawn. before: the remainder that it had.
     """

@@ -33,8 +33,8 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     """Parts of samples, as samples of their own: for each sample and each of `bounds` its tokens
     [start, stop).
 
-    A part is shorter, or empty, where its sample ends before the bound. Cost: a few numpy operations on the
-    rows for each bound.
+    A part is shorter, or empty, where its sample ends before the bound. Cost: a few numpy
+    operations on the rows for each bound.
     """
     sizes = extents.stop - extents.start
     num_rows = np.diff(extents.row_splits)

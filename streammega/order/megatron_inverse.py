@@ -65,8 +65,8 @@ def samples_of_blend(
     dataset: int,
     samples: Integers,
 ) -> dict[int, int]:
-    """{sample of a dataset: sample of the blend}, without samples that the blend does not take. Cost: a
-    scan of both indices.
+    """{sample of a dataset: sample of the blend}, without samples that the blend does not take.
+    Cost: a scan of both indices.
     """
     taken: dict[int, int] = {}
     if not len(samples):
@@ -82,8 +82,8 @@ def samples_of_blend(
 def _rows_of(
     sample_index: NDArray[Any], position: int, length: int, extra: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(row, start, stop) of the rows that read the sequence at a position of the document index, and
-    the tokens of it that they read: as the kernel `sample_pieces` has them.
+    """(row, start, stop) of the rows that read the sequence at a position of the document index,
+    and the tokens of it that they read: as the kernel `sample_pieces` has them.
     """
     positions = sample_index[:, 0]
     # The row before the first that begins there may reach into it.

@@ -29,12 +29,12 @@ class Stage(NamedTuple):
 class TrainingSchedule:
     """The samples, steps and tokens of a run. Steps are counted from 1, as in metrics.jsonl.
 
-    global_batch_size: of the first segment. rampup_batch_size: (start, increment, samples): it rises from
-    `start` by `increment` over so many samples; equal shares of them are spent at each size before
-    the last, counted from sample 0, and a step ends with the size it began with. segments: those of
-    the split, which may change sizes and lengths. excluded_ranges: [start, stop) ranges of samples that no
-    step takes; whole global batches. origin: the start of some step, from which steps follow each
-    other: 0, or where a run resumed with another batch size.
+    global_batch_size: of the first segment. rampup_batch_size: (start, increment, samples): it
+    rises from `start` by `increment` over so many samples; equal shares of them are spent at each
+    size before the last, counted from sample 0, and a step ends with the size it began with.
+    segments: those of the split, which may change sizes and lengths. excluded_ranges: [start, stop)
+    ranges of samples that no step takes; whole global batches. origin: the start of some step, from
+    which steps follow each other: 0, or where a run resumed with another batch size.
     """
 
     global_batch_size: int
@@ -273,8 +273,9 @@ def resolve_phase_starts(
 ) -> DataConfig:
     """The config in which every phase has its `first_sample`.
 
-    global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in StreamingDataset. Raises
-    ConfigError for a token within a step, with those at which it begins and ends.
+    global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in
+    StreamingDataset. Raises ConfigError for a token within a step, with those at which it begins
+    and ends.
     """
     if all(phase.is_in_samples for phase in config.phases):
         return config

@@ -41,7 +41,9 @@ def check_batch_sizes(
 
 
 def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise StateError if these ranks cannot finish a global batch after its first `offset` samples."""
+    """Raise StateError if these ranks cannot finish a global batch after its first `offset`
+    samples.
+    """
     if offset % (micro_batch_size * dp_size):
         raise StateError(
             f"the state stops {offset} samples into a global batch, which "
@@ -93,8 +95,8 @@ def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
 
 
 def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
-    """[start, stop) of the parts of a sequence that a rank keeps, in their order; a single rank keeps
-    all of it.
+    """[start, stop) of the parts of a sequence that a rank keeps, in their order; a single rank
+    keeps all of it.
 
     Raises ConfigError unless the length is a multiple of 2 * cp_size, and the rank exists.
     """
@@ -118,8 +120,8 @@ def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Int
     """Which samples of a global batch each micro-step, rank and row reads, by their places in it:
     int64 [micro-steps, dp_size, micro_batch_size].
 
-    costs: int64 [samples], a multiple of micro_batch_size * dp_size. Samples of equal cost keep their
-    order.
+    costs: int64 [samples], a multiple of micro_batch_size * dp_size. Samples of equal cost keep
+    their order.
     """
     by_cost = np.argsort(-costs, kind="stable")
     micro_steps = len(costs) // (micro_batch_size * dp_size)

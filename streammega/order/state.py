@@ -22,13 +22,14 @@ PHASES = "phases"
 """The entry of an identity that has the later phases of a run: {number: what defines it}."""
 STATE_VERSION = 1
 KEYS = ("version", "consumed_samples", "batch_offset", "order", "fingerprint")
-"""The entries of every state, in every order. Checkpoints with one entry a key (torch's DCP) can then
-load the state of another order, and the error here says what differs.
+"""The entries of every state, in every order. Checkpoints with one entry a key (torch's DCP) can
+then load the state of another order, and the error here says what differs.
 """
 MAX_WHOLE_IDENTITY = 720
 """Characters of an identity that a state holds whole, as JSON text within JSON."""
 MAX_WHOLE_ENTRY = 100
-"""Characters of an entry that stays whole in a longer identity. A digested one has about as many."""
+"""Characters of an entry that stays whole in a longer identity. A digested one has about as many.
+"""
 GROUPS = 8
 """Stretches of a list with a digest each, so that a mismatch says between which items it is."""
 GROUP_DIGITS = 5

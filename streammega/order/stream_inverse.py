@@ -92,8 +92,8 @@ def _uses_of_remainder(
 
 
 def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:
-    """The epochs [first, last) of a dataset that the samples of a phase before `end` are of, without
-    its remainder. Epochs count from 0 where draws begin.
+    """The epochs [first, last) of a dataset that the samples of a phase before `end` are of,
+    without its remainder. Epochs count from 0 where draws begin.
     """
     first = np.empty(order.lanes, np.int64)
     last = np.empty(order.lanes, np.int64)

@@ -5,18 +5,20 @@ multiple of the global batch, so every usable number of ranks divides it, and ra
 lanes.
 
 Every epoch cuts a dataset into samples: consecutive tokens of one file, shifted by a keyed offset,
-so that no token is lost in every epoch. Whole samples make blocks, which a keyed bijection permutes.
-The permuted dataset is cut into runs, each rotated by a keyed offset. A lane has a run of its own;
-when blocks are few, a group of lanes shares one. The part of a block in a run is contiguous bytes,
-read in a keyed order. A binary tree of exact fractions says which dataset a lane draws from at a
-row. All of it is arithmetic on (seed, sizes, weights), so any sample can be located by itself.
+so that no token is lost in every epoch. Whole samples make blocks, which a keyed bijection
+permutes. The permuted dataset is cut into runs, each rotated by a keyed offset. A lane has a run of
+its own; when blocks are few, a group of lanes shares one. The part of a block in a run is
+contiguous bytes, read in a keyed order. A binary tree of exact fractions says which dataset a lane
+draws from at a row. All of it is arithmetic on (seed, sizes, weights), so any sample can be located
+by itself.
 
 The datasets, weights, sample lengths and lanes of a run may change at some samples. Each such phase
-has a stream order of its own, which continues where the phases before it ended. Rows and lanes count
-from its first sample, and its tree has its own datasets. The draws that each lane made from a
-dataset in earlier phases are counted in closed form, so nothing is read twice within an epoch. Where
-the samples or lanes of a dataset change, the unread part of its open epochs comes first
-(epoch_remainder.py), then whole epochs with new numbers in keys. A phase never changes earlier ones.
+has a stream order of its own, which continues where the phases before it ended. Rows and lanes
+count from its first sample, and its tree has its own datasets. The draws that each lane made from a
+dataset in earlier phases are counted in closed form, so nothing is read twice within an epoch.
+Where the samples or lanes of a dataset change, the unread part of its open epochs comes first
+(epoch_remainder.py), then whole epochs with new numbers in keys. A phase never changes earlier
+ones.
 """
 
 from __future__ import annotations
@@ -125,8 +127,8 @@ class StreamOrder:
     restart: frozenset[int] = frozenset()
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples are stored: one run of tokens each, or several where a sample joins what earlier
-        phases left unread. `dataset`: its number over all phases.
+        """Where samples are stored: one run of tokens each, or several where a sample joins what
+        earlier phases left unread. `dataset`: its number over all phases.
 
         Takes any ids from `first_sample` on. Cost of a sample: O(log datasets).
         """
@@ -158,8 +160,8 @@ class StreamOrder:
         return merge_extents(parts)
 
     def _of_remainder(self, column: int, samples: Integers, before_own: Integers) -> Extents:
-        """Where samples of a dataset's remainder are stored. before_own: how many draws each is before the
-        first draw of its lane from whole epochs; negative.
+        """Where samples of a dataset's remainder are stored. before_own: how many draws each is
+        before the first draw of its lane from whole epochs; negative.
         """
         remainder = self.remainders[column]
         assert remainder is not None
@@ -307,7 +309,8 @@ class StreamOrder:
     def remainders(self) -> Sequence[EpochRemainder | None]:
         """The unread part of each dataset's earlier epochs, in the samples and lanes of this phase.
 
-        A dataset that continues keeps the remainder that it has. None for one that is new or restarts.
+        A dataset that continues keeps the remainder that it has. None for one that is new or
+        restarts.
         """
         remainders: list[EpochRemainder | None] = []
         for number in self.dataset_numbers.tolist():

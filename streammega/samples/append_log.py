@@ -4,9 +4,9 @@
     follow/00000000000001920000.json   all that was appended up to sample 1,920,000
     follow/00000000000003840000.json   all that was appended up to sample 3,840,000
 
-There is a file for each sample at which the run checked for newer versions, even if it found none. A
-rank that comes to such a sample and finds no file checks, and creates the file, if it still does not
-exist. Ranks that come later, or at the same moment, or again after a kill go by that file. So
+There is a file for each sample at which the run checked for newer versions, even if it found none.
+A rank that comes to such a sample and finds no file checks, and creates the file, if it still does
+not exist. Ranks that come later, or at the same moment, or again after a kill go by that file. So
 ranks and workers agree without a message, and nothing is drawn before it is in the log.
 """
 
@@ -36,8 +36,8 @@ _DIGITS = 20
 class AppendedSegment:
     """A segment that begins because versions were appended, with its whole blend.
 
-    datasets: names, without secrets; the first `num_before` were in the blend already. weights: None:
-    in proportion to samples. weights_before: those of the first `num_before` until then.
+    datasets: names, without secrets; the first `num_before` were in the blend already. weights:
+    None: in proportion to samples. weights_before: those of the first `num_before` until then.
     """
 
     first_sample: int

@@ -1,5 +1,5 @@
-"""Versions of datasets that a run appends by itself: which there are, the phases that they make, and
-the sample source that continues with them.
+"""Versions of datasets that a run appends by itself: which there are, the phases that they make,
+and the sample source that continues with them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def log_of(config: DataConfig) -> AppendLog:
 
 
 def recorded(config: DataConfig, split: str = "train") -> DataConfig:
-    """The config with the phases that its run has appended so far, and without `follow`. A config that
-    does not follow stays as it is.
+    """The config with the phases that its run has appended so far, and without `follow`. A config
+    that does not follow stays as it is.
     """
     if not config.follows(split):
         return config
@@ -52,8 +52,8 @@ def recorded(config: DataConfig, split: str = "train") -> DataConfig:
 def with_appended(config: DataConfig, check: Check) -> DataConfig:
     """The config with the phases of what was appended.
 
-    Raises ConfigError if a phase of the config begins at the same sample, or the config no longer has
-    the blend that the versions were appended to.
+    Raises ConfigError if a phase of the config begins at the same sample, or the config no longer
+    has the blend that the versions were appended to.
     """
     check_in_samples(config.phases)
     if not check.segments:
@@ -164,9 +164,9 @@ def _newest_versions(segment: Segment) -> dict[str, int]:
 def _pieces(
     segments: Iterable[Segment], prefix: str, number: int, newest: int
 ) -> list[tuple[int, int]]:
-    """The versions of a dataset from `number` to the newest, as (after, until) pairs, cut where the names
-    of any segment are cut. A part that was appended before, and that a later phase left out, is then
-    the same dataset, and continues where it was.
+    """The versions of a dataset from `number` to the newest, as (after, until) pairs, cut where the
+    names of any segment are cut. A part that was appended before, and that a later phase left out,
+    is then the same dataset, and continues where it was.
     """
     cuts = {number, newest}
     for segment in segments:
@@ -251,8 +251,8 @@ class AutoAppendSource(SampleSource):
             self._checked = replace(self._checked, sample=sample - 1)
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
-        """Append what belongs before a sample. `follow` says at which ends of steps the run checks for
-        newer versions; the first rank to come there checks.
+        """Append what belongs before a sample. `follow` says at which ends of steps the run checks
+        for newer versions; the first rank to come there checks.
 
         Raises StorageError, FormatError, ConfigError.
         """
@@ -289,8 +289,8 @@ class AutoAppendSource(SampleSource):
         self._apply(check, source if check.segments == new_check.segments else None)
 
     def _find_versions(self, sample: int) -> tuple[Check, StreamSource]:
-        """Check for the newest version of each dataset that the blend at a sample names by a version;
-        with the source that reads them.
+        """Check for the newest version of each dataset that the blend at a sample names by a
+        version; with the source that reads them.
 
         A version that cannot be read is left out until the next check: it does not end a run.
         Transient errors are raised.
@@ -343,8 +343,8 @@ class AutoAppendSource(SampleSource):
         return self._source.with_config(config, self._dataset_ids(config))
 
     def _dataset_ids(self, config: DataConfig) -> NDArray[np.int64]:
-        """The "dataset_id" of each dataset. An appended one has that of the first dataset of the config
-        that is a version of the same.
+        """The "dataset_id" of each dataset. An appended one has that of the first dataset of the
+        config that is a version of the same.
         """
         named = dataset_names(datasets_of_segments(self._named, self._split))
         number_of = {name: number for number, name in enumerate(named)}

@@ -30,9 +30,9 @@ def build_datasets(
     it.
 
     `num_samples` (train, valid, test) overrides the config's; None: one epoch of everything. With
-    `multiple_validation_sets`, valid is a list of datasets. For the Megatron order and `sequential`;
-    the stream order builds nothing. Raises ConfigError for a split or blend that cannot be built,
-    StorageError and FormatError for the files.
+    `multiple_validation_sets`, valid is a list of datasets. For the Megatron order and
+    `sequential`; the stream order builds nothing. Raises ConfigError for a split or blend that
+    cannot be built, StorageError and FormatError for the files.
     """
     counts = list(num_samples or config.num_samples or (None, None, None))
     if len(counts) != len(SPLITS):

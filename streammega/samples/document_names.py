@@ -1,5 +1,5 @@
-"""The documents of a blend, by the names that people give them: to exclude them from training, and to
-trace them.
+"""The documents of a blend, by the names that people give them: to exclude them from training, and
+to trace them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_SHOWN = 8
 
 
 class DocumentName(NamedTuple):
-    """A document of a blend, by numbers: its dataset in the blend, its shard in the dataset, and its
-    place in the shard's `.idx`.
+    """A document of a blend, by numbers: its dataset in the blend, its shard in the dataset, and
+    its place in the shard's `.idx`.
     """
 
     dataset: int
@@ -42,7 +42,8 @@ class DocumentNames:
 
     - `NAME#NUMBER` or `NAME:NUMBER`: the number, from 0, in a dataset or in one shard. NAME is the
       whole name of either, or its end (`web` for `s3://bucket/web`).
-    - an id or URL, or the place where the document came from (`corpus.jsonl:12`), if its shard keeps
+    - an id or URL, or the place where the document came from (`corpus.jsonl:12`), if its shard
+    keeps
       these.
 
     Args:
@@ -158,8 +159,8 @@ class DocumentNames:
     def _by_number(
         self, names: Sequence[str], datasets: Sequence[int]
     ) -> tuple[dict[str, set[DocumentName]], set[str]]:
-        """The documents of NAME#NUMBER and NAME:NUMBER; and the names with # and a full NAME, which can
-        mean nothing else.
+        """The documents of NAME#NUMBER and NAME:NUMBER; and the names with # and a full NAME, which
+        can mean nothing else.
         """
         known = self._known_names(datasets)
         documents_of_name: dict[str, set[DocumentName]] = {}

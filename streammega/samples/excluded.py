@@ -1,8 +1,8 @@
 """Documents that training does not see from some sample on: which columns of samples they have.
 
-The order of samples does not change: eod_id replaces the tokens of such documents, and there is no loss
-on them. What a sample skips depends on its number, on the lists that begin at or before it, and on
-where documents are.
+The order of samples does not change: eod_id replaces the tokens of such documents, and there is no
+loss on them. What a sample skips depends on its number, on the lists that begin at or before it,
+and on where documents are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ExclusionMask:
         self.ranges = ranges
 
     def merged(self) -> Integers:
-        """The same with ranges that touch as one: from which sample on each holds no longer matters."""
+        """The same with ranges that touch as one: from which sample on each holds no longer
+        matters.
+        """
         row, low, high = self.ranges
         touches = np.zeros(len(row) + 1, np.bool_)
         touches[1:-1] = (row[1:] == row[:-1]) & (low[1:] == high[:-1])
@@ -58,8 +60,8 @@ class ExclusionMask:
         fill_columns(self.ranges, 0, 0, eod_id, ids)
 
     def clear_learned(self, learned: NDArray[Any]) -> None:
-        """Write False to learned [rows, S + 1] for ids of such documents and for the id after them, whose
-        label would follow on them.
+        """Write False to learned [rows, S + 1] for ids of such documents and for the id after them,
+        whose label would follow on them.
         """
         fill_columns(self.ranges, 0, 1, False, learned)
 
@@ -102,8 +104,8 @@ class ExcludedTokens:
         self.since: Integers = since[low[is_excluded]]
 
     def columns(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
-        """Where the tokens of runs are excluded; None: nowhere. sample_ids: the sample of each row of the
-        batch.
+        """Where the tokens of runs are excluded; None: nowhere. sample_ids: the sample of each row
+        of the batch.
         """
         ranges = np.empty((3, ROOM), np.int64)
         sample = sample_ids[runs.sample]
@@ -133,8 +135,8 @@ class ExcludedTokens:
             yield file, start - shift, stop - shift, since
 
     def identity(self, consumed: int | None, datasets: Collection[int] | None) -> dict[str, Any]:
-        """The entry for an identity: for each list its first sample, how many documents it has, and a
-        digest of where they are. Empty without lists.
+        """The entry for an identity: for each list its first sample, how many documents it has, and
+        a digest of where they are. Empty without lists.
 
         consumed: only lists that began before this sample; None: all. datasets: only documents of
         these; None: of all.
@@ -187,8 +189,8 @@ def excluded_tokens(
 
 
 def with_names_read(config: DataConfig, split: str) -> DataConfig:
-    """The config with the names that its files of names hold now, so that it always excludes the same.
-    Raises ConfigError for a file that is not there.
+    """The config with the names that its files of names hold now, so that it always excludes the
+    same. Raises ConfigError for a file that is not there.
     """
     lists: list[tuple[int, ExcludedNames]] = []
     for excluded in config.exclusions_of(split):

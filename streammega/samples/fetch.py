@@ -21,8 +21,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRows:
-    """size, sample, column [rows]: the tokens of a row, its sample, and the token of the sample at which
-    it begins. valid [samples]: the tokens of each sample. int64.
+    """size, sample, column [rows]: the tokens of a row, its sample, and the token of the sample at
+    which it begins. valid [samples]: the tokens of each sample. int64.
     """
 
     size: Integers
@@ -49,8 +49,8 @@ def rows_of(extents: Extents) -> SampleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRequests:
-    """file, start, stop [requests], in the unit of the rows; of_row [rows]: the request that holds a
-    row.
+    """file, start, stop [requests], in the unit of the rows; of_row [rows]: the request that holds
+    a row.
     """
 
     file: Integers

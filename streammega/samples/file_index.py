@@ -1,5 +1,5 @@
-"""What the `.idx` of a stored file says of its tokens, known before a token is read: where documents
-begin, and which mode each sequence has.
+"""What the `.idx` of a stored file says of its tokens, known before a token is read: where
+documents begin, and which mode each sequence has.
 """
 
 from __future__ import annotations

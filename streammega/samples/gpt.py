@@ -1,5 +1,5 @@
-"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences in stored
-order.
+"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences in
+stored order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from streammega.samples.token_file import TokenFile
 log = logging.getLogger(__name__)
 
 ORDER_VERSION = 1
-"""In every identity. It changes when the order changes, so that a state of the old order is refused.
+"""In every identity. It changes when the order changes, so that a state of the old order is
+refused.
 """
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 """Megatron's names of the arrays, and those of the cached files."""
@@ -373,8 +374,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
 
 class _Unit(NamedTuple):
-    """Tokens [start, stop) of a unit that the Megatron order shuffles, which has `length` tokens. In
-    their document they begin `shift` tokens later.
+    """Tokens [start, stop) of a unit that the Megatron order shuffles, which has `length` tokens.
+    In their document they begin `shift` tokens later.
     """
 
     number: int
@@ -387,8 +388,8 @@ class _Unit(NamedTuple):
 def _units_of(
     dataset: GPTDataset, shards: Sequence[ShardDocuments], name: DocumentName
 ) -> Iterator[_Unit]:
-    """The units that hold a document, and its tokens in each: its sequences, or the bins of a packed
-    dataset.
+    """The units that hold a document, and its tokens in each: its sequences, or the bins of a
+    packed dataset.
     """
     documents = shards[name.shard]
     earlier = shards[: name.shard]

@@ -1,8 +1,8 @@
-"""Which labels of a sample have a loss: by the modes of stored tokens, and at joins, where a sample of
-the stream order joins two runs of tokens.
+"""Which labels of a sample have a loss: by the modes of stored tokens, and at joins, where a sample
+of the stream order joins two runs of tokens.
 
-Only samples of remainders (`order/epoch_remainder.py`) have joins; other samples are single runs. The
-order alone says where joins are, on every rank and before a token is read.
+Only samples of remainders (`order/epoch_remainder.py`) have joins; other samples are single runs.
+The order alone says where joins are, on every rank and before a token is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ NOT_LEARNED = 0
 
 
 def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.bool_] | None:
-    """Which modes of an open dataset have a loss by the config, bool [MODES]; None: all tokens have."""
+    """Which modes of an open dataset have a loss by the config, bool [MODES]; None: all tokens
+    have.
+    """
     if config.mask_loss_by_mode is False:
         return None
     return _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
@@ -97,8 +99,8 @@ def joins_between(
 ) -> SampleJoins:
     """The joins of samples: where a row does not continue the row before it in the same file.
 
-    rows_of_sample: int64 [samples]. file, start, size, column [rows]: of each row the file, its first
-    token, its tokens, and the column at which it begins.
+    rows_of_sample: int64 [samples]. file, start, size, column [rows]: of each row the file, its
+    first token, its tokens, and the column at which it begins.
     """
     goes_on = np.zeros(len(file), np.bool_)
     goes_on[1:] = (file[1:] == file[:-1]) & (start[1:] == start[:-1] + size[:-1])

@@ -1,9 +1,9 @@
 """The Megatron order over the segments of a run: each is a run of its own, as with Megatron's
 `--phase-transition-iterations`.
 
-Megatron ends a run at a transition, and begins another. It builds the datasets for the samples of the
-phase, and reads them from their first sample on. So a phase takes nothing over from the one before: a
-dataset that stays is shuffled again, from its first epoch on.
+Megatron ends a run at a transition, and begins another. It builds the datasets for the samples of
+the phase, and reads them from their first sample on. So a phase takes nothing over from the one
+before: a dataset that stays is shuffled again, from its first epoch on.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ class MegatronSegment(SegmentSource):
 def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> SampleSource:
     """Samples of a split in the Megatron order, over all phases of a config.
 
-    Raises ConfigError naming a phase that has nothing, or too few samples; and if only some datasets
-    are packed, or their tokenizers differ. Raises StorageError and FormatError for the files.
+    Raises ConfigError naming a phase that has nothing, or too few samples; and if only some
+    datasets are packed, or their tokenizers differ. Raises StorageError and FormatError for the
+    files.
     """
     built = build_phases(config, split, num_samples)
     segments = datasets_of_segments(config, split)
@@ -164,7 +165,9 @@ def _built(
 
 
 def _config_of(config: DataConfig, split: str, segment: Segment) -> DataConfig:
-    """The config of one segment alone, without exclude_documents: those count samples of the whole run."""
+    """The config of one segment alone, without exclude_documents: those count samples of the whole
+    run.
+    """
     alone = replace(
         config, phases=(), exclude_documents=(), sequence_length=segment.sequence_length
     )

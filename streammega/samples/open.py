@@ -65,8 +65,8 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
 def locate(
     config: DataConfig, sample_ids: ArrayLike, *, split: str = "train", global_batch_size: int = 1
 ) -> Extents:
-    """Where samples of the global stream are stored: arrays dataset, file, start, stop (in tokens), and
-    `row_splits` of samples.
+    """Where samples of the global stream are stored: arrays dataset, file, start, stop (in tokens),
+    and `row_splits` of samples.
 
     A pure function of sizes, seed and config; no token is read. In the stream order every sample is
     one row, and `global_batch_size` chooses the lanes unless the config names them. In the others a

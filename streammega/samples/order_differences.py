@@ -24,9 +24,9 @@ AT_ONCE = 1 << 16
 class OrderDifferences:
     """How two orders compare over `samples` samples.
 
-    settings: {path: both values} of what differs between the identities. first: the first sample that
-    differs in tokens or datasets; None: all are the same. shared: how many of the `looked_at` samples
-    from there on are the same.
+    settings: {path: both values} of what differs between the identities. first: the first sample
+    that differs in tokens or datasets; None: all are the same. shared: how many of the `looked_at`
+    samples from there on are the same.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -42,8 +42,8 @@ class OrderDifferences:
 
 
 def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDifferences:
-    """Compare the samples before `end` of two orders. Samples are equal if they have the same tokens of
-    the same datasets and files, and skip the same of them. No token is read.
+    """Compare the samples before `end` of two orders. Samples are equal if they have the same
+    tokens of the same datasets and files, and skip the same of them. No token is read.
 
     Cost: that of locating samples, up to the first that differs. Samples that are equal by the
     identities are not located.

@@ -37,8 +37,8 @@ class TracedRun:
     """Consecutive tokens of one document within a sample.
 
     dataset, shard: names, without secrets. name: the document. start, stop: its tokens, of
-    `document_tokens`. column: the token of the sample at which they begin. shard_start: the token of
-    the shard at which they begin. origin: where the document came from, if the shard keeps that.
+    `document_tokens`. column: the token of the sample at which they begin. shard_start: the token
+    of the shard at which they begin. origin: where the document came from, if the shard keeps that.
     excluded: training does not see them (exclude_documents).
     """
 
@@ -56,7 +56,8 @@ class TracedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSample:
-    """A sample of the global stream and its tokens, in order. The extra token, only a label, is last.
+    """A sample of the global stream and its tokens, in order. The extra token, only a label, is
+    last.
 
     phase: the number of its phase. joins: the columns at which it joins two runs of tokens, after a
     change of lengths or lanes.
@@ -80,8 +81,8 @@ class DocumentUse:
 class Provenance:
     """What the samples of one split of a config are made of, and which samples read a document.
 
-    Reads only the `.idx` entries that are asked for. Raises ConfigError for a split that holds nothing,
-    StorageError and FormatError for the files.
+    Reads only the `.idx` entries that are asked for. Raises ConfigError for a split that holds
+    nothing, StorageError and FormatError for the files.
 
     Args:
         config: as the run has it. In the Megatron order it needs num_samples.
@@ -107,8 +108,8 @@ class Provenance:
     def trace(
         self, sample_ids: ArrayLike, tokens: tuple[int, int] | None = None
     ) -> list[TracedSample]:
-        """What samples are made of, in the order of `sample_ids`. tokens: only [start, stop) of every
-        sample. Raises IndexError for a number that no sample has.
+        """What samples are made of, in the order of `sample_ids`. tokens: only [start, stop) of
+        every sample. Raises IndexError for a number that no sample has.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
         extents = locate_checked(self.source, ids, self.split)
@@ -161,8 +162,8 @@ class Provenance:
         return ids_of_samples, np.array([valid[0] for _, valid in parts], np.int64)
 
     def find(self, name: str) -> list[DocumentName]:
-        """The documents of a name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several if the blend has
-        a dataset several times, or documents share an id.
+        """The documents of a name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several if the
+        blend has a dataset several times, or documents share an id.
 
         Raises ConfigError for a name that no document has, or that may mean different documents.
         """
@@ -311,8 +312,8 @@ SEARCH_BYTES = 16 << 20
 def documents_with(
     provenance: Provenance, patterns: Sequence[Sequence[int]]
 ) -> Iterator[tuple[DocumentName, int, Ids]]:
-    """(document, token of the shard, ids there) for every match of one of some patterns of ids, in the
-    order of datasets and shards.
+    """(document, token of the shard, ids there) for every match of one of some patterns of ids, in
+    the order of datasets and shards.
 
     The ids have a few more on both sides, as context. Cost: reads every byte of the datasets once.
     Raises StorageError.

@@ -20,8 +20,8 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         total_samples: the dataset's length.
         consumed_samples: where to begin, over all ranks.
         kind: "single": indices ascend from consumed_samples; each run of micro_batch_size * dp_size
-            is cut into dp_size contiguous parts. "cyclic": endless epochs, each permuted by a generator
-            that is seeded with the epoch's number; an iteration ends with its epoch.
+            is cut into dp_size contiguous parts. "cyclic": endless epochs, each permuted by a
+            generator that is seeded with the epoch's number; an iteration ends with its epoch.
         data_sharding: cyclic: a rank stays within its own part of the data.
         drop_last: single: drop the incomplete tail; else ranks share it.
     """

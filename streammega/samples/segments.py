@@ -68,8 +68,8 @@ def blend_of(config: DataConfig, split: str) -> SplitBlend:
 class SegmentDatasets(NamedTuple):
     """The datasets of a segment.
 
-    numbers: over all segments, in the order in which datasets first appear. restart: numbers of those
-    that begin a new epoch.
+    numbers: over all segments, in the order in which datasets first appear. restart: numbers of
+    those that begin a new epoch.
     """
 
     segment: Segment
@@ -79,8 +79,8 @@ class SegmentDatasets(NamedTuple):
 
 
 def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets]:
-    """The datasets of each segment of a split. Raises ConfigError where the config gives it nothing,
-    or a phase restarts what it does not draw from.
+    """The datasets of each segment of a split. Raises ConfigError where the config gives it
+    nothing, or a phase restarts what it does not draw from.
     """
     blend_of(config, split)
     spelling_of: dict[str, str] = {}
@@ -107,8 +107,8 @@ def prefixes_of(config: DataConfig, split: str) -> list[str]:
 
 
 def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
-    """The name of each dataset, by its path in the identity of an order: "datasets[0]"; "dataset" if
-    there is one; "phases.1.datasets[0]" in a phase.
+    """The name of each dataset, by its path in the identity of an order: "datasets[0]"; "dataset"
+    if there is one; "phases.1.datasets[0]" in a phase.
     """
     names = {}
     for number, segment in enumerate(datasets_of_segments(config, split)):
@@ -164,8 +164,8 @@ def _names(prefixes: Sequence[str]) -> Sequence[Name]:
 def _check_restart(
     number: int, restart: Sequence[str], names: Sequence[Name], drawn: Collection[Name]
 ) -> None:
-    """Raise ConfigError for a restart of a prefix that the phase does not draw from, or that no phase
-    before it drew from. drawn: the datasets of those.
+    """Raise ConfigError for a restart of a prefix that the phase does not draw from, or that no
+    phase before it drew from. drawn: the datasets of those.
     """
     here = {prefix for prefix, _ in names}
     before = {prefix for prefix, _ in drawn}

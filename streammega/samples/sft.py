@@ -31,9 +31,9 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
 
     A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"},
     ...]}. A message becomes `<|role|>` and a newline, its text, and eod_id; loss is on the text and
-    eod of assistant messages. With a `ChatEncoder`, the chat template writes them, and says what the
-    assistant writes. Conversations are shuffled by the seed, and fill a sample until the next one does
-    not fit. A conversation longer than a sample is cut (`num_cut` counts them).
+    eod of assistant messages. With a `ChatEncoder`, the chat template writes them, and says what
+    the assistant writes. Conversations are shuffled by the seed, and fill a sample until the next
+    one does not fit. A conversation longer than a sample is cut (`num_cut` counts them).
 
     `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each
     conversation), loss_mask float32 [S], and cu_seqlens int32 [conversations + 1 (+ 1 for

@@ -1,5 +1,6 @@
-"""What every order gives to the layers above: samples by their global numbers, where they are stored, their
-fields, and an identity. A source has one or more segments; each holds from its first sample on.
+"""What every order gives to the layers above: samples by their global numbers, where they are
+stored, their fields, and an identity. A source has one or more segments; each holds from its first
+sample on.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class SegmentSource(ABC):
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, and which tokens. shards: those of
-        its dataset.
+        """The samples before `end` that read tokens of a document, and which tokens. shards: those
+        of its dataset.
         """
 
     def later_identity(self) -> dict[str, Any]:
@@ -122,15 +123,15 @@ class SegmentSource(ABC):
 
     @cached_property
     def dataset_ids(self) -> Integers:
-        """The "dataset_id" of each dataset, int64: its number; for a version that was appended in mid-run,
-        that of the dataset which grew.
+        """The "dataset_id" of each dataset, int64: its number; for a version that was appended in
+        mid-run, that of the dataset which grew.
         """
         return np.arange(len(self.files))
 
     @cached_property
     def excluded(self) -> ExcludedTokens | None:
-        """The tokens that are not seen; None: all are seen. Raises ConfigError for names that no document
-        of these datasets has.
+        """The tokens that are not seen; None: all are seen. Raises ConfigError for names that no
+        document of these datasets has.
         """
         return excluded_tokens(self.config, self.split, self.prefixes, self.files)
 
@@ -140,8 +141,9 @@ class SegmentSource(ABC):
         return self._read(extents, self._excluded_columns(sample_ids, extents))
 
     def sample_fields(self, sample_ids: Integers, *, bounds: bool = False) -> Batch:
-        """The fields of samples, as `batch_fields` makes them. There is no loss on tokens that modes
-        leave out, nor on excluded documents. With inter_document_masking they have its fields too.
+        """The fields of samples, as `batch_fields` makes them. There is no loss on tokens that
+        modes leave out, nor on excluded documents. With inter_document_masking they have its fields
+        too.
         """
         config = self.config
         extents = self.locate(sample_ids)
@@ -240,8 +242,8 @@ class SampleSource:
         return self.segments[0].lanes
 
     def with_lanes(self, lanes: int) -> SampleSource:
-        """The same datasets in the lanes of a saved state, unless the config names lanes. Orders without
-        lanes stay as they are.
+        """The same datasets in the lanes of a saved state, unless the config names lanes. Orders
+        without lanes stay as they are.
         """
         return self
 
@@ -261,13 +263,13 @@ class SampleSource:
         return ()
 
     def attach(self, sample: int) -> None:
-        """Note that reading continues at a sample: before it, only recorded data is appended. Does nothing
-        for data that never grows.
+        """Note that reading continues at a sample: before it, only recorded data is appended. Does
+        nothing for data that never grows.
         """
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
-        """Append all data that belongs before a sample; call it before that sample is returned. Returns
-        whether the segments have changed, which they never do for data that does not grow.
+        """Append all data that belongs before a sample; call it before that sample is returned.
+        Returns whether the segments have changed, which they never do for data that does not grow.
         """
         return False
 
@@ -287,8 +289,9 @@ class SampleSource:
         return merge_extents(parts)
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """What defines the order of the first `consumed` samples (None: of all): the identity of the
-        first segment, and of later segments that have begun, by number. Others may still change.
+        """What defines the order of the first `consumed` samples (None: of all): the identity of
+        the first segment, and of later segments that have begun, by number. Others may still
+        change.
         """
         first, *later = self.segments
         begun = {
@@ -309,8 +312,8 @@ class SampleSource:
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, in order, and which tokens. shards:
-        those of its dataset.
+        """The samples before `end` that read tokens of a document, in order, and which tokens.
+        shards: those of its dataset.
         """
         uses = []
         ends = [segment.first_sample for segment in self.segments[1:]] + [end]
@@ -337,8 +340,8 @@ def check_fields(source: SampleSource) -> None:
 
 
 def field_names(source: SampleSource | SegmentSource) -> tuple[str, ...]:
-    """The fields that batches have, in their order. By default those of the stream order have no mask
-    of ones, nor positions that only count up.
+    """The fields that batches have, in their order. By default those of the stream order have no
+    mask of ones, nor positions that only count up.
     """
     config = source.config
     names = config.field_names

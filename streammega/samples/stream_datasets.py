@@ -1,4 +1,5 @@
-"""Opens the datasets of the stream order: their files, and the parts of these that belong to a split.
+"""Opens the datasets of the stream order: their files, and the parts of these that belong to a
+split.
 
 Many are opened at once, by listings. Only headers, and the pointers at a split's bounds, are read.
 """
@@ -30,8 +31,8 @@ MANY_SEQUENCES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if they are not
-    compared.
+    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if they are
+    not compared.
     """
 
     name: str
@@ -47,7 +48,8 @@ def open_datasets(
     config: DataConfig,
     known: Sequence[OpenDataset] = (),
 ) -> list[OpenDataset]:
-    """The parts of datasets that belong to a split, by `shares`. known: datasets that are open already.
+    """The parts of datasets that belong to a split, by `shares`. known: datasets that are open
+    already.
 
     Raises ConfigError if a dataset has nothing for the split, or another tokenizer than the others;
     StorageError and FormatError for the files.

@@ -1,4 +1,6 @@
-"""The stream order over stored datasets: they are opened once, and each segment has an order of its own."""
+"""The stream order over stored datasets: they are opened once, and each segment has an order of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class StreamSegment(SegmentSource):
-    """Samples of one stream order over files that are open. dataset_ids: None: the datasets' numbers."""
+    """Samples of one stream order over files that are open. dataset_ids: None: the datasets'
+    numbers.
+    """
 
     has_file_per_shard = True
 
@@ -88,8 +92,8 @@ class StreamSegment(SegmentSource):
         return num_samples[SPLITS.index(self.split)] if num_samples else None
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples are stored: one run of tokens each, or several where a sample joins what earlier
-        segments left unread.
+        """Where samples are stored: one run of tokens each, or several where a sample joins what
+        earlier segments left unread.
         """
         extents = self.order.locate(sample_ids)
         if not self._is_packed:
@@ -162,8 +166,8 @@ class StreamSource(SampleSource):
         lanes: those of a saved state; None: chosen, and checked.
 
     Raises ConfigError for lanes that a global batch does not divide, for a split or dataset that
-    holds nothing, and for a file with two names in two segments. Raises StorageError and FormatError
-    for the files.
+    holds nothing, and for a file with two names in two segments. Raises StorageError and
+    FormatError for the files.
     """
 
     def __init__(
@@ -284,8 +288,8 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
 
 
 def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
-    """A digest of each dataset of an order, 12 hex digits: of what it holds, of the token counts of its
-    parts, and of its token width. files: of each dataset, by its number.
+    """A digest of each dataset of an order, 12 hex digits: of what it holds, of the token counts of
+    its parts, and of its token width. files: of each dataset, by its number.
     """
     digests = []
     for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
@@ -304,8 +308,8 @@ def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
 
 
 def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size: int) -> str | None:
-    """An error message if the global batch of a phase does not divide its lanes, so that ranks would
-    share them; else None.
+    """An error message if the global batch of a phase does not divide its lanes, so that ranks
+    would share them; else None.
     """
     for number, segment in enumerate(config.segments(split)[1:], 1):
         size = segment.global_batch_size or global_batch_size
@@ -325,8 +329,8 @@ def _check_apart(
     prefixes: Sequence[str],
     files: Sequence[Sequence[TokenFile]],
 ) -> None:
-    """Raise ConfigError if datasets of different phases share a file, such as `web@1` and `web@2`: the
-    order would take them for two datasets, and read the file in each phase.
+    """Raise ConfigError if datasets of different phases share a file, such as `web@1` and `web@2`:
+    the order would take them for two datasets, and read the file in each phase.
 
     Datasets of the same phases may overlap, as in any blend.
     """

@@ -1,5 +1,5 @@
-"""A stored file of tokens as samples read it: which of its tokens have a loss, and whether datasets have
-the same tokenizer.
+"""A stored file of tokens as samples read it: which of its tokens have a loss, and whether datasets
+have the same tokenizer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TokenFile:
         return self.store.url(self.key)
 
     def check_bytes(self, size: int) -> None:
-        """Raise ShortReadError if `size` bytes do not hold all tokens: kernels follow addresses in them
-        without a check.
+        """Raise ShortReadError if `size` bytes do not hold all tokens: kernels follow addresses in
+        them without a check.
         """
         if size < self.num_tokens * self.dtype.itemsize:
             raise truncated(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
@@ -62,8 +62,8 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the tokens of samples are: `size` tokens from token `start` of a file are at `column` of a
-    sample; int64 [runs] each.
+    """Where the tokens of samples are: `size` tokens from token `start` of a file are at `column`
+    of a sample; int64 [runs] each.
     """
 
     file: Integers

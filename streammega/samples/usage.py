@@ -1,5 +1,5 @@
-"""What each phase of a split takes from its datasets, in every order: samples, tokens, epochs, and the
-use of remainders. Computed from the order; no sample is located.
+"""What each phase of a split takes from its datasets, in every order: samples, tokens, epochs, and
+the use of remainders. Computed from the order; no sample is located.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from streammega.samples.source import Span
 class DatasetUsage:
     """What a phase takes from one of its datasets.
 
-    share: its part of the weights. samples, tokens: how many are read, without extra tokens. epochs:
-    how often its tokens were read before this phase, and with it. from_remainder: samples of the
-    unread part of epochs that were open where lengths or lanes changed. carried_tokens: tokens of that
-    part, if it begins in this phase. unused_tokens: its end, too short for a sample until the next
-    change. dropped_tokens: unread tokens that a `restart` leaves out.
+    share: its part of the weights. samples, tokens: how many are read, without extra tokens.
+    epochs: how often its tokens were read before this phase, and with it. from_remainder: samples
+    of the unread part of epochs that were open where lengths or lanes changed. carried_tokens:
+    tokens of that part, if it begins in this phase. unused_tokens: its end, too short for a sample
+    until the next change. dropped_tokens: unread tokens that a `restart` leaves out.
     """
 
     dataset: str
@@ -36,8 +36,8 @@ class DatasetUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUsage:
-    """Samples [first_sample, stop) of one phase, and what they take from its datasets. excluded: how many
-    of them no step reads.
+    """Samples [first_sample, stop) of one phase, and what they take from its datasets. excluded:
+    how many of them no step reads.
     """
 
     phase: int
@@ -57,8 +57,8 @@ class PhaseUsage:
 def sample_usage(
     provenance: Provenance, end: int, excluded_ranges: Sequence[Span] = ()
 ) -> list[PhaseUsage]:
-    """What each phase takes from its datasets up to sample `end`. excluded_ranges: ranges that no step reads, and
-    that do not overlap.
+    """What each phase takes from its datasets up to sample `end`. excluded_ranges: ranges that no
+    step reads, and that do not overlap.
 
     Cost: some milliseconds a phase in the stream order; in Megatron's a scan of the index of a
     blend.
