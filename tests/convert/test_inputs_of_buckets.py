@@ -214,7 +214,7 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_request = 3", "did you mean max_concurrent_requests"),
+        ("max_request = 3", "did you mean max_request_bytes"),
         ('key = "hidden-value"', "storage_options"),
         ('storage_options = "hidden-value"', "storage_options must be of type"),
         ("max_concurrent_requests = 0", "at least 1"),

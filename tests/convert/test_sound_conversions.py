@@ -111,7 +111,7 @@ def test_every_conversion_of_text_is_sound(
     (folder / "in.jsonl").write_text(
         "".join(json.dumps({"text": text, "answer": text[:3]}) + "\n" for text in texts)
     )
-    keys = ("text", "answer:1") if options["modes"] else ("text",)
+    keys = ("text", "answer:1") if options["keep_modes"] else ("text",)
     check([str(folder / "in.jsonl")], folder, options | {
         "tokenizer": "bytes", "text_keys": keys, "append_eod": append, "keep_empty": keep,
     }, cut)  # fmt: skip
