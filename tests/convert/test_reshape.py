@@ -251,7 +251,7 @@ def test_sequences_that_do_not_lie_end_to_end_are_read_where_they_are(tmp_path: 
 # --- interruptions ------------------------------------------------------------------------------------------------------
 
 
-def make_corpus(path: Path, lines: int = 6000) -> None:
+def make_corpus(path: Path, lines: int = 3000) -> None:
     rng = random.Random(0)
     with open(path, "w") as file:
         for number in range(lines):

@@ -726,8 +726,8 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     """
     storage = replace(storage_of(server, "obstore"), memory_bytes=4_000_000)
     config = replace(
-        config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
-        exclude_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
+        config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage, samples=1500),
+        exclude_samples=tuple((first, first + size) for first in range(every, 1500, every + size)),
     )
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         got = [next(loader)["tokens"].clone() for _ in range(len(loader))]

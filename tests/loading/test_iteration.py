@@ -462,7 +462,7 @@ def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: 
 
 
 @pytest.mark.guarantee("loop-fetches-ahead")
-@pytest.mark.parametrize("skips", [(), ((16, 32), (48, 56))])
+@pytest.mark.parametrize("excluded_ranges", [(), ((16, 32), (48, 56))])
 def test_a_loop_that_fetches_ahead_saves_what_it_has_trained_on(
     config: DataConfig, excluded_ranges: tuple[tuple[int, int], ...]
 ) -> None:

@@ -57,7 +57,7 @@ def test_faults_change_no_token(
     server: Running, tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
     storage = storage_of(server, transport)
-    remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
+    remote = config_of(order, "s3:/", tmp_path, storage, samples=600)
     check_that_faults_change_no_token(server, remote, server.root, fault)
 
 

@@ -71,7 +71,11 @@ class Place:
 
 
 @pytest.fixture(params=["obstore", "fsspec"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    # how long pauses grow is shown elsewhere
+    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
     (tmp_path / "data").mkdir()
     with running(tmp_path) as endpoint:
         storage = StorageConfig(
@@ -87,11 +91,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.mark.guarantee("corpora-buckets-read")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_in_the_middle_change_no_byte(
-    place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # how long pauses grow is shown elsewhere
-    monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.3)
+def test_faults_in_the_middle_change_no_byte(place: Place, fault: str) -> None:
     with open_file("s3://data/a.bin", place.storage) as file:
         head = file.read(1000)
         place.endpoint.behave(**FAULTS[fault])

@@ -90,7 +90,7 @@ def storage_of(oss: Oss, transport: str, **options: Any) -> StorageConfig:
 def test_faults_change_no_token(
     oss: Oss, bucket: str, local: Path, tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
-    remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport), samples=1200)
+    remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport), samples=600)
     check_that_faults_change_no_token(oss, remote, local, fault)
 
 
