@@ -5,7 +5,8 @@ they are missing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,30 @@ def imported(module: str, extra: str) -> Any:
         if module != missing and not module.startswith(f"{missing}."):
             raise
         raise not_installed(module, extra) from None
+
+
+def class_on_demand(
+    module: str,
+    name: str,
+    mixin: type,
+    base: Callable[[], Any],
+    members: Callable[[Any], dict[str, Any]] = lambda base: {},
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose class `name` is `mixin` before a class of a framework. Only
+    who asks for the class imports the framework, by `base`. members: what else the class has.
+    """
+
+    def get(asked: str) -> Any:
+        """Make the class, which the module then has. Raises AttributeError for another name."""
+        if asked != name:
+            raise AttributeError(f"module {module!r} has no attribute {asked!r}")
+        base_class = base()
+        described = {"__doc__": mixin.__doc__, "__module__": module}
+        made = type(name, (mixin, base_class), described | members(base_class))
+        setattr(sys.modules[module], name, made)
+        return made
+
+    return get
 
 
 def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:

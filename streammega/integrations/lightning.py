@@ -25,7 +25,7 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.frameworks import check_phases, not_installed
+from streammega.integrations.frameworks import check_phases, class_on_demand, not_installed
 from streammega.loading import StreamLoader
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
@@ -289,11 +289,7 @@ class LogsSourceLosses:
         """Count anew."""
         self._evaluated = self._of("test", module)
 
-    def on_test_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Add a batch."""
-        self._add(self._evaluated, outputs, batch)
+    on_test_batch_end = on_validation_batch_end
 
     def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
         """Log."""
@@ -439,15 +435,6 @@ def _lightning() -> Any:
     raise not_installed(PACKAGES[0], "lightning")
 
 
-def __getattr__(name: str) -> Any:
-    """`StreamDataModule`, made when it is asked for: only then is Lightning imported."""
-    if name != "StreamDataModule":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = _lightning().LightningDataModule
-    module_class = type(
-        name,
-        (StreamDataHooks, base),
-        {"__doc__": StreamDataHooks.__doc__, "__module__": __name__},
-    )
-    globals()[name] = module_class
-    return module_class
+__getattr__ = class_on_demand(
+    __name__, "StreamDataModule", StreamDataHooks, lambda: _lightning().LightningDataModule
+)

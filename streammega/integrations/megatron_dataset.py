@@ -10,7 +10,6 @@ when it is asked for: the provider for `--dataloader-type external` reads ahead,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,10 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import class_on_demand, imported
 from streammega.integrations.megatron_arguments import field_settings
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
-
-NAME = "StreamGPTDataset"
-
-
-def __getattr__(name: str) -> Any:
-    """The class, made when it is first asked for: it needs Megatron for its base."""
-    if name == NAME:
-        return _dataset_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConfig:
@@ -155,9 +145,9 @@ class StreamGPTSamples:
         return [dict(zip(batch, row, strict=True)) for row in rows]
 
 
-@cache
-def _dataset_class() -> type:
-    base = imported("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset
-    # By this name it is found again where it was pickled, for workers that are spawned.
-    attributes = {"__doc__": StreamGPTSamples.__doc__, "__module__": __name__}
-    return type(NAME, (StreamGPTSamples, base), attributes)
+__getattr__ = class_on_demand(
+    __name__,
+    "StreamGPTDataset",
+    StreamGPTSamples,
+    lambda: imported("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset,
+)

@@ -12,7 +12,7 @@ rank of the last stage has it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,34 +42,22 @@ class _Count:
     at: int
     number: int = 0
 
+    def next_position(self, batches: MegatronBatches, consumed: int, micro_batches: int) -> int:
+        """The global sample at which the next micro-batch begins, by Megatron's own count of samples: a
+        micro-batch that it replays is itself again.
 
-@dataclass
-class _Positions:
-    """Of every iterator the global sample at which its next micro-batch begins.
-
-    By Megatron's own count of samples, so that a micro-batch that it replays is itself again.
-    """
-
-    counts: WeakKeyDictionary[MegatronBatches, _Count] = field(default_factory=WeakKeyDictionary)
-
-    def next_of(self, batches: MegatronBatches, consumed: int, micro_batches: int) -> int:
-        """consumed: samples of training that Megatron has counted. micro_batches: of an
-        iteration.
+        consumed: samples of training that Megatron has counted. micro_batches: of an iteration.
         """
-        count = self.counts.get(batches)
-        if count is None:
-            count = _Count(start=batches.consumed_samples, consumed=consumed, at=consumed)
-            self.counts[batches] = count
-        number = count.number
-        base = count.start
+        number = self.number
+        base = self.start
         if batches.split == "train":
-            if count.at != consumed:
-                count.at = consumed
+            if self.at != consumed:
+                self.at = consumed
                 number = 0
-            base += consumed - count.consumed
-            count.number = (number + 1) % micro_batches
+            base += consumed - self.consumed
+            self.number = (number + 1) % micro_batches
         else:  # evaluation replays nothing
-            count.number = number + 1
+            self.number = number + 1
         return base + number * batches.step_samples
 
 
@@ -83,7 +71,7 @@ def with_source_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
     --full-validation, are reported as they are. Each dataset is one more small all-reduce in an
     iteration.
     """
-    positions = _Positions()
+    counts: WeakKeyDictionary[MegatronBatches, _Count] = WeakKeyDictionary()
 
     @wraps(forward_step)
     def reporting_step(*arguments: Any, **keywords: Any) -> Any:
@@ -91,7 +79,11 @@ def with_source_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         batches = _batches_among((*arguments, *keywords.values()))
         if batches is None:
             return forward_step(*arguments, **keywords)
-        position = positions.next_of(batches, _consumed(arguments), _micro_batches())
+        consumed = _consumed(arguments)
+        if batches not in counts:
+            start = batches.consumed_samples
+            counts[batches] = _Count(start=start, consumed=consumed, at=consumed)
+        position = counts[batches].next_position(batches, consumed, _micro_batches())
         output, loss_func = forward_step(*arguments, **keywords)
         return output, partial(_reported, loss_func, batches, position)
 

@@ -22,7 +22,12 @@ import torch
 from streammega.config import DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState
-from streammega.integrations.frameworks import check_phases, imported, with_used_fields
+from streammega.integrations.frameworks import (
+    check_phases,
+    class_on_demand,
+    imported,
+    with_used_fields,
+)
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -34,15 +39,6 @@ POSITIONS = ("documents", "samples", "none")
 
 Pair = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input", "positions"}, labels): what torchtitan takes."""
-
-
-def __getattr__(name: str) -> Any:
-    """StreamDataLoader, made when it is asked for: its base classes are torchtitan's."""
-    if name != "StreamDataLoader":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    loader_class = _loader_class()
-    globals()[name] = loader_class
-    return loader_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,13 +311,10 @@ def _config_class(base_config: Any) -> Any:
     return Config
 
 
-def _loader_class() -> Any:
-    base: Any = _base_class()
-
-    class StreamDataLoader(TitanLoader, base):  # type: ignore[misc]
-        """torchtitan's data loader of a StreamLoader."""
-
-        Config = _config_class(base.Config)
-
-    StreamDataLoader.__qualname__ = "StreamDataLoader"
-    return StreamDataLoader
+__getattr__ = class_on_demand(
+    __name__,
+    "StreamDataLoader",
+    TitanLoader,
+    _base_class,
+    lambda base: {"Config": _config_class(base.Config)},
+)

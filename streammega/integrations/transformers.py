@@ -19,7 +19,12 @@ import torch
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import PlaceholderDataset, StreamDataLoader
-from streammega.integrations.frameworks import check_phases, imported, with_used_fields
+from streammega.integrations.frameworks import (
+    check_phases,
+    class_on_demand,
+    imported,
+    with_used_fields,
+)
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
 from streammega.samples.segments import split_blend
@@ -321,12 +326,9 @@ def _position_callback() -> Any:
     return type(POSITION, bases, {})()
 
 
-def __getattr__(name: str) -> Any:
-    """`StreamTrainer`, made when it is asked for: only then is transformers imported."""
-    if name != "StreamTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = imported("transformers", "transformers").Trainer
-    documented = {"__doc__": StreamTrainerMixin.__doc__, "__module__": __name__}
-    trainer_class = type(name, (StreamTrainerMixin, base), documented)
-    globals()[name] = trainer_class
-    return trainer_class
+__getattr__ = class_on_demand(
+    __name__,
+    "StreamTrainer",
+    StreamTrainerMixin,
+    lambda: imported("transformers", "transformers").Trainer,
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streammega.errors import ConfigError
-from streammega.integrations import megatron, megatron_dataset, torchdata
+from streammega.integrations import megatron, torchdata
 from streammega.integrations.frameworks import PACKAGES, imported
 
 CASES = {
@@ -37,7 +37,6 @@ def test_the_class_for_a_missing_framework_says_what_to_install(
     module_name, name, hidden = CASES[extra]
     module = importlib.import_module(f"streammega.integrations.{module_name}")
     monkeypatch.delitem(vars(module), name, raising=False)
-    megatron_dataset._dataset_class.cache_clear()
     hide(monkeypatch, *hidden)
     with pytest.raises(ConfigError, match=PACKAGES[extra]) as caught:
         getattr(module, name)
