@@ -399,7 +399,7 @@ def _batches_of(
             dataset.advance(consumed)
             yield batch
             del batch  # its memory is free as soon as the caller lets go
-            if log_every and not dataset.schedule.offset_at(dataset.consumed_samples):
+            if log_every and not dataset.steps.schedule.offset_at(dataset.consumed_samples):
                 num_global_batches += 1
                 if num_global_batches % log_every == 0:
                     line = engine.stats.line()

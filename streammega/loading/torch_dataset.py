@@ -25,7 +25,7 @@ from streammega.loading.worker_transfer import (
     ids_tell_fields,
     is_sent_unseen,
 )
-from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
+from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import SampleJoins
@@ -118,17 +118,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         if self.num_samples is None:
             raise TypeError("the stream has no end; num_samples in the config gives it one")
-        return sum(len(part) for part in self.parts(0))
+        return sum(len(part) for part in self.steps.parts(0))
 
     @property
     def samples(self) -> SampleSource:
         """The samples of the split, in their order."""
         return self.steps.samples
-
-    @property
-    def schedule(self) -> TrainingSchedule:
-        """The sizes of global batches, and where their steps begin."""
-        return self.steps.schedule
 
     @property
     def num_samples(self) -> int | None:
@@ -194,10 +189,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         return self.steps.positions(self._consumed)
 
-    def parts(self, start: int) -> Iterator[range]:
-        """The ranges of positions from `start` on, between the excluded ones."""
-        return self.steps.parts(start)
-
     def advance(self, consumed: int) -> None:
         """Note that the micro-step at `consumed` was handed out."""
         self._consumed = consumed + self.step_samples
@@ -205,7 +196,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
-            return Iteration(_no_batches())  # worker 0 reads; torch passes over the others
+            nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch passes over the others
+            return Iteration(batch for batch in nothing)
         begun = self._state.begin()
         self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
@@ -348,8 +340,3 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:  # the others read nothing
             self._state.put(consumed, steps.lanes, steps.schedule.origin)
-
-
-def _no_batches() -> Generator[Batch, None, None]:
-    """An iteration that is over."""
-    yield from ()

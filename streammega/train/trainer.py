@@ -16,7 +16,6 @@ The order of a step, and why:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import signal
@@ -232,14 +231,14 @@ class Trainer:
         dataset = self.loader.dataset
         # The next global batch begins after the cursor, and after what is skipped there.
         consumed = self.batches.consumed_samples
-        first_sample = next(itertools.chain.from_iterable(dataset.parts(consumed)), None)
+        first_sample = next(dataset.steps.positions(consumed), None)
         if first_sample is None:
             raise DataEnded(
                 f"the data ends at sample {consumed}, after step {self.step} of {train.train_iters}: "
                 f"data.exclude_samples passed over the rest; raise data.num_samples"
             )
-        num_samples = dataset.schedule.size_at(first_sample)
-        num_micro_batches = dataset.schedule.micro_batches_at(
+        num_samples = dataset.steps.schedule.size_at(first_sample)
+        num_micro_batches = dataset.steps.schedule.micro_batches_at(
             first_sample, train.micro_batch_size, self.ranks.layout.dp
         )
         # All samples of a step have the same length: a phase begins with a step.

@@ -620,14 +620,14 @@ def test_a_load_that_is_refused_changes_nothing(
 
         before = loader.state_dict()
         lanes = loader.dataset.steps.lanes
-        schedule = loader.dataset.schedule
+        schedule = loader.dataset.steps.schedule
         generation = loader.dataset.generation
         with contextlib.suppress(StateError):
             loader.load_state_dict(state)
             return  # it was whole, or whole enough
         assert loader.state_dict() == before
         assert loader.dataset.steps.lanes == lanes
-        assert (loader.dataset.schedule, loader.dataset.generation) == (schedule, generation)
+        assert (loader.dataset.steps.schedule, loader.dataset.generation) == (schedule, generation)
         next(held)
         assert loader.consumed_samples == before["consumed_samples"] + 4
 

@@ -125,7 +125,7 @@ def test_every_sample_is_read_once_on_any_ranks(
     dataset = StreamingDataset(
         config, micro_batch_size=1, global_batch_size=BATCH, rampup_batch_size=rampup_batch_size
     )
-    end = dataset.schedule.samples_after(phases[-1]["first_step"] + 3)
+    end = dataset.steps.schedule.samples_after(phases[-1]["first_step"] + 3)
     wanted = ids_of(dataset, end)
     contexts = [(0, 2), (1, 2)] if "parts" in kind else [(0, 1)]
     state = None
@@ -133,7 +133,7 @@ def test_every_sample_is_read_once_on_any_ranks(
     steps = 0
     for more, (ranks, micro) in [*resumes, (99, last)]:
         steps += more
-        stop = min(dataset.schedule.samples_after(steps), end)
+        stop = min(dataset.steps.schedule.samples_after(steps), end)
         found: dict[int, list[list[int]]] = {}
         for rank in range(ranks):
             for cp_rank, cp_size in contexts:

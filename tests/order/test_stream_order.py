@@ -554,7 +554,7 @@ def test_a_range_is_excluded_in_batches_of_another_size_from_a_checkpoint_on(
         loader.load_state_dict(state)
         positions = list(itertools.islice(loader.dataset.positions(), 9))
         assert positions == [40, 48, 56, 64, 72, 80, 120, 128, 136]
-        assert loader.dataset.schedule.offset_at(120) == 0
+        assert loader.dataset.steps.schedule.offset_at(120) == 0
         again = loader.state_dict()
         loader.load_state_dict(again)
 
