@@ -220,7 +220,7 @@ def write_layout_run(folder: Path, **train: Any) -> str:
         "train_iters": 20,
         "global_batch_size": 16,
         "lr": 0.003,
-        "timeout": 60.0,
+        "collective_timeout": 60.0,
     }
     return write_run_file(
         folder,

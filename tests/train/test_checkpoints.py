@@ -74,8 +74,8 @@ def write_run(folder: Path) -> str:
             "train_iters": 6,
             "save_interval": 2,
             "log_interval": 4,
-            "decay": "constant",
-            "timeout": 20.0,
+            "lr_decay_style": "constant",
+            "collective_timeout": 20.0,
             "device": None,
         },
     )

@@ -43,7 +43,7 @@ LOSS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    return Path(write_layout_run(tmp_path, device=None, timeout=20.0))
+    return Path(write_layout_run(tmp_path, device=None, collective_timeout=20.0))
 
 
 def trained(
