@@ -488,7 +488,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
 
     def stopped() -> Any:
         record, stop = step()
-        return record, stop or record["step"] == 4
+        return record, stop or (signal.SIGTERM if record["step"] == 4 else None)
 
     monkeypatch.setattr(trainer, "train_step", stopped)
     with pytest.raises(
