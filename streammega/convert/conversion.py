@@ -346,14 +346,14 @@ class Conversion:
 
 def _check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None:
     """Raise ConvertError for units that tasks have not done."""
-    left = [number for number in numbers if number not in done]
-    if left:
-        named = ", ".join(map(str, left[:SHOWN_UNITS])) + (
-            ", ..." if len(left) > SHOWN_UNITS else ""
+    missing = [number for number in numbers if number not in done]
+    if missing:
+        named = ", ".join(map(str, missing[:SHOWN_UNITS])) + (
+            ", ..." if len(missing) > SHOWN_UNITS else ""
         )
         raise ConvertError(
-            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
-            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
+            f"{len(missing)} of {len(numbers)} units are not done, or were of other inputs or "
+            f"options: {named}; start the tasks again that have not ended (task i of N does the units i, "
             f"i + N, ...), with the same inputs and options as here"
         )
 
@@ -368,9 +368,9 @@ def _check_errors(
     if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
         return
     read = sum(record.read for record in records)
-    most = options.most_errors(read)
+    max_errors = options.most_errors(read)
     errors = sum(record.skipped.errors for record in records)
-    if most is None or errors <= most:
+    if max_errors is None or errors <= max_errors:
         return
     first = list(chain.from_iterable(record.skipped.messages for record in records))[:SHOWN_ERRORS]
     raise ConvertError(

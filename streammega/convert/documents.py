@@ -118,9 +118,9 @@ class Tokens:
             origins=self.origins,
         )
 
-    def cut(self, most: int, end: int | None) -> Tokens:
-        """Documents of at most `most` tokens; the last of them stays `end` where it was."""
-        is_kept = self._first_tokens(most, end)
+    def cut(self, max_tokens: int, end: int | None) -> Tokens:
+        """Documents cut to at most `max_tokens`; one that ended with `end` still does."""
+        is_kept = self._first_tokens(max_tokens, end)
         tokens_kept_before = offsets_of(is_kept)
         token_bounds = offsets_of(self.lengths)
         lengths = np.diff(tokens_kept_before[token_bounds]).astype(np.int32)
@@ -135,15 +135,15 @@ class Tokens:
         # A sequence goes if the cut took all of it; one that was empty before stays.
         return shortened.take_sequences((lengths > 0) | (self.lengths == 0))
 
-    def _first_tokens(self, most: int, end: int | None) -> NDArray[np.bool_]:
+    def _first_tokens(self, max_tokens: int, end: int | None) -> NDArray[np.bool_]:
         """Which tokens `cut` keeps."""
         sizes = self.document_tokens
         ends = np.cumsum(sizes)
         starts = ends - sizes
         is_kept = np.ones(len(self.tokens), np.bool_)
         # Few documents are longer; all others stay as they are.
-        for number in np.flatnonzero(sizes > most):
-            cut_from = int(starts[number]) + most
+        for number in np.flatnonzero(sizes > max_tokens):
+            cut_from = int(starts[number]) + max_tokens
             cut_to = int(ends[number])
             if end is not None and int(self.tokens[cut_to - 1]) == end:
                 # The end takes the place of the last token that would be kept.

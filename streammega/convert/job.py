@@ -100,7 +100,7 @@ def segment_bytes_within(memory_bytes: int, units_at_once: int) -> int:
     """Token bytes of a segment, so that all units that are worked on at once fit the memory."""
     # A sixteenth of what a unit may take: while a segment is written, its tokens are there up to
     # seven times (as read, put together, sorted, and widened to int64 for their hashes, which is
-    # four times 16-bit ids), beside the batches and the tokenizer's memory.
+    # four times 16-bit ids), in addition to the batches and the tokenizer's memory.
     share = memory_bytes // (16 * units_at_once)
     return min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, share))
 
@@ -177,8 +177,8 @@ def _unit_bytes(inputs: Sequence[Input]) -> int:
     """Input bytes of a unit."""
     wanted = sum(item.size for item in inputs) // UNITS
     # A UNIT_BYTES below the least counts.
-    least = min(UNIT_BYTES, LEAST_UNIT_BYTES)
-    return max(least, min(UNIT_BYTES, wanted))
+    min_bytes = min(UNIT_BYTES, LEAST_UNIT_BYTES)
+    return max(min_bytes, min(UNIT_BYTES, wanted))
 
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:

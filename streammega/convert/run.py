@@ -235,7 +235,7 @@ def _plan_of_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]
     if execution.work_dir is None and is_remote(output):
         raise ConfigError(
             f"{output}: tasks need a work folder that all of them can write; name one by --work-dir, "
-            f"a URL beside the output for instance"
+            f"a URL in the folder of the output for instance"
         )
     return conversion
 
@@ -295,16 +295,16 @@ def plan(
         options = replace(options, chat_template=as_option(template))
     skipped_files = SkippedFiles()
     work_dir = WorkDir.of(prefix, execution.work_dir, storage)
-    own = OwnOutput(prefix=prefix, work_dir=work_dir.url)
-    found = find_inputs(inputs, input_storage, options, skipped_files, own)
-    metadata = labels_of(found, options, tokenizer, input_storage)
+    own_output = OwnOutput(prefix=prefix, work_dir=work_dir.url)
+    files = find_inputs(inputs, input_storage, options, skipped_files, own_output)
+    metadata = labels_of(files, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:
         # What is cut keeps the end of its document.
         options = replace(options, eod_id=metadata["eod_id"])
     if options.keep_modes is not None:
         # The sequence with the end may be one of those left out.
         metadata = metadata | {"eod_id": None}
-    if any(FORMATS[item.format].has_text for item in found):
+    if any(FORMATS[item.format].has_text for item in files):
         if tokenizer is None:
             raise ConvertError(NO_TOKENIZER)
         # Making the encoder raises what would fail at the first text.
@@ -314,12 +314,12 @@ def plan(
     if is_cluster and execution.work_dir is None and is_remote(prefix):
         raise ConfigError(
             f"{prefix}: the machines of a Ray cluster need a work folder that all of them can "
-            f"write; name one by --work-dir, a URL beside the output for instance"
+            f"write; name one by --work-dir, a URL in the folder of the output for instance"
         )
     return Conversion(
         prefix=prefix,
         work_dir=work_dir,
-        inputs=found,
+        inputs=files,
         skipped_files=skipped_files,
         options=options,
         execution=execution,

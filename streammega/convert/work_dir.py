@@ -53,8 +53,8 @@ class WorkDir:
 
     @classmethod
     def of(cls, prefix: str, parent: str | None, storage: StorageConfig) -> WorkDir:
-        """The work folder of an output: within a parent, else beside a local output, else in the
-        cache.
+        """The work folder of an output: within a parent, else in the folder of a local output,
+        else in the cache.
         """
         stem = prefix.rpartition("/")[2]
         # Of the whole prefix: outputs of one name may share a parent, and share the cache.
@@ -88,7 +88,7 @@ class WorkDir:
         save_bytes(self.file(name), data, self.storage)
 
     def read_record(self, name: str) -> dict[str, Any] | None:
-        """A JSON file; None where there is none that can be read."""
+        """A JSON file; None if it cannot be read."""
         try:
             record: Any = json.loads(bytes(self.read(name)))
         except (StorageError, ValueError):

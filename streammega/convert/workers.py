@@ -124,17 +124,17 @@ def _run_in_processes(
     """Each process does one number at a time, and reports its progress when that is done."""
     # Clients and thread pools of this process do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    left = list(numbers)
+    remaining = list(numbers)
     deaths = 0
     has_started = context.RawValue(ctypes.c_bool, False)
-    while left:
+    while remaining:
         pool = ProcessPoolExecutor(workers, context, _start_process, (work, has_started))
         try:
-            running = {pool.submit(_run_here, number): number for number in left}
+            running = {pool.submit(_run_here, number): number for number in remaining}
             for future in as_completed(running):
                 result, size, tokens = future.result()
                 progress(size, tokens)
-                left.remove(running[future])
+                remaining.remove(running[future])
                 yield running[future], result
         except BrokenExecutor:
             processes = _processes(pool)

@@ -179,16 +179,16 @@ class PieceReader:
 
     def read(self, size: int | None = -1) -> bytes:
         """`size` bytes; fewer at the end, and before an error."""
-        left = sys.maxsize if size is None or size < 0 else size
-        found: list[memoryview] = []
-        while left and (self._ready or self._has_more()):
-            piece = self._ready[:left]
-            self._ready = self._ready[left:]
-            left -= len(piece)
-            found.append(piece)
-        if not found and left and self._error is not None:
+        missing = sys.maxsize if size is None or size < 0 else size
+        pieces: list[memoryview] = []
+        while missing and (self._ready or self._has_more()):
+            piece = self._ready[:missing]
+            self._ready = self._ready[missing:]
+            missing -= len(piece)
+            pieces.append(piece)
+        if not pieces and missing and self._error is not None:
             raise self._error
-        return b"".join(found)
+        return b"".join(pieces)
 
     def _has_more(self) -> bool:
         while not self._ready and self._error is None:

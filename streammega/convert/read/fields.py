@@ -54,8 +54,8 @@ def first_value(record: Any, key: str) -> Any:
     for name in names_of(key):
         if value is not MISSING and value is not None:
             break
-        found = value_at(record, name)
-        value = value if found is MISSING else found
+        named = value_at(record, name)
+        value = value if named is MISSING else named
     return value
 
 

@@ -58,7 +58,7 @@ def find_inputs(
     storage: StorageConfig | None = None,
     options: ConvertOptions | None = None,
     skipped: SkippedFiles | None = None,
-    own: OwnOutput | None = None,
+    own_output: OwnOutput | None = None,
 ) -> list[Input]:
     """Input files in a fixed order: as given, globs and folders in the order of the names of their
     files, `@list` files line by line. A file with several names is read once, by its first.
@@ -75,26 +75,26 @@ def find_inputs(
     options = options or ConvertOptions()
     if skipped is None:
         skipped = SkippedFiles()
-    found: list[Input] = []
+    files: list[Input] = []
     for item in _listed(inputs):
         with _plain_errors(item, storage):
-            found += _found_by(item, storage, options, skipped, own)
+            files += _found_by(item, storage, options, skipped, own_output)
     unmatched = {*options.include, *options.exclude} - skipped.matched_patterns
     if unmatched:
         log.warning(
             "no name in a folder or of a glob matches %s (--include, --exclude); is it mistyped?",
             " or ".join(map(repr, sorted(unmatched))),
         )
-    found = without_repeats(found, skipped)
-    found = of_one_split(found, options.hf_split, skipped)
+    files = without_repeats(files, skipped)
+    files = of_one_split(files, options.hf_split, skipped)
     read_as = FORMAT_READ_AS.get(options.read_as or "")
-    of_plain_suffix = [item for item in found if format_of(item.path) in ("text", "unknown")]
+    of_plain_suffix = [item for item in files if format_of(item.path) in ("text", "unknown")]
     if read_as is not None and not any(item.format == read_as for item in of_plain_suffix):
         raise ConfigError(
             f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
-            f"format ({found[0].path!r}); leave it out"
+            f"format ({files[0].path!r}); leave it out"
         )
-    return found
+    return files
 
 
 def described(inputs: Sequence[Input]) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _found_by(
     storage: StorageConfig,
     options: ConvertOptions,
     skipped: SkippedFiles,
-    own: OwnOutput | None,
+    own_output: OwnOutput | None,
 ) -> list[Input]:
     """The inputs that one name leads to."""
     place = open_place(item, storage)
@@ -182,21 +182,21 @@ def _found_by(
         raise _not_found(item)
     left_out = SkippedFiles()
     known = None if pattern else {row.path for row in rows}
-    rows = without_own(rows, own, left_out)
+    rows = without_own(rows, own_output, left_out)
     rows = choose_files(rows, root, pattern, options, left_out)
-    found = _Files(rows, place, left_out, known).inputs()
-    found = of_known_format(found, options.read_as, None if pattern else left_out)
+    files = _Files(rows, place, left_out, known).inputs()
+    files = of_known_format(files, options.read_as, None if pattern else left_out)
     # among files of other formats, a dataset was perhaps made of them
-    datasets = [item for item in found if item.is_dataset]
-    if any(item.format != "megatron" for item in found):
-        found = without(found, datasets, DATASETS, left_out)
+    datasets = [item for item in files if item.is_dataset]
+    if any(item.format != "megatron" for item in files):
+        files = without(files, datasets, DATASETS, left_out)
     skipped.merge(left_out)
-    if not found:
+    if not files:
         shown, _query = split_query(item)
         others = left_out.as_text()
         reasons = f" that can be read; left out: {others}" if others else ""
         raise ConvertError(f"{shown}: holds no files{reasons}")
-    return found
+    return files
 
 
 class _Files:
@@ -221,7 +221,7 @@ class _Files:
 
     def inputs(self) -> list[Input]:
         """All inputs, by the order of their paths."""
-        found = self._folders_of_loaders()
+        inputs = self._folders_of_loaders()
         manifest_of, manifests = self._manifests()
         for path, row in list(self._rows.items()):
             if path not in self._rows:  # a part of an earlier one
@@ -234,10 +234,10 @@ class _Files:
                 parts = (manifest,) if manifest in manifests else ()
                 manifests.discard(manifest)
                 item = replace(item, is_dataset=True, parts=item.parts + parts)
-            found.append(item)
+            inputs.append(item)
         if self._skipped is not None:
             self._skipped.add("manifests without their shards", *sorted(manifests))
-        return sorted(found, key=lambda item: item.path)
+        return sorted(inputs, key=lambda item: item.path)
 
     def _input(self, row: Row, file_format: str, path: str | None = None) -> Input:
         row = self._with_size(row)
@@ -257,7 +257,7 @@ class _Files:
 
     def _folders_of_loaders(self) -> list[Input]:
         """Folders of MDS and litdata."""
-        found = []
+        folders = []
         paths_of_folder: dict[str, list[str]] = {}
         for path in self._rows:
             paths_of_folder.setdefault(path.rpartition("/")[0], []).append(path)
@@ -270,12 +270,12 @@ class _Files:
             item = self._input(self._rows[index_path], file_format, folder or ".")
             names = {"index.json", *shards}
             parts = tuple(path for path in paths if os.path.basename(path) in names)
-            found.append(replace(item, parts=parts))
+            folders.append(replace(item, parts=parts))
             for path in paths:
                 del self._rows[path]
                 if path not in parts and self._skipped is not None:
                     self._skipped.add(NOT_IN_INDEX, path)
-        return found
+        return folders
 
     def _manifests(self) -> tuple[dict[str, str], set[str]]:
         """The manifest of each prefix of a shard that one lists, and all manifests of ours."""
@@ -304,7 +304,7 @@ class _Files:
         tokens = next((row for row in there if row is not None), None)
         if tokens is None:
             raise ObjectNotFoundError(
-                f"{index_path}: has no .bin, .bin.zst or .tar beside it; copy both, or leave it out"
+                f"{index_path}: has no .bin, .bin.zst or .tar next to it; copy both, or leave it out"
             )
         # of a folder, the .idx names both
         path = index_path if index_path in self._rows else row.path

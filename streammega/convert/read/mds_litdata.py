@@ -138,7 +138,7 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
     """(path, bytes) of a file of the folder, which an index names."""
     if escapes_folder(name):
         raise ConvertError(
-            f"{source.path}: its index names {name!r}, which lies outside of the folder; who made it?"
+            f"{source.path}: its index names {name!r}, which is outside of the folder; who made it?"
         )
     path = f"{source.path}/{name}"
     with open_file(path, source.storage, note=source.skipped.note_read) as file:
@@ -148,7 +148,7 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
 def _cut(data: bytes, path: str) -> Iterator[bytes]:
     """The items of a shard: a count, then count + 1 byte offsets, all uint32, and the items.
 
-    Raises ConvertError, before the first item, unless the offsets lie within the shard.
+    Raises ConvertError, before the first item, unless the offsets are within the shard.
     """
     count = int.from_bytes(data[:WORD_BYTES], "little")
     header_bytes = WORD_BYTES * (1 + count + 1)

@@ -57,7 +57,7 @@ def read_pair(source: Source) -> Iterator[Tokens]:
 def cut_documents(
     item: Input, _bytes: int, max_bytes: int, storage: StorageConfig
 ) -> Iterator[Slice]:
-    """Slices of documents that lie end to end."""
+    """Slices of documents that are stored end to end."""
     indexed = IndexedDataset(dataset_name(item.path), storage)
     documents = len(indexed.document_indices) - 1
     for first, stop in document_runs(indexed, 0, documents, max_bytes):
@@ -94,10 +94,10 @@ def dataset_name(path: str) -> str:
 
 
 def document_runs(
-    indexed: IndexedDataset, start: int, stop: int, most: int
+    indexed: IndexedDataset, start: int, stop: int, max_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """[first, last) of documents of at most `most` bytes together, at least one; the sequences of
-    several lie end to end.
+    """[first, last) of documents of at most `max_bytes` together, at least one; the sequences of
+    several are stored end to end.
     """
     documents = indexed.document_indices
     window = WINDOW
@@ -109,7 +109,7 @@ def document_runs(
         end = int(bounds[-1])
         sizes, offsets = _places(indexed, first, end)
         sizes_so_far = np.cumsum(sizes)
-        fits = int(np.searchsorted(sizes_so_far, most, "right"))
+        fits = int(np.searchsorted(sizes_so_far, max_bytes, "right"))
         gaps = _gaps(sizes, offsets)
         if len(gaps):
             fits = min(fits, int(gaps[0]) + 1)
@@ -136,7 +136,7 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
 
 
 def sequence_spans(indexed: IndexedDataset, first: int, last: int) -> list[Span]:
-    """Where the bytes of sequences [first, last) are in the .bin: one span if they lie end to end."""
+    """The bytes of sequences [first, last) in the .bin: one span if they are end to end."""
     if first == last:
         return []
     sizes, starts = _places(indexed, first, last)

@@ -87,22 +87,22 @@ class OwnOutput(NamedTuple):
     work_dir: str
 
 
-def without_own(rows: list[Row], own: OwnOutput | None, skipped: SkippedFiles) -> list[Row]:
+def without_own(rows: list[Row], own_output: OwnOutput | None, skipped: SkippedFiles) -> list[Row]:
     """All but the files of the output, and of the work folder."""
-    if own is None:
+    if own_output is None:
         return rows
     paths = {row.path for row in rows}
-    own_paths = dict.fromkeys(row.path for row in rows if _is_own(row.path, paths, own))
+    own_paths = dict.fromkeys(row.path for row in rows if _is_own(row.path, paths, own_output))
     skipped.add(OWN_OUTPUT, *own_paths)
     return [row for row in rows if row.path not in own_paths]
 
 
-def _is_own(path: str, paths: Collection[str], own: OwnOutput) -> bool:
-    work_dir = own.work_dir.rstrip("/")
+def _is_own(path: str, paths: Collection[str], own_output: OwnOutput) -> bool:
+    work_dir = own_output.work_dir.rstrip("/")
     may_be_in_it = f"/{work_dir.rpartition('/')[2]}/" in path
     if may_be_in_it and resolved(path).startswith(f"{resolved(work_dir)}/"):
         return True
-    folder, _, stem = own.prefix.rpartition("/")
+    folder, _, stem = own_output.prefix.rpartition("/")
     above, _, name = path.rpartition("/")
     if not name.startswith(stem) or resolved(above or ".") != resolved(folder or "."):
         return False
@@ -229,18 +229,18 @@ def _folders_above(path: str, root: str) -> Iterator[str]:
 
 
 def without(
-    found: list[Input], others: list[Input], reason: str, skipped: SkippedFiles | None
+    inputs: list[Input], others: list[Input], reason: str, skipped: SkippedFiles | None
 ) -> list[Input]:
     """All but the others, which are counted with the files that belong to them."""
     for item in others:
         if skipped is not None:
             skipped.add(reason, item.path, *item.parts)
     left_out = set(map(id, others))
-    return [item for item in found if id(item) not in left_out]
+    return [item for item in inputs if id(item) not in left_out]
 
 
 def of_known_format(
-    found: list[Input], read_as: str | None, skipped: SkippedFiles | None
+    inputs: list[Input], read_as: str | None, skipped: SkippedFiles | None
 ) -> list[Input]:
     """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
     `skipped` if inputs of known formats are there, else they are an error.
@@ -250,38 +250,38 @@ def of_known_format(
             replace(item, format=FORMAT_READ_AS[read_as])
             if item.format in ("text", "unknown")
             else item
-            for item in found
+            for item in inputs
         ]
-    unknown = [item for item in found if item.format == "unknown"]
-    if unknown and (skipped is None or len(unknown) == len(found)):
+    unknown = [item for item in inputs if item.format == "unknown"]
+    if unknown and (skipped is None or len(unknown) == len(inputs)):
         raise ConvertError(
             f"{unknown[0].path!r}: its suffix names no format that is known; say how it is read: "
             f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
             f"line), or leave it out of a folder or glob by --exclude"
         )
-    return without(found, unknown, "of unknown suffix", skipped)
+    return without(inputs, unknown, "of unknown suffix", skipped)
 
 
-def without_repeats(found: list[Input], skipped: SkippedFiles) -> list[Input]:
+def without_repeats(inputs: list[Input], skipped: SkippedFiles) -> list[Input]:
     """All but the later names of one file."""
     first = {}
-    for item in reversed(found):
+    for item in reversed(inputs):
         first[item.identity] = item
     return without(
-        found, [item for item in found if first[item.identity] is not item], REPEATED, skipped
+        inputs, [item for item in inputs if first[item.identity] is not item], REPEATED, skipped
     )
 
 
-def of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
+def of_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
     """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
     several splits if none is named.
     """
     if wanted == ALL_SPLITS:
-        return found
-    paths = [item.path for item in found]
+        return inputs
+    paths = [item.path for item in inputs]
     # letter by letter, as `commonpath` cannot compare URLs
     common = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071
-    groups = _splits_below(common, found)
+    groups = _splits_below(common, inputs)
     examples = {split: item.path for group in groups for split, item in group.items()}
     there = "; ".join(f"{split}: {path!r}" for split, path in sorted(examples.items()))
     if wanted is None:
@@ -290,10 +290,10 @@ def of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) 
                 f"the inputs are of several splits ({there}); convert one of them by --hf-split "
                 f"NAME, choose files by --include GLOB, or take all by --hf-split {ALL_SPLITS}"
             )
-        return found
+        return inputs
     above = common.rpartition("/")[0]
-    others = [item for item in found if not is_of_split(within(item.path, above), wanted)]
-    kept = without(found, others, f"not of split {wanted}", skipped)
+    others = [item for item in inputs if not is_of_split(within(item.path, above), wanted)]
+    kept = without(inputs, others, f"not of split {wanted}", skipped)
     if not kept:
         raise ConvertError(
             f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"
@@ -301,12 +301,12 @@ def of_one_split(found: list[Input], wanted: str | None, skipped: SkippedFiles) 
     return kept
 
 
-def _splits_below(root: str, found: list[Input]) -> list[dict[str, Input]]:
+def _splits_below(root: str, inputs: list[Input]) -> list[dict[str, Input]]:
     """For each folder whose names say several splits, an input of each split. Texts must be in one
     folder; other files may be anywhere.
     """
     splits_of_folder: dict[str, dict[str, Input]] = {}
-    for item in found:
+    for item in inputs:
         path = within(item.path, root)
         for start, split in splits_of(path):
             folder = path[:start] if item.format == "text" else "/"
@@ -341,8 +341,8 @@ def is_of_split(path: str, wanted: str) -> bool:
     """
     for split, words in SPLITS.items():
         if wanted.lower() in words:
-            said = [name for _, name in splits_of(path)]
-            return said[-1:] == [split]
+            splits = [name for _, name in splits_of(path)]
+            return splits[-1:] == [split]
     return _has_word(path, (wanted,))
 
 

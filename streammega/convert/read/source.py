@@ -214,15 +214,15 @@ def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
     if document.offset < 0:
         return document
     line = 1
-    left = document.offset
+    unread_bytes = document.offset
     try:
         with open_stream(document.path, storage) as file:
-            while left > 0:
-                data = file.read(min(left, COUNTED_BYTES))
+            while unread_bytes > 0:
+                data = file.read(min(unread_bytes, COUNTED_BYTES))
                 if not data:
                     break
                 line += data.count(b"\n")
-                left -= len(data)
+                unread_bytes -= len(data)
     except Exception:  # of whatever library: its byte tells the place as well
         return document
     return replace(document, line=line, offset=-1)

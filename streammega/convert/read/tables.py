@@ -78,15 +78,15 @@ def cut_row_groups(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    whole = Slice(input=item, stored_bytes=item.size)
+    whole_file = Slice(input=item, stored_bytes=item.size)
     if item.size <= slice_bytes:
-        yield whole
+        yield whole_file
         return
     with open_file(item.url, storage, etag=item.etag) as file:
         try:
             metadata = pq.ParquetFile(file).metadata
         except (pa.ArrowException, OSError):  # its reader says what is wrong
-            yield whole
+            yield whole_file
             return
         last_group = metadata.num_row_groups - 1
         sizes = [metadata.row_group(group).total_byte_size for group in range(last_group + 1)]
@@ -227,10 +227,10 @@ def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
     options = source.options
     paths: list[Path] = []
     for names in _wanted_columns(options):
-        found = [path for name in names if (path := _find(schema, name))]
-        if not found:
+        paths_of_key = [path for name in names if (path := _find(schema, name))]
+        if not paths_of_key:
             raise _no_column(source.path, names, _all_names(schema))
-        paths += found
+        paths += paths_of_key
     if options.chat_template is not None and (tools := _find(schema, "tools")):
         paths.append(tools)
     ids = []

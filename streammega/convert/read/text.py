@@ -57,11 +57,11 @@ def read_text(source: Source) -> Iterator[RawDocument]:
         return
     parts: list[bytes] = []
     # one byte more than a text and a mark before it tells that the text is too large
-    left = len(BYTE_ORDER_MARK) + max_bytes + 1
+    unread_bytes = len(BYTE_ORDER_MARK) + max_bytes + 1
     with source.open() as file:
-        while left and (data := file.read(min(left, READ_BYTES))):
+        while unread_bytes and (data := file.read(min(unread_bytes, READ_BYTES))):
             parts.append(data)
-            left -= len(data)
+            unread_bytes -= len(data)
     yield RawDocument(data=b"".join(parts).removeprefix(BYTE_ORDER_MARK), path=item.path)
 
 
@@ -123,8 +123,8 @@ def _documents_of_lines(
         # A line belongs to the slice in which it begins: the byte before the slice tells whether
         # one begins with it.
         file.seek(piece.start - 1)
-        left = piece.stop - piece.start + 1 if piece.stop >= 0 else None
-        skipped, rest = skip_line(file, left)
+        max_bytes = piece.stop - piece.start + 1 if piece.stop >= 0 else None
+        skipped, rest = skip_line(file, max_bytes)
         if rest is None:
             return
         position += skipped - 1
@@ -293,8 +293,8 @@ class _Text:
 
 
 def _end_of_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def _may_be_cut(error: json.JSONDecodeError, text: str) -> bool:

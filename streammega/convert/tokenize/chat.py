@@ -179,7 +179,7 @@ class ChatEncoder:
         longest_first = sorted(self._stand_ins, key=len, reverse=True)
         any_token = re.compile("|".join(map(re.escape, longest_first)))
         text: list[str] = []
-        # 1 for each character that the new text has too: of a token one stands for all of its own
+        # 1 for each character that the new text has too: one character replaces all of a token's
         kept = np.ones(len(chat.text) + 1, np.int64)
         start = 0
         # A token that a break goes through is a message's: between breaks it is not found whole.
@@ -234,9 +234,9 @@ def find_template(
     """A template by its name: `chatml`, `llama3`, `tokenizer` (or `tokenizer:NAME`, one of
     several), a file, or as it is written.
 
-    tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens lie
-    beside its tokenizer.json. variables: what the template may look at besides, as transformers
-    passes them. Raises ConfigError, ConvertError, ObjectNotFoundError.
+    tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens are
+    in the folder of its tokenizer.json. variables: what the template may look at besides, as
+    transformers passes them. Raises ConfigError, ConvertError, ObjectNotFoundError.
     """
     if name.startswith("{"):
         resolved = _resolved(name)
@@ -328,7 +328,7 @@ def _resolved(text: str) -> ChatTemplate | None:
 
 
 def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
-    """The tokenizer's own: the file beside it goes before what its settings say, as in
+    """The tokenizer's own: the file in its folder goes before what its settings say, as in
     transformers.
     """
     templates = config.get("chat_template") or {}

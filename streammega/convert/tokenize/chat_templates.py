@@ -113,7 +113,7 @@ FAMILIES = (
 
 
 def any_of(names: Collection[str]) -> str:
-    """An expression for the longest of some texts; one that fits nowhere if there are none."""
+    """An expression for the longest of some texts. Without texts it fits nowhere."""
     if not names:
         return "(?!)"
     # an expression takes the first of its alternatives that fits
@@ -443,7 +443,7 @@ def _broken(value: Any, special: re.Pattern[str]) -> Any:
     """Plain data with marks behind the characters of every special token, or beginning of one, that
     a text in it spells.
 
-    Behind each of them: a token may lie within another, or reach out of it.
+    Behind each of them: a token may be within another, or reach out of it.
     """
     if isinstance(value, str):
         return special.sub(lambda token: BREAK.join(token[0]) + BREAK, value)

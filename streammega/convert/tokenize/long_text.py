@@ -119,21 +119,21 @@ def encode_long(tokenizer: Tokenizer, text: str, where: str) -> Iterator[Ids]:
     yield np.array(after, np.int32)
 
 
-def _join(left: Ids, overlap: Ids, right: Ids) -> tuple[int, int] | None:
+def _join(before: Ids, overlap: Ids, after: Ids) -> tuple[int, int] | None:
     """Where the first window ends, and the second one goes on: in the middle of the tokens that
     both have in their overlap, or before it, so that AGREEMENT of these follow. None if both have
     fewer.
     """
-    first = len(overlap) - _count_equal(left[::-1], overlap[::-1])
-    stop = _count_equal(right, overlap)
+    first = len(overlap) - _count_equal(before[::-1], overlap[::-1])
+    stop = _count_equal(after, overlap)
     if stop - first < AGREEMENT:
         return None
     place = min((first + stop) // 2, stop - AGREEMENT)
-    return len(left) - len(overlap) + place, place
+    return len(before) - len(overlap) + place, place
 
 
-def _count_equal(left: Ids, right: Ids) -> int:
+def _count_equal(first: Ids, second: Ids) -> int:
     """How many tokens both begin with."""
-    size = min(len(left), len(right))
-    others = np.flatnonzero(left[:size] != right[:size])
+    size = min(len(first), len(second))
+    others = np.flatnonzero(first[:size] != second[:size])
     return int(others[0]) if len(others) else size

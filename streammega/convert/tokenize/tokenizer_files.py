@@ -212,7 +212,7 @@ def _read_json(tokenizer: str | None, name: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConvertError(f"{tokenizer}: {name} beside it is broken JSON ({error})") from None
+        raise ConvertError(f"{tokenizer}: {name} in its folder is broken JSON ({error})") from None
     return content if isinstance(content, dict) else {}
 
 

@@ -229,12 +229,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """By the offsets of the library, in characters."""
-        found: list[TokenSpans] = []
+        spans_of_texts: list[TokenSpans] = []
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
             for encoding in self.model.encode_batch(some, add_special_tokens=False):
-                found.append(_with_offsets(encoding.ids, encoding.offsets))
-        return found
+                spans_of_texts.append(_with_offsets(encoding.ids, encoding.offsets))
+        return spans_of_texts
 
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds around every text, with add_special_tokens."""
@@ -332,7 +332,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """By the places of the pieces, in characters."""
-        found: list[TokenSpans] = []
+        spans_of_texts: list[TokenSpans] = []
         for text in texts:
             if self._options:
                 encoded = self.model.encode(text, return_type="offset_mapping")
@@ -341,8 +341,8 @@ class SentencePieceTokenizer(Tokenizer):
                 pieces = self.model.encode(text, out_type="immutable_proto").pieces
                 ids = [piece.id for piece in pieces]
                 spans = [(piece.begin, piece.end) for piece in pieces]
-            found.append(_with_offsets(ids, spans))
-        return found
+            spans_of_texts.append(_with_offsets(ids, spans))
+        return spans_of_texts
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
         """Raises ConfigError."""
@@ -430,13 +430,13 @@ class TiktokenTokenizer(Tokenizer):
         return ids
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
-        """By the bytes of the tokens, which lie end to end."""
-        found: list[TokenSpans] = []
+        """By the bytes of the tokens, which are end to end."""
+        spans_of_texts: list[TokenSpans] = []
         for text in texts:
             ids = np.array(self._encode(text), np.int32)
             sizes = np.array(list(map(len, self.model.decode_tokens_bytes(ids.tolist()))), np.int64)
-            found.append(_end_to_end(ids, sizes))
-        return found
+            spans_of_texts.append(_end_to_end(ids, sizes))
+        return spans_of_texts
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
         """The same pairs and pattern, with other spellings of special tokens."""
@@ -490,7 +490,7 @@ class BytesTokenizer(Tokenizer):
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """A token for each byte, and for each end that is parsed."""
-        found: list[TokenSpans] = []
+        spans_of_texts: list[TokenSpans] = []
         for text in texts:
             ids: list[NDArray[np.int32]] = []
             sizes: list[NDArray[np.int64]] = []
@@ -502,8 +502,8 @@ class BytesTokenizer(Tokenizer):
                 stored = np.frombuffer(part.encode(), np.uint8)
                 ids.append(stored.astype(np.int32))
                 sizes.append(np.ones(len(stored), np.int64))
-            found.append(_end_to_end(np.concatenate(ids), np.concatenate(sizes)))
-        return found
+            spans_of_texts.append(_end_to_end(np.concatenate(ids), np.concatenate(sizes)))
+        return spans_of_texts
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
         """One that parses the end of a document, by its own spelling or another."""

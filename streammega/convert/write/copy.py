@@ -39,7 +39,7 @@ def copy_in_order(
     writer: IndexedDatasetWriter,
     threads: int,
 ) -> Generator[int, None, None]:
-    """Documents of parts in their order: what lies end to end is copied as it is, what lies in
+    """Documents of parts in their order. Those stored end to end are copied together, those in
     local files by several threads. portions: (part of each, document of it), of one part each.
 
     Yields bytes as they are written.
@@ -87,7 +87,7 @@ def _copy_files(
 
 
 def _runs_of(indexed: IndexedDataset, chosen: Integers) -> Iterator[tuple[int, int]]:
-    """[first, last) of documents of a part that lie end to end."""
+    """[first, last) of documents of a part that are stored end to end."""
     # Documents that were left out cut the part into stretches.
     # A document begins a stretch where the one before it ended one.
     is_last = np.append(np.diff(chosen) != 1, True)
@@ -101,15 +101,15 @@ def _runs_of(indexed: IndexedDataset, chosen: Integers) -> Iterator[tuple[int, i
 def _files_of(
     indexed: IndexedDataset, start: int, stop: int, writer: IndexedDatasetWriter
 ) -> list[FileRange] | None:
-    """Where documents [start, stop) of a part lie in local files, as the writer wants them; None
-    where they do not.
+    """The places of documents [start, stop) of a part in local files that hold them as the writer
+    wants them; None if there are no such files.
     """
     if not writer.stores_plain_bytes or writer.dtype != indexed.dtype:
         return None
     first = int(indexed.document_indices[start])
     last = int(indexed.document_indices[stop])
     spans = sequence_spans(indexed, first, last)
-    # Sequences that lie anywhere in their .bin would be millions of ranges.
+    # Sequences that are scattered over their .bin would be millions of ranges.
     if len(spans) > 1:
         return None
     if not spans:
@@ -170,7 +170,7 @@ class LoadedDocuments:
 def load_documents(
     documents: DocumentOrder, portion: Portion, dtype: np.dtype[Any]
 ) -> LoadedDocuments:
-    """Documents in their order, wherever they lie in memory.
+    """Documents in their order, wherever they are in memory.
 
     Of each part, all is read from the first of its documents to the last. There are few others
     between: a segment's documents are sorted by their keys, as are those of a bucket.

@@ -203,18 +203,18 @@ class Reservation:
 
     def is_publishing(self) -> bool:
         """Whether this job has reserved the names and may have put an `.idx` there."""
-        own = self._own()
-        return own is not None and bool(own.get("is_publishing"))
+        reservation = self._own()
+        return reservation is not None and bool(reservation.get("is_publishing"))
 
     def begin_publishing(self) -> bool:
         """Note that `.idx` files are put from now on; False if this job has not the names."""
         before = find_etag(self._url, self._storage)
-        own = self._own()
-        if own is None:
+        reservation = self._own()
+        if reservation is None:
             return False
-        if not own.get("is_publishing"):
+        if not reservation.get("is_publishing"):
             store, key = open_store(self._url, self._storage)
-            data = json.dumps(own | {"is_publishing": True}).encode()
+            data = json.dumps(reservation | {"is_publishing": True}).encode()
             replace_object(store, key, data, before)
         return self.is_ours()
 
@@ -366,8 +366,8 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
 def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
     """Warn where the disk of the output cannot be thought to hold it.
 
-    Text becomes tokens of about half its bytes, which lie in the work folder and then in shards. A
-    quarter of the inputs' bytes, as they are stored, is less than nearly all conversions need.
+    Text becomes tokens of about half its bytes, which are stored in the work folder and then in
+    shards. A quarter of the inputs' bytes, as they are stored, is less than nearly all conversions need.
     """
     if is_remote(prefix):
         return

@@ -114,7 +114,7 @@ class DocumentOrder:
         return np.concatenate(parts)[order], np.concatenate(documents)[order]
 
     def _documents_in(self, bucket: int, part: int, keys: NDArray[np.uint64]) -> Integers:
-        """Documents of a part whose keys lie in a bucket; those of a segment were sorted by key."""
+        """Documents of a part whose keys are in a bucket; those of a segment were sorted by key."""
         keys_per_bucket = (1 << 64) // self._buckets
         low = np.uint64(keys_per_bucket * bucket)
         first = int(np.searchsorted(keys, low))

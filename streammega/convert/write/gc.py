@@ -107,7 +107,7 @@ def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
 
 
 def remove_leftovers(
-    prefix: str, found: list[ObjectInfo], storage: StorageConfig | None = None
+    prefix: str, leftovers: list[ObjectInfo], storage: StorageConfig | None = None
 ) -> None:
     """Remove what `find_leftovers` found: every `.idx` first.
 
@@ -115,14 +115,14 @@ def remove_leftovers(
     """
     storage = storage or StorageConfig()
     now = {info.key for info in find_leftovers(prefix, storage)}
-    if any(info.key not in now for info in found):
+    if any(info.key not in now for info in leftovers):
         raise ConvertError(
             f"{prefix}: the dataset has changed meanwhile; is a conversion to it running? look again"
         )
     folder, stem = _split(prefix)
     store, _ = open_store(join_url(folder, stem), storage)
     # Every `.idx` first: tokens without one are no dataset, whatever interrupts this.
-    for info in sorted(found, key=lambda info: not info.key.endswith(".idx")):
+    for info in sorted(leftovers, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
 
 

@@ -1,6 +1,6 @@
 """Documents packed into bins of one size, uncut, with little padding.
 
-A packed shard is a pair whose documents lie in bins, with padding at the end of each; the `.idx`
+A packed shard is a pair whose documents are in bins, with padding at the end of each; the `.idx`
 lists documents alone. One more token follows the last bin: a reader that opens the shard without its
 manifest, which describes the bins, sees that the sizes of tokens and `.idx` differ.
 """
@@ -56,7 +56,7 @@ class PackingStats:
 @dataclass(frozen=True, kw_only=True)
 class PackedPieces:
     """Pieces of documents in the order in which they are stored, bin by bin. document: which of the
-    window's; start, size: tokens of it; target: the token of all bins at which it lies; int64
+    window's; start, size: tokens of it; target: its first token in all bins; int64
     [pieces] each.
     """
 
@@ -75,7 +75,7 @@ def windows_of(
 
     Where portions end changes nothing: how large they are depends on the machine.
     """
-    most = max(WINDOW_TOKENS, WINDOW_BINS * capacity)
+    max_tokens = max(WINDOW_TOKENS, WINDOW_BINS * capacity)
     held: list[Portion] = []
     held_tokens = 0
     held_documents = 0
@@ -88,7 +88,7 @@ def windows_of(
         low = 0
         while low < len(chosen):
             tokens_before = int(ends[low - 1]) if low else 0
-            room = most - held_tokens
+            room = max_tokens - held_tokens
             high = int(np.searchsorted(ends, tokens_before + room, "right"))
             high = min(high, low + WINDOW_DOCUMENTS - held_documents)
             if not held:
@@ -219,7 +219,7 @@ def write_packed(
 def _write(
     bins: np.ndarray, held: LoadedDocuments, packed: PackedPieces, writer: IndexedDatasetWriter
 ) -> None:
-    """Write bins, and tell which sequences lie in them: those of the documents, cut where pieces
+    """Write bins, and say which sequences are in them: those of the documents, cut where pieces
     are, without empty ones.
     """
     sequences = concat_ranges(held.first_sequences, held.num_sequences)

@@ -313,10 +313,10 @@ class Publisher:
         """Delete origins whose dataset was removed by hand: they would describe these documents."""
         urls = {self._destination.url(name + ENDING) for name in names}
         try:
-            found = self._destination.sizes(list(urls))
+            existing = self._destination.sizes(list(urls))
         except AccessDeniedError:
             return  # without the right to list, a missing object is refused too
-        for url in urls.intersection(found):
+        for url in urls.intersection(existing):
             delete(url, self._storage)
 
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:

@@ -92,8 +92,8 @@ def plan_bounds(documents: DocumentOrder, itemsize: int, shard_bytes: int | None
             bytes_before = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, bytes_before + room, "right"))
             # A shard that is still empty takes a document that is larger than it.
-            least = first + 1 if room == shard_bytes else first
-            last = max(last, least)
+            min_last = first + 1 if room == shard_bytes else first
+            last = max(last, min_last)
             if last < len(ends):
                 bounds.append((portion, last))
                 room = shard_bytes
@@ -322,7 +322,7 @@ def _write_origins(
     """
     writer = ProvenanceWriter()
     for portion in portions:
-        found = []
+        origins = []
         rows_of_parts = []
         for part, rows, numbers in documents.by_part(portion):
             prefix = documents.name(part)
@@ -332,10 +332,10 @@ def _write_origins(
                     f"{prefix}{ENDING}: is gone; run the same command again with --no-resume"
                 )
             first = int(numbers.min())
-            found.append(stored.between(first, int(numbers.max()) + 1).take(numbers - first))
+            origins.append(stored.between(first, int(numbers.max()) + 1).take(numbers - first))
             rows_of_parts.append(rows)
         in_order = np.argsort(np.concatenate(rows_of_parts))
-        writer.add(concat_origins(found).take(in_order))
+        writer.add(concat_origins(origins).take(in_order))
     data = writer.finish()
     job.work_dir.write(f"out/{name}{ENDING}", data)
     return xxhash.xxh3_128_hexdigest(data), writer.num_ids
