@@ -476,7 +476,7 @@ def test_what_cannot_be_followed_says_why(web: str) -> None:
         opened(config_of(web, follow=follow))
     with pytest.raises(ConfigError, match=r"by a version, such as web@7, but the blend names none"):
         opened(config_of(web, blend=[web]))
-    with pytest.raises(ConfigError, match=r"follow\.every_samples is 0"):
+    with pytest.raises(ConfigError, match=r"follow\.check_every_samples is 0"):
         FollowConfig(check_every_samples=0)
     for empty in ("", "/"):
         with pytest.raises(ConfigError, match=r"follow\.log_url is empty"):
