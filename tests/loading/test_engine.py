@@ -799,7 +799,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
     assert pieces is not None
     pieces.assign(np.arange(0, 8, 2), np.arange(4))
     with pytest.raises(
-        AssertionError, match="sample 9 lies in lane 9, which this reader does not follow"
+        AssertionError, match="sample 9 is in lane 9, which this reader does not follow"
     ):
         pieces.assign(np.arange(9, 17, 2), np.arange(4))
 
