@@ -125,7 +125,7 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
         ("--step 1 --rank 0", "say by --ranks how many"),
         ("--step 101", "the run's last is 100; to look further, add train.train_iters=101"),
         ("--find a-3 --last-step 0", "--last-step 0: steps are counted from 1"),
-        ("--find a-3 --tokens 0:8", "--tokens is of the samples"),
+        ("--find a-3 --tokens 0:8", "--tokens goes with --step or --sample only"),
         ("--sample 1 --rank 0", "--rank 0: goes with --step"),
         ("--step 1 --last-step 2", "--last-step 2: goes with --find"),
         ("--step 1 --ranks 3", "not a multiple"),
