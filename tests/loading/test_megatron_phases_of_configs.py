@@ -235,14 +235,18 @@ def opened(config: DataConfig) -> StreamingDataset:
 
 
 def test_phases_behind_the_samples_that_are_asked_are_refused(data: Path) -> None:
-    with pytest.raises(ConfigError, match="phase 2 begins at sample 96; ask for the samples of all"):
+    with pytest.raises(
+        ConfigError, match="phase 2 begins at sample 96; ask for the samples of all"
+    ):
         opened(config_of(data, num_samples=(96, 0, 0)))
 
 
 def test_a_phase_of_fewer_samples_than_it_lasts_is_named(data: Path) -> None:
     names = [f"{data}/web", f"{data}/code"]
     phase = PhaseConfig(first_sample=BATCH, blend=names)
-    with pytest.raises(ConfigError, match="phase 1 has 99996 samples, but one epoch of its datasets"):
+    with pytest.raises(
+        ConfigError, match="phase 1 has 99996 samples, but one epoch of its datasets"
+    ):
         opened(config_of(data, phases=[phase], num_samples=(100_008, 0, 0)))
 
 
