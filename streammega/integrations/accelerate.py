@@ -23,7 +23,7 @@ from streammega.samples.fields import Batch
 
 
 class PlaceholderDataset(IterableDataset[Batch]):
-    """Stands where a DataLoader has its dataset. Whoever iterates it would read past the cursor.
+    """In place of the dataset of a DataLoader. Iterating it would read past the cursor.
 
     num_samples: what trainers ask its length for, over all ranks; None: it has no end.
     """
@@ -40,7 +40,7 @@ class PlaceholderDataset(IterableDataset[Batch]):
         return self._num_samples
 
     def __bool__(self) -> bool:
-        return True  # else whoever asks whether there is a dataset would be told of its length
+        return True  # a test whether there is a dataset would ask for its length
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
@@ -174,7 +174,7 @@ class PreparedIteration(Iterator[Batch]):
         return batch if owner.prepare_batch is None else owner.prepare_batch(batch)
 
     def _begin(self) -> None:
-        """As accelerate's own loaders do: whoever iterates last is who is asked for the end."""
+        """As accelerate's own loaders do: the one that iterates last is asked for the end."""
         owner = self._owner
         self._begun = True
         owner.end_of_dataloader = False

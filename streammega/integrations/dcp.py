@@ -51,7 +51,7 @@ class DataState:
 
 
 def read_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a loader in what `DataState` keeps. Raises StateError for what is none."""
+    """The state of a loader in what `DataState` keeps. Raises StateError for anything else."""
     if isinstance(state, Mapping) and set(KEYS) <= set(state):
         return state
     text = state.get(STATE_KEY) if isinstance(state, Mapping) else None

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that Lightning is published under; their classes know nothing of each other."""
 TOKEN_LOSSES = "token_losses"
-"""What steps return beside "loss": the loss of each token, [micro_batch_size, S], not reduced."""
+"""What steps return next to "loss": the loss of each token, [micro_batch_size, S], not reduced."""
 
 
 class StreamDataHooks:
@@ -271,7 +271,7 @@ class LogsSourceLosses:
             _log(trainer, self._losses.means(prefix="train/loss/"))
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Count anew: every validation is of the whole split."""
+        """Count from 0: every validation is of the whole split."""
         self._evaluated = self._of("valid", module)
 
     def on_validation_batch_end(
@@ -286,7 +286,7 @@ class LogsSourceLosses:
             self._log_evaluation(trainer, "val/loss/")
 
     def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Count anew."""
+        """Count from 0."""
         self._evaluated = self._of("test", module)
 
     on_test_batch_end = on_validation_batch_end

@@ -145,7 +145,7 @@ class MegatronBatches(Iterator[Batch]):
         self.open().load_state_dict(state)
 
     def close(self) -> None:
-        """End reading and its threads. `next` opens everything anew, where it was."""
+        """End reading and its threads. `next` opens everything again, where it was."""
         if self._loader is not None:
             self._consumed = self._loader.consumed_samples
             self._loader.close()
@@ -283,7 +283,7 @@ def datasets_of(
     }
 
     def batches(split: str) -> MegatronBatches | None:
-        """Of a split of which samples are asked; otherwise none."""
+        """The batches of a split, if samples of it are asked; else None."""
         if split_blend(config, split) is None or not num_samples[SPLITS.index(split)]:
             return None
         sizes = _batch_sizes(args, split)
@@ -361,7 +361,7 @@ def _batch_sizes(args: Any, split: str) -> dict[str, int]:
 
 def _consumed_samples(args: Any, split: str) -> int:
     """The sample at which a split goes on. Megatron counts train and valid, and keeps both counts in
-    its checkpoints; test begins anew.
+    its checkpoints; test begins at its first sample.
     """
     if split == "train":
         transitions = getattr(args, "phase_transition_iterations", None)

@@ -30,8 +30,8 @@ BRIDGE = "megatron-bridge"
 
 
 class BridgeBatches(Iterator[Batch]):
-    """Micro-batches of one split for one rank, as MegatronBatches gives them. Those of training have
-    to be told first where to go on.
+    """Micro-batches of one split for one rank, as MegatronBatches gives them. Those of training need
+    `seek` first.
 
     Has no `save_state`: where there is one, Bridge keeps it by rank, and refuses other ranks.
     """

@@ -34,7 +34,7 @@ class _Count:
     """How far the forward steps of one iterator are.
 
     start: the sample it began at. consumed: what Megatron had counted then. at: what it had counted
-    when the iteration began, of which `number` micro-batches have gone forward.
+    when the iteration began, whose first `number` micro-batches have gone forward.
     """
 
     start: int

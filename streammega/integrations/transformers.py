@@ -113,7 +113,7 @@ class StreamTrainerMixin:
         stream_options: further options of StreamLoader.
         arguments, keywords: as the Trainer takes them.
 
-    Raises ConfigError where the samples mean something that these models cannot be told.
+    Raises ConfigError for settings that these models cannot follow.
     """
 
     args: Any
@@ -184,7 +184,7 @@ class StreamTrainerMixin:
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """As of the Trainer, on all processes; with losses by source beside the loss of training."""
+        """As of the Trainer, on all processes; with losses by source next to the loss of training."""
         if self._source_losses is not None and "loss" in logs:
             logs.update(self._source_losses.means(prefix="loss/"))
         super().log(logs, *arguments, **keywords)  # type: ignore[misc]

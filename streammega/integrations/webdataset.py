@@ -423,7 +423,7 @@ class ReadAhead(Iterator[Any]):
         return item
 
     def stop(self) -> None:
-        """Nobody wants what follows."""
+        """What follows is not wanted."""
         self._stopped.set()
 
     def _make(self) -> None:

@@ -135,7 +135,7 @@ def batch_memory(kept_bytes: int, pinned: bool | None = None) -> Allocate:
     meant.
 
     kept_bytes: of what was given back, for `RecycledMemory`. pinned: None: where CUDA can be used.
-    False: nowhere, since batches are copied on the host before any device is told of them.
+    False: nowhere, because batches are copied on the host before they go to a device.
 
     Torch's pinned memory where CUDA can be used. Arrays that are used again in worker processes,
     which copy what they send, and where there is no accelerator at all. Memory that is new every
@@ -156,7 +156,7 @@ def recycled_memory() -> Allocate:
     """What makes the tensors of batches that come from worker processes, in this thread.
 
     With an accelerator ordinary memory that is new every time: torch's DataLoader pins it, or
-    copies are made of which nothing is known here.
+    makes copies that are not known here.
     """
     known: Allocate | None = getattr(_of_thread, "memory", None)
     if known is None:
@@ -186,7 +186,7 @@ class PinnedMemory:
 
 class RecycledMemory:
     """Tensors in memory that is used again, warm in cache, as soon as no tensor, view or array
-    refers to it. Of what nobody uses, at most `kept_bytes` are kept.
+    refers to it. Of unused memory at most `kept_bytes` are kept.
 
     For processes without an accelerator: there, whatever reads memory refers to it. Without a lock,
     since blocks are given back wherever the last reference goes: of two threads that do so at once,
@@ -196,7 +196,7 @@ class RecycledMemory:
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-        self._in_use: dict[int, _Use] = {}  # a reference that nobody holds calls nobody
+        self._in_use: dict[int, _Use] = {}  # a weak reference that is dropped is not called
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor with arbitrary content."""
@@ -215,7 +215,7 @@ class RecycledMemory:
         return torch.from_numpy(array).view(dtype).view(shape)
 
     def _recycle(self, use: _Use) -> None:
-        """Keep a block that nobody uses any more, if there is room."""
+        """Keep an unused block, if there is room."""
         del self._in_use[id(use)]
         size = len(use.block)
         kept = sum(size * len(blocks) for size, blocks in list(self._free.items()))

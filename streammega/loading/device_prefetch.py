@@ -113,7 +113,7 @@ class DeviceBatches(Iterator[tuple[int, Batch]]):
         self._under_way.append((consumed, self._copier.start(batch)))
 
     def _start_ahead(self) -> None:
-        """As `_start`, for a batch that nobody asked for yet: what it fails of is kept for then."""
+        """As `_start`, for a batch that was not asked for yet: its error is kept until then."""
         try:
             self._start()
         except Exception as error:  # StopIteration too

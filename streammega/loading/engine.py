@@ -298,6 +298,6 @@ def _close_all() -> None:
     would abort the process.
     """
     for engine in list(_live):
-        # the program has ended: there is nobody left to tell, and others to be closed
+        # the program has ended: no caller is left for the error, and other engines must be closed
         with contextlib.suppress(Exception):
             engine.close()

@@ -27,7 +27,7 @@ def iterate_batches(
     read: Callable[[Engine], Iterator[tuple[int, Batch]]] = iter,
 ) -> Generator[Read, None, None]:
     """The micro-batches of some steps from sample `start` on. Where a version is appended in mid-run,
-    what was read ahead is read anew, for it is of the order without that version.
+    what was read ahead is read again, because it is of the order without that version.
 
     Args:
         make_engine: (steps of a phase, their positions, its start) -> what reads them.

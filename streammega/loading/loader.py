@@ -360,8 +360,7 @@ def _batches_of(
     """The batches from the cursor of a dataset on, which moves when one is handed out. The engine is
     made when the first of them is asked for, in the thread that asks.
 
-    Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
-    it.
+    Does not refer to the loader, so that an unused loader is collected, and its threads with it.
 
     Args:
         generation: of the dataset; in another one it was moved elsewhere.

@@ -53,7 +53,7 @@ class BatchSize(NamedTuple):
     stored: int
     """Bytes in its files."""
     ids: tuple[int, ...]
-    """Bytes of its ids as they are gathered, and of each array beside them."""
+    """Bytes of its gathered ids, and of each array that goes with them."""
     fields: tuple[int, ...]
     """Bytes of each of its fields; empty: ids are what is handed out."""
 
@@ -197,7 +197,7 @@ def plan_memory(
 
     Raises ConfigError where there is no room for one micro-batch.
     """
-    # What is ready comes first: it is little beside the rest.
+    # What is ready comes first: it is little.
     groups = _groups_of_bytes(batch, GROUP_BYTES, ahead)
     held = _blocks_beside(groups, memory_bytes, batch, blocks, lanes)
     if held.unfit:

@@ -158,7 +158,7 @@ class MicroSteps:
                 )
 
     def _says_size(self) -> str:
-        """How a config says that batches are counted anew from a sample on."""
+        """How a config says that the counting of batches restarts at a sample."""
         if self.config.order != "stream" or self.split != "train":
             return ""
         return (
@@ -315,7 +315,7 @@ class MicroSteps:
         """What defines the order of the samples before `consumed`.
 
         Within a balanced batch it also says how large that is: another size, or none of it
-        balanced, would have begun with other samples. Between batches nobody need know.
+        balanced, would have begun with other samples. Between batches it says nothing.
         """
         self.advance_to(consumed - 1)
         identity = self.samples.identity(consumed)

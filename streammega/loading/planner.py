@@ -29,12 +29,12 @@ from streammega.storage.fetch.requests import FetchGroup
 Integers = NDArray[np.int64]
 
 MAX_WASTE = 1 / 7
-"""Share of the used bytes that coalescing may fetch in vain.
+"""Share of the used bytes that coalescing may fetch without use.
 
-A fifth saves no CPU time beside it: the requests that are saved cost what the bytes do.
+A fifth saves no more CPU time: the saved requests cost what the bytes do.
 """
 NO_SLOT = -1
-"""Of a row of which it is not known yet where its bytes will be."""
+"""Of a row whose bytes have no known place yet."""
 _LIKE_BYTES = np.empty(0, np.uint8)
 _LIKE_ADDRESSES = np.empty(0, np.int64)
 

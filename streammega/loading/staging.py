@@ -25,7 +25,7 @@ from streammega.storage.thread_pool import Cancelled
 log = logging.getLogger(__name__)
 
 THREADS = 4
-"""In the background: range reads, of which many more are under way, serve what is needed now."""
+"""In the background. Range reads, many more at once, serve what is needed now."""
 
 
 @dataclass(frozen=True)

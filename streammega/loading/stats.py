@@ -22,7 +22,7 @@ from streammega.storage.fetch.requests import Counters
 WINDOW = 4096
 """Batches over which waiting times are kept."""
 SHORTEST = 1e-9
-"""Seconds that stand for none where they divide."""
+"""Seconds in place of 0 as a divisor."""
 COUNTERS = frozenset(
     {
         "batches",

@@ -24,7 +24,7 @@ POSITION = np.dtype(
         ("start", np.int64),
         ("lanes", np.int64),
         ("origin", np.int64),
-        # the generation of which an iteration began at `start`; -1: none did
+        # the generation whose iteration began at `start`; -1: none did
         ("taken", np.int64),
         # of the iteration that began last: where, and whether a worker runs it (1 or 0)
         ("running", np.int64),

@@ -1,7 +1,7 @@
 """A micro-batch on its way from a DataLoader worker to the process that trains.
 
 torch sends each field as a file in shared memory, which takes a millisecond a field and 28 bytes a
-token. Most batches are told by two or four bytes a token: labels are the tokens one place later, the
+token. Two or four bytes a token are enough for most batches: labels are the tokens one place later, the
 loss mask is ones, and positions count up. Such fields are sent as ids, and made where they arrive.
 
 Where a program in the worker may look at batches, they are dicts of all fields, and the values decide
@@ -34,7 +34,7 @@ NARROW = (np.uint16, np.uint32)
 
 
 class IdBatch:
-    """Ids [samples, S + 1] that nobody looks at in the worker. They arrive as a dict of fields."""
+    """Ids [samples, S + 1] that no program looks at in the worker. They arrive as a dict of fields."""
 
     def __init__(self, ids: Tensor, names: Sequence[str] = tuple(PLAIN_FIELDS)) -> None:
         self._ids = ids

@@ -121,7 +121,7 @@ class PendingBatch:
     """Of its samples, as the config asks for them."""
     message: Tensor | None = None
     work: dist.Work | None = None
-    """The broadcast of the message; None: nobody else is in the group."""
+    """The broadcast of the message; None: the group has no other rank."""
     batch: RankBatch | None = None
     event: Any = None
 

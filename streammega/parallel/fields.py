@@ -99,7 +99,7 @@ def rank_fields(
 
 
 def _in_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
-    """Joins of samples as those of their parts, each of which is a row: in the part that has the
+    """Joins of samples as joins of their parts, each a row: in the part that has the
     label. None: no part has any.
     """
     rows = []

@@ -100,7 +100,7 @@ def device_mesh(
 def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
     """Whether tensors of the CPU can be sent in a group: not with NCCL alone.
 
-    True where there is nobody to send to.
+    True where the group has no other rank.
     """
     if group is None:
         return True

@@ -120,14 +120,14 @@ class RankBatches:
         """Whether the loader has no more in this pass."""
         self._failed: StreammegaError | None = None
         """What a micro-batch failed of that was begun ahead, until it is due."""
-        # weak: of what was handed to handles that nobody has any more nothing is to be kept
+        # weak: batches of handles that are gone must not be kept
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._placed: int
         """Where the loader was put last, in samples."""
         self._consumed: int
         """Samples handed out: the loader is ahead of it by what is under way."""
         self._generation: int
-        """Of the dataset's cursor, to notice that somebody else moved it."""
+        """Of the dataset's cursor, to notice when it was moved elsewhere."""
         self._record_position()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -232,7 +232,7 @@ class RankBatches:
             self._start_ahead(len(self._pending) + 1)
 
     def _start_ahead(self, count: int) -> None:
-        """As `_start`, for micro-batches that nobody has asked for yet: an error is kept until one
+        """As `_start`, for micro-batches that were not asked for yet: an error is kept until one
         is due.
         """
         try:
@@ -275,6 +275,6 @@ class _Handle(Iterator[Batch]):
         return self._queue.popleft()
 
     def stop(self, reason: str) -> None:
-        """Forget what was kept; whoever asks for more is told the reason."""
+        """Forget what was kept; `next` then raises the reason."""
         self._reason = reason
         self._queue.clear()

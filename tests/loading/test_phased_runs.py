@@ -131,7 +131,7 @@ def test_any_ranks_read_what_the_phases_say_through_any_resumes(
     data: Path, wanted: dict[int, bytes], resumes: list[tuple[int, tuple[int, int]]]
 ) -> None:
     config = config_of(data)
-    schedule = StreamingDataset(config, micro_batch_size=1, global_batch_size=BATCH).schedule
+    schedule = StreamingDataset(config, micro_batch_size=1, global_batch_size=BATCH).steps.schedule
     found: dict[int, bytes] = {}
     state = None
     steps = 0
