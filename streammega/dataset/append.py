@@ -109,7 +109,7 @@ def check_can_append(
 
 
 def _create(store: Store, key: str, data: bytes) -> bool:
-    """Create an object on the condition that there is none. Raises StorageError for a store without
+    """Create an object on the condition that it does not exist. Raises StorageError for a store without
     conditions, where one producer could replace another's version.
     """
     try:

@@ -64,8 +64,8 @@ class ChecksummedWriter(ObjectWriter):
         view = memoryview(data)
         start = 0
         while start < len(view):
-            left = CHECK_BYTES - self.size % CHECK_BYTES
-            stop = min(start + left, len(view))
+            missing = CHECK_BYTES - self.size % CHECK_BYTES
+            stop = min(start + missing, len(view))
             self._hash.update(view[start:stop])
             self.size += stop - start
             start = stop

@@ -92,7 +92,7 @@ def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
     """The turns of a record as a chat template takes them: `role` (a value of ROLES), `content` and
     all else that is not null.
 
-    The content is text or a list of parts; it may be missing beside tool calls. Raises
+    The content is text or a list of parts; it may be missing where there are tool calls. Raises
     FormatError.
     """
     turns = []

@@ -24,7 +24,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRun:
-    """Consecutive tokens of one document, as they lie in a shard.
+    """Consecutive tokens of one document in a shard.
 
     document: its number in the `.idx`. start, stop: its tokens, of `document_tokens` in all.
     file_start: the token of the shard at which they begin.
@@ -78,13 +78,13 @@ class ShardDocuments:
         """Where its documents came from; None where that was not kept. Raises FormatError for a file
         of another shard.
         """
-        found = open_provenance(self.shard.prefix, self.shard.storage)
-        if found is not None and found.documents != self.num_documents:
+        reader = open_provenance(self.shard.prefix, self.shard.storage)
+        if reader is not None and reader.documents != self.num_documents:
             raise FormatError(
-                f"{found.url}: has the origins of {found.documents} documents, and the .idx beside it "
+                f"{reader.url}: has the origins of {reader.documents} documents, and the .idx beside it "
                 f"has {self.num_documents}; it belongs to another dataset: remove it, or convert again"
             )
-        return found
+        return reader
 
     def runs(self, start: int, stop: int) -> list[DocumentRun]:
         """The documents of tokens [start, stop) of the shard, in the order of their tokens.
@@ -103,7 +103,7 @@ class ShardDocuments:
         return runs
 
     def tokens_of(self, document: int) -> list[DocumentRun]:
-        """All tokens of a document: one run, or several where its sequences lie apart.
+        """All tokens of a document: one run, or several where its sequences are apart.
 
         Raises IndexError for a number that no document has.
         """
@@ -188,7 +188,7 @@ class ShardDocuments:
         lengths = self._arrays.sequence_lengths[first:last].astype(np.int64)
         starts = self._arrays.sequence_offsets[first:last]
         ends = starts + lengths * self._arrays.dtype.itemsize
-        # If these lie end to end and have all bytes, no other sequences can have any.
+        # If these are end to end and have all bytes, no other sequences can have any.
         is_proof = len(starts) > 0 and np.array_equal(starts[1:], ends[:-1])
         if is_proof and starts[0] <= begin and end <= ends[-1]:
             return np.arange(first, last)

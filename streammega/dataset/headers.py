@@ -298,7 +298,7 @@ def rows_of(
     For one that is not sound, `parse_header` and `check_end` say what is wrong.
     """
     sizes = np.array([len(body) for body in bodies], np.int64)
-    # With room after the last one: also a wrong place that is read below lies within.
+    # With room after the last one: also a wrong place that is read below is within.
     stored = np.frombuffer(b"".join([*bodies, bytes(MAX_WHOLE_INDEX_BYTES)]), np.uint8)
     first_byte = np.cumsum(sizes) - sizes
     heads = _read_at(stored, first_byte, HEADER_BYTES).view(_STORED)[:, 0]

@@ -111,7 +111,7 @@ class IndexArrays:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences together; a pass over the lengths."""
+        """Tokens of all sequences together. It reads all lengths."""
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
 
@@ -252,7 +252,7 @@ def parse_index(data: memoryview, path: str) -> IndexArrays:
 
 
 def check_index(arrays: IndexArrays, bin_bytes: int, path: str, tokens: str = "the .bin") -> int:
-    """Raise FormatError if a sequence or document lies outside of what exists; return where the
+    """Raise FormatError if a sequence or document is outside of what exists; return where the
     furthest sequence ends, in bytes.
 
     bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One pass,
@@ -290,7 +290,7 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
 
 
 def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, tokens: str) -> None:
-    """`check_end` if sequences lie end to end, as writers put them. end: where the furthest one ends.
+    """`check_end` if sequences are end to end, as writers put them. end: where the furthest one ends.
 
     An `.idx` made by hand may name parts of a `.bin`, in any order. It may then end anywhere.
     """
@@ -300,7 +300,7 @@ def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, to
 
 
 def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
-    """Raise FormatError unless documents follow each other and each lies within one bin."""
+    """Raise FormatError unless documents follow each other and each is within one bin."""
     bounds = arrays.document_indices
     itemsize = arrays.dtype.itemsize
     starts = arrays.sequence_offsets // itemsize

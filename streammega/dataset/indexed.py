@@ -269,7 +269,7 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def bin_tokens(self) -> int | None:
-        """Tokens of a bin, by the manifest; None where documents lie end to end, or there is no
+        """Tokens of a bin, by the manifest; None where documents are end to end, or there is no
         manifest. Raises FormatError where shards differ.
         """
         lengths = {shard.bin_tokens for shard in self._shards}
@@ -390,7 +390,7 @@ class IndexedDataset(Sequence["Item"]):
         return list(zip(tokens, modes.tolist(), strict=True))
 
     def _run(self, start: int, stop: int) -> list[Tokens]:
-        """The tokens of sequences [start, stop), by one range read where they lie end to end."""
+        """The tokens of sequences [start, stop), by one range read where they are end to end."""
         sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
         offsets = self.sequence_offsets[start:stop]
         ends = offsets + sizes
@@ -398,12 +398,12 @@ class IndexedDataset(Sequence["Item"]):
         if has_gaps:
             return [self._part(number, 0, None) for number in range(start, stop)]
         first_byte = int(offsets[0])
-        whole = self._read(first_byte, int(ends[-1]))
+        data = self._read(first_byte, int(ends[-1]))
         lows = (offsets - first_byte).tolist()
         highs = (ends - first_byte).tolist()
         run = []
         for low, high in zip(lows, highs, strict=True):
-            run.append(self._tokens(whole[low:high]))
+            run.append(self._tokens(data[low:high]))
         return run
 
     def _read(self, start: int, stop: int) -> Buffer:

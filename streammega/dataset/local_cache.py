@@ -43,7 +43,7 @@ LINE_EVERY = 30.0
 CHECKSUM_BYTES = 8
 """Bytes of the checksum (xxh3) at the end of every kept copy and array. np.load ignores it."""
 MAX_HEADER_BYTES = 10 + 65_535
-"""Of a `.npy` of version 1.0."""
+"""The largest header of a `.npy` of version 1.0."""
 
 
 def default_cache_dir() -> Path:
@@ -262,13 +262,13 @@ def cached_arrays(
 
 
 def _all_sound(paths: Mapping[str, Path]) -> dict[str, NDArray[np.uint8]] | None:
-    found = {}
+    sound = {}
     for name, path in paths.items():
         data = _sound_bytes(path)
         if data is None:
             return None
-        found[name] = data
-    return found
+        sound[name] = data
+    return sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,15 +290,15 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
     """Download all arrays from the shared folder; False, and no download, where one is missing."""
     if published is None:
         return False
-    found = []
+    published_files = []
     for path in paths.values():
         store, key = open_store(join_url(published.url, path.name), published.storage)
         try:
             info = store.info(key)
         except ObjectNotFoundError:
             return False
-        found.append((path, store, info))
-    for path, store, info in found:
+        published_files.append((path, store, info))
+    for path, store, info in published_files:
         chunks = _download(store, info, published.storage.max_request_bytes)
         write_atomically(path, chunks, info.size)
     return True
@@ -329,7 +329,7 @@ def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[n
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    """Whether a shape is the expected one, of which None is any number."""
+    """Whether a shape is the expected one. None in that is any number."""
     if len(shape) != len(expected):
         return False
     return all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))

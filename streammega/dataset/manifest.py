@@ -34,7 +34,7 @@ MAX_MANIFESTS = 32
 VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
 """The end of the name of a version's manifest."""
 MAX_BYTES = 1 << 30
-"""Of a manifest, which is read whole. The object of that name may be anything."""
+"""The largest manifest that is read. The object of that name may be anything."""
 
 
 # Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
@@ -42,7 +42,7 @@ MAX_BYTES = 1 << 30
 class ShardEntry:
     """One shard.
 
-    `name`: its prefix beside the manifest; `checksums`: xxh3-128 of each 64 MiB, as stored.
+    name: its prefix, without the folder of the manifest. checksums: xxh3-128 of each 64 MiB, as stored.
     """
 
     name: str
@@ -85,9 +85,10 @@ class Manifest:
 
     tokenizer: its name and digest, if tokens were made from text. vocab_size, eod_id: None where
     unknown. loss_modes: the modes of sequences that are learned; None: modes mean something else,
-    or there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
+    or the dataset has no modes. origins: xxh3-128 of the `.origins` of each shard; None: it has no such
+    files.
     pack: the "length" of bins in tokens, how many there are ("bins"), and their tokens of no
-    document ("padding"); None: documents lie end to end. chat_template: its name, digest and
+    document ("padding"); None: documents are end to end. chat_template: its name, digest and
     variables; None: no template wrote the conversations.
     """
 
@@ -113,7 +114,7 @@ class Manifest:
 
     @property
     def bin_tokens(self) -> int | None:
-        """Tokens of a bin; None where documents lie end to end."""
+        """Tokens of a bin; None where documents are end to end."""
         return None if self.pack is None else self.pack["length"]
 
     @property
@@ -152,7 +153,7 @@ class Manifest:
 
 
 def manifest_url(name: str) -> str:
-    """The URL of a dataset's manifest: its own name, or beside the prefix's shards."""
+    """The URL of a dataset's manifest, by its own name or by the prefix of the dataset."""
     return name if name.endswith(".json") else strip_suffix(name) + MANIFEST
 
 

@@ -61,7 +61,7 @@ def tokenizers_of(shards: Sequence[Shard], name: str) -> set[TokenizerLabel]:
 
 
 def _manifest_of(shard: Shard, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
-    """The manifest of a shard; one beside it if it was opened without. None: there is none. known:
+    """The manifest of a shard; if it was opened without, one in its folder. None: it has no manifest. known:
     manifests that were read before.
     """
     if shard.manifest is not None or strip_suffix(name) == shard.prefix:

@@ -152,9 +152,9 @@ def _tokens(settings: MockSettings, start: int, stop: int) -> Buffer:
     place_in_document = place % np.uint64(settings.length)
     is_last = place_in_document == settings.length - 1
     tokens[is_last] = eod
-    whole = memoryview(tokens.tobytes())
+    data = memoryview(tokens.tobytes())
     first_byte = first * itemsize
-    return whole[start - first_byte : stop - first_byte]
+    return data[start - first_byte : stop - first_byte]
 
 
 def _hash(place: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Where the documents of a shard came from: a Parquet file beside it, `NAME.origins`.
+"""Where the documents of a shard came from: a Parquet file in its folder, `NAME.origins`.
 
 It has a row for each document, in their order, and row groups of ROW_GROUP rows. Columns: `path` of
 the input file, `kind` of the place, `place`, and `id` ("" where a document has none). The key-value
@@ -37,7 +37,7 @@ ROW_GROUP = 1 << 12
 CACHED_ROW_GROUPS = 64
 """Row groups of a file that are kept in memory."""
 MAX_ROW_GROUP_BYTES = 1 << 28
-"""Of a row group, decompressed. One that claims to be larger is damaged."""
+"""The largest row group, decompressed. One that claims to be larger is damaged."""
 MAX_ID = 1024
 """Characters of an id that are kept."""
 ZSTD_LEVEL = 3
@@ -437,7 +437,7 @@ class ProvenanceReader:
 
 
 class _FilePart(io.BytesIO):
-    """A file of which only the bytes from `start` on can be read."""
+    """A file that has only its bytes from `start` on."""
 
     def __init__(self, part: bytes, start: int) -> None:
         super().__init__(part)
@@ -452,7 +452,7 @@ class _FilePart(io.BytesIO):
 
 
 def open_provenance(prefix: str, storage: StorageConfig) -> ProvenanceReader | None:
-    """The provenance beside a shard; None where there is none."""
+    """The provenance of a shard; None where it was not kept."""
     store, key = open_store(prefix + ENDING, storage)
     # Without the right to list, S3 answers 403 for what is not there.
     try:
@@ -462,7 +462,7 @@ def open_provenance(prefix: str, storage: StorageConfig) -> ProvenanceReader | N
 
 
 def has_provenance(prefix: str, storage: StorageConfig) -> bool:
-    """Whether there is a file of provenance beside a shard; False without the right to look. Raises
+    """Whether there is a file of provenance of a shard; False without the right to look. Raises
     StorageError.
     """
     store, key = open_store(prefix + ENDING, storage)

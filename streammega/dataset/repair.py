@@ -196,14 +196,14 @@ def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArra
     too long for an `.idx`.
     """
     store, info = shard.tokens()
-    whole = info.size - info.size % dtype.itemsize
+    token_bytes = info.size - info.size % dtype.itemsize
     bounds = [np.zeros(1, np.int64)]
-    for start in range(0, whole, REMOTE_BYTES):
-        span = (start, min(start + REMOTE_BYTES, whole))
+    for start in range(0, token_bytes, REMOTE_BYTES):
+        span = (start, min(start + REMOTE_BYTES, token_bytes))
         (data,) = store.read(info.key, [span], info.etag)
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         bounds.append(start // dtype.itemsize + np.flatnonzero(ids == eod_id) + 1)
-    num_tokens = whole // dtype.itemsize
+    num_tokens = token_bytes // dtype.itemsize
     if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document has no end
         bounds.append(np.array([num_tokens]))
     lengths = np.diff(np.concatenate(bounds))
@@ -222,12 +222,12 @@ def _put_index(
     url = f"{strip_suffix(name)}.idx"
     if exists(url, storage):
         # What an earlier repair kept may be the only copy of the first `.idx`.
-        former = f"{url}.former"
+        kept_url = f"{url}.former"
         number = 1
-        while exists(former, storage):
+        while exists(kept_url, storage):
             number += 1
-            former = f"{url}.former-{number}"
-        move(url, former, storage)
+            kept_url = f"{url}.former-{number}"
+        move(url, kept_url, storage)
     save_bytes(url, index.data, storage)
     text = f"{redact_urls(url)}: rebuilt, {index.documents:,} documents"
     if expected is None:

@@ -188,7 +188,7 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
         pair.manifest = _without_shards(manifest)
         pair.entry = manifest.shards[0]
         return [pair]
-    # A pair of that name beside shards with a mark was replaced by them, and is being removed.
+    # Shards with a mark have replaced a pair of that name, which is being removed.
     is_replaced = dataset_of_marked(names[0]) == prefix
     if is_replaced or (pair.name == prefix and not is_pair):
         return _shards_of_manifest(manifest, url, storage, cache_dir)
@@ -209,7 +209,7 @@ def _manifest_or_damage(
     url: str, storage: StorageConfig
 ) -> tuple[Manifest | None, FormatError | None]:
     """The manifest of a prefix, or why it cannot be read, which matters only without a pair; (None,
-    None) where there is none.
+    None) where it has no manifest.
     """
     try:
         return check_counts(read_manifest(url, storage), url), None

@@ -118,7 +118,7 @@ class Shard:
 
     @property
     def url(self) -> str:
-        """Of the tokens, for messages."""
+        """The URL of the tokens, for messages."""
         return self.store.url(self.key)
 
     @property
@@ -128,7 +128,7 @@ class Shard:
 
     @property
     def index_url(self) -> str:
-        """Of the `.idx`, for messages."""
+        """The URL of the `.idx`, for messages."""
         return self.store.url(self.index_key)
 
     @property
@@ -190,7 +190,7 @@ class Shard:
 
     @property
     def bin_tokens(self) -> int | None:
-        """Tokens of its bins, as its manifest says; None where documents lie end to end."""
+        """Tokens of its bins, as its manifest says; None where documents are end to end."""
         return None if self.manifest is None else self.manifest.bin_tokens
 
     @property
@@ -355,7 +355,7 @@ class Shard:
         return cached_copy(self.store, self.index_info, folder).exists()
 
     def checked_arrays(self, token_bytes: int) -> IndexArrays:
-        """The arrays. Every sequence lies within `token_bytes`, and the last one ends there. Raises
+        """The arrays. Every sequence is within `token_bytes`, and the last one ends there. Raises
         as `index_data` does.
         """
         arrays = self.arrays()

@@ -74,7 +74,7 @@ class VerifyReport:
 
 
 REMOTE_BYTES = 8 << 20
-"""Bytes of one request, or of tokens that are decompressed together, of which each core has one."""
+"""Bytes of one request, or of tokens that are decompressed together. Each core has one at a time."""
 Progress = Callable[[int], None]
 
 
@@ -83,7 +83,7 @@ class TokenChecks:
     report.
 
     Args:
-        index: of the shard; every sequence lies within its tokens.
+        index: of the shard; every sequence is within its tokens.
         url: of the tokens, for messages.
         vocab_size: ids must be below it; None: all ids are valid.
         eod_id: every document must end with it; None: ends are not checked.
@@ -179,8 +179,8 @@ def check_bytes(
             if checksums is not None:
                 hasher.update(data.data)
             if tokens is not None:
-                whole = data.nbytes - data.nbytes % tokens.dtype.itemsize
-                tokens.check(data[:whole], place)
+                token_bytes = data.nbytes - data.nbytes % tokens.dtype.itemsize
+                tokens.check(data[:token_bytes], place)
             if progress is not None:
                 progress(data.nbytes)
         if checksums is None or hasher.hexdigest() == checksums[start // CHECK_BYTES]:
@@ -476,15 +476,15 @@ def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) 
     ]
     if manifest.pack is None:  # else the padding of bins counts too
         pairs.append((pluralize(arrays.num_tokens, "token"), pluralize(expected.tokens, "token")))
-    for found, said in pairs:
-        if found != said:
-            yield f"has {found}, the manifest says {said}; copy both again, or convert again"
+    for stored, expected_text in pairs:
+        if stored != expected_text:
+            yield f"has {stored}, the manifest says {expected_text}; copy both again, or convert again"
 
 
 def _compare_sums(manifest: Manifest, report: VerifyReport) -> None:
     """Report a problem if the shards together have other counts than the manifest says."""
-    found = (report.documents, report.sequences, report.tokens)
-    if found == (manifest.documents, manifest.sequences, manifest.tokens):
+    sums = (report.documents, report.sequences, report.tokens)
+    if sums == (manifest.documents, manifest.sequences, manifest.tokens):
         return
     report.problems.append(
         f"{report.name}: the manifest says {manifest.documents} documents, {manifest.sequences} "

@@ -4,7 +4,7 @@
     web.v00000001.manifest.json   its shards, and those of what was appended first
     web.v00000002.manifest.json   those of version 1, and more
 
-A version is written whole, on the condition that there is none of its number, and never changed. So
+A version is written whole, on the condition that its number is not taken, and never changed. So
 producers need no coordinator: of two at the same moment one is refused, looks again, and appends to
 the version of the other. Shards of a version come first in the next one, in the same order. A killed
 producer leaves a dataset that no version lists: it may be appended later.
@@ -129,13 +129,13 @@ def _read_version(version: VersionName, storage: StorageConfig) -> Manifest:
         name = redact_urls(f"{version.prefix}@{version.number}")
     newest = newest_version(version.prefix, storage)
     if newest or exists(version_url(version.prefix, 0), storage):
-        found = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
+        hint = f"the newest is {redact_urls(version.prefix)}@{newest}; name that, or append more"
     else:
-        found = (
+        hint = (
             f"and no dataset {redact_urls(version.prefix)}; check the path, and write the name of a "
             f"folder with a slash: {name}/"
         )
-    raise ObjectNotFoundError(f"{name}: there is no such version, {found}")
+    raise ObjectNotFoundError(f"{name}: there is no such version, {hint}")
 
 
 # --- history --------------------------------------------------------------------------------------
@@ -194,14 +194,14 @@ def versions(
 ) -> list[DatasetVersion | DamagedVersion]:
     """The versions of a dataset, or the last `max_count` of them, the oldest first.
 
-    Raises ObjectNotFoundError where there is none.
+    Raises ObjectNotFoundError where the dataset has no version.
     """
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
     known: dict[str, StoredManifest] = {}
     newest = newest_version(prefix, storage)
     oldest = 0 if max_count is None else max(0, newest + 1 - max_count)
-    found: list[DatasetVersion | DamagedVersion] = []
+    listed: list[DatasetVersion | DamagedVersion] = []
     for number in range(oldest, newest + 1):
         url = version_url(prefix, number)
         try:
@@ -209,18 +209,18 @@ def versions(
         except ObjectNotFoundError:
             if number:
                 why = "its manifest is not there, though later ones are"
-                found.append(DamagedVersion(number=number, url=url, why=why))
+                listed.append(DamagedVersion(number=number, url=url, why=why))
             continue  # 0 of a dataset that began by being appended to
         except FormatError as error:
-            found.append(DamagedVersion(number=number, url=url, why=str(error)))
+            listed.append(DamagedVersion(number=number, url=url, why=str(error)))
         else:
             version = DatasetVersion(number=number, url=url, manifest=manifest, parents=parents)
-            found.append(version)
-    if not found:
+            listed.append(version)
+    if not listed:
         raise ObjectNotFoundError(
             f"{redact_urls(prefix)}: has neither a manifest nor a version; check the path"
         )
-    return found
+    return listed
 
 
 def read_newest(prefix: str, storage: StorageConfig) -> DatasetVersion | None:
@@ -254,7 +254,7 @@ def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> li
     listed = set() if current is None else listed_names(current.manifest)
     listed_sets = {without_number(name) for name in listed}
     store, key = open_store(prefix, storage)
-    found = []
+    unlisted = []
     for info in store.list(key, recursive=False):
         rest = info.key[len(key) :]
         # "website" is another dataset than "web", and the plain name is version 0
@@ -267,8 +267,8 @@ def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> li
         if base_name(name) in listed_sets:
             continue
         if not _names_at(name + MANIFEST, storage) <= listed:
-            found.append(name)
-    return sorted(found)
+            unlisted.append(name)
+    return sorted(unlisted)
 
 
 def _names_at(url: str, storage: StorageConfig) -> set[str]:

@@ -53,7 +53,7 @@ class IndexedDatasetWriter:
             Default: by the prefix's suffix.
         level, frame_bytes: of the zstd frames.
         index_prefix: where the `.idx` goes, for a caller that publishes it when several shards are
-            done. Default: beside the tokens.
+            done. Default: in the folder of the tokens.
         first_sequence: the number in the dataset of the first sequence of this shard, by which the
             members of a tar are named.
     """
@@ -243,7 +243,7 @@ class IndexedDatasetWriter:
         self._append(read(), lengths, documents, modes)
 
     def finalize(self, idx_path: str | None = None) -> None:
-        """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
+        """Publish the `.bin`, then the `.idx` in the same folder, or at `idx_path`.
 
         The writer cannot be used afterwards. Raises FormatError, before anything is written, where
         the last sequences belong to no document: no reader would open such a pair.

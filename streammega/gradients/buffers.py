@@ -253,7 +253,7 @@ def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
     grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return grad
-    whole: Tensor = DTensor.from_local(
+    distributed: Tensor = DTensor.from_local(
         grad,
         parameter.device_mesh,
         parameter.placements,
@@ -261,4 +261,4 @@ def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return whole
+    return distributed

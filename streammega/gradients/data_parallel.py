@@ -379,7 +379,7 @@ def _form(tensor: Tensor) -> str:
     form = f"{tensor.dtype} {list(part.shape)}"
     if part.is_contiguous():
         return form
-    # collectives send memory as it lies: another order of it would be other elements
+    # collectives send memory in its order: with other strides ranks would add up different elements
     return f"{form} with strides {list(part.stride())}"
 
 

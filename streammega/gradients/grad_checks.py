@@ -34,7 +34,7 @@ class GradientChecks:
         self._max = max_element
         self._norms: list[Tensor] = []
         self._names: list[str] = []
-        """Of the parameter of each norm."""
+        """The parameter of each norm."""
 
     def inspect(self, slots: Sequence[GradSlot], note: str = "") -> None:
         """Inspect the gradients of a bucket that is about to be reduced.

@@ -38,7 +38,7 @@ class GradReducer:
         buckets: where gradients are kept.
         group: of the ranks over which they are summed, for buckets alone; None: this rank alone.
         tied_group: the ranks that add to tied buckets first.
-        checks: of gradients before they are summed; None: there are none.
+        checks: of gradients before they are summed; None: they are not checked.
         scale: a factor of this rank's gradients before they are summed.
         overlap, main_grad: as of BucketedDataParallel.
     """
@@ -136,7 +136,7 @@ class GradReducer:
         elif slot.count > 1:
             main.add_(grad, alpha=self._scale if slot.is_scaled else 1.0)
         elif self._can_scale_first(grad, main, is_last):
-            # copy and scale in one pass over memory
+            # copy and scale at once: memory is read once
             torch.mul(grad, self._scale, out=main)
             slot.is_scaled = True
         else:

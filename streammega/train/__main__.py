@@ -65,7 +65,7 @@ class RankError(Exception):
 
 
 def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
-    """The error that this rank ends with, after it has told the other ranks why, or asked them."""
+    """The error that this rank ends with, after it has let the other ranks know why, or asked them."""
     rank, step = watchdog.rank, watchdog.step
     if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
         # From here on the thread of the watchdog prints nothing.

@@ -68,12 +68,13 @@ class Packed:
 class Pieces:
     """The same for one call for each document, with lengths on the host.
 
-    key_lengths: of pieces that are all keys together. seen: the indices of pieces that have queries.
+    key_lengths: of pieces that are all keys together. with_queries: the indices of the pieces that
+    have queries.
     """
 
     query_lengths: list[int] = field(default_factory=list)
     key_lengths: list[int] = field(default_factory=list)
-    seen: list[int] = field(default_factory=list)
+    with_queries: list[int] = field(default_factory=list)
 
 
 class Visibility:
@@ -198,7 +199,7 @@ def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int)
     if begin > reached:
         pieces.key_lengths.append(begin - reached)
     pieces.query_lengths.append(queries)
-    pieces.seen.append(len(pieces.key_lengths))
+    pieces.with_queries.append(len(pieces.key_lengths))
     pieces.key_lengths.append(end - begin)
     return end
 
@@ -299,7 +300,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
     keys = torch.split(k.flatten(0, 1), pieces.key_lengths)
     values = torch.split(v.flatten(0, 1), pieces.key_lengths)
     mixed: list[Tensor] = []
-    for of_document, place in zip(queries, pieces.seen, strict=True):
+    for of_document, place in zip(queries, pieces.with_queries, strict=True):
         # Each as a batch of one.
         one = _dense(of_document[None], keys[place][None], values[place][None], visibility)
         mixed.append(one[0])

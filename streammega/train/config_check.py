@@ -39,7 +39,7 @@ MAY_DIFFER = {
 MAX_RANKS = 8
 """Ranks that a message names."""
 MAX_CHARACTERS = 80
-"""Of a value that a message shows."""
+"""Characters of a value that a message shows."""
 
 
 def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:

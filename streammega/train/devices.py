@@ -32,7 +32,8 @@ TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_
 """How many processes were started together, and by what."""
 SET_VARIABLES = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
 WORKSPACE = ":4096:8"
-"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order.
+"""The workspace of cuBLAS: eight buffers of 4 MiB. It is one of the two values with which cuBLAS always
+sums in one order.
 Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
 """
 
@@ -79,7 +80,7 @@ def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
     except StreammegaError:
         raise
     except (ValueError, RuntimeError) as error:
-        # A variable is missing or wrong; the address is taken, or somebody does not come.
+        # A variable is missing or wrong; the address is taken, or a rank does not come.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the ranks cannot meet ({reason}): {SET_VARIABLES}") from None
     return device, Watchdog(PrefixStore("watch", store), rank, world_size, train.collective_timeout)

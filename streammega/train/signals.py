@@ -59,7 +59,7 @@ class StopRequests:
         """
         if _is_main_thread():
             self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            # A full pipe is no problem: whoever reads it knows that signals came.
+            # A full pipe is no problem: the thread that reads it knows that signals came.
             self._wakeup_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> None:

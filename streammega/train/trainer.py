@@ -116,7 +116,7 @@ class Trainer:
         )
         self.step = 0
         self.saved_step = 0
-        """Of the last checkpoint that this run saved or resumed from."""
+        """The step of the last checkpoint that this run saved or resumed from."""
         self.rewinds: list[int] = []
         """The values of train.resume_from_step that this run, and those it continues, have applied."""
         self.run_log: RunLog | None = None

@@ -58,7 +58,7 @@ minutes.
 FLUSH_TIMEOUT = 5.0
 """Seconds that flushing metrics, and writing the cause, may take before the process ends."""
 CLIENT_TIMEOUT = timedelta(seconds=10)
-"""Of one request to the store, whose keys are there already."""
+"""Time for one request to the store, whose keys exist already."""
 MAX_CAUSE_CHARACTERS = 2000
 CAUSE = "streammega/cause"
 ENDED = "ended"
@@ -160,7 +160,7 @@ class Watchdog:
     Make it in the main thread: elsewhere it receives no signals.
 
     Args:
-        store: of the job, which all ranks have joined; None: a single rank, which nobody watches.
+        store: of the job, which all ranks have joined; None: a single rank, which is not watched.
         rank: of this process.
         world: number of ranks.
         timeout: seconds that a rank may wait for others at one place. Then the job ends, and the
@@ -187,7 +187,7 @@ class Watchdog:
         """When the store answered last."""
         self._last_beats: dict[int, tuple[int, int]] = {}
         """By rank: its beats, and our beat at which they were first seen. Time is counted in our own
-        beats, so that nobody is silent where all are slow.
+        beats, so that no rank counts as silent where all are slow.
         """
         self._closed = threading.Event()
         self._exit_lock = threading.Lock()
@@ -259,7 +259,7 @@ class Watchdog:
         self.stop_requests.close()
         if self._store is not None:
             self._phase = ENDED
-            # The store may have ended with rank 0. Then nobody would read it.
+            # The store may have ended with rank 0. Then no rank would read it.
             with contextlib.suppress(Exception):
                 self._store.publish(self.rank, self._status())
 

@@ -172,8 +172,9 @@ class Checkpointer:
         called with the position before anything is loaded. rewind: load the newest one up to this
         step, or of those that were trained after rewinding to it.
 
-        Raises ConfigError if there is none to rewind to, StateError if none can be read or it is of
-        another model, and StorageError if the storage fails, since the newest one may be sound then.
+        Raises ConfigError if there is no checkpoint to rewind to, StateError if none can be read or
+        it is of another model, and StorageError if the storage fails, since the newest one may be
+        sound then.
         """
         damaged: list[int] = []
         last_error: DamagedError | None = None
@@ -303,11 +304,11 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Raises DamagedError, StateError for one of another model, StorageError."""
         group = self._rank_sync.group
-        found, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
+        saved, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
         # Before loading: "another [model]" is a better message than tensors that do not fit.
-        self._rank_sync.run(lambda: accept(found.position))
-        files = self.store.files(found.name)
-        checksums = Checksums(found.position[CHECKSUMS])
+        self._rank_sync.run(lambda: accept(saved.position))
+        files = self.store.files(saved.name)
+        checksums = Checksums(saved.position[CHECKSUMS])
         try:
             state = self._rank_sync.run(lambda: state_to_load(model, optimizer, metadata))
             state_dict_loader.load(
@@ -327,15 +328,15 @@ class Checkpointer:
                 f"{files.url()}: does not fit this model and optimizer ({reason}); "
                 f"restore [model], or start a new out_dir"
             ) from None
-        return found.position
+        return saved.position
 
     def _examine(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
         """A checkpoint, after a check of the names and sizes of its files. The first rank calls it."""
-        found = self.store.find(step)
-        files = self.store.files(found.name)
-        metadata = files.read_metadata(Checksums(found.position[CHECKSUMS]))
+        saved = self.store.find(step)
+        files = self.store.files(saved.name)
+        metadata = files.read_metadata(Checksums(saved.position[CHECKSUMS]))
         files.check(metadata)
-        return found, metadata
+        return saved, metadata
 
 
 class _StagedPlanner(DefaultSavePlanner):

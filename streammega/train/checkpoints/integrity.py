@@ -120,7 +120,7 @@ _KNOWN = {
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Of the errors that torch has collected, that of the first rank."""
+    """The error of the first rank, among those that torch has collected."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return error
     cause, _ = error.failures[min(error.failures)]

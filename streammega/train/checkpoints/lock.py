@@ -3,7 +3,7 @@ metrics.
 
 On a disk this is a file lock, which ends with its process. In a bucket it is a small object that names
 the job, which renews it. Another job takes over if that process has exited on this machine, or if
-nobody renews the object for a while.
+the object is not renewed for a while.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class ObjectLock:
         """The job that has taken over, if any."""
         self._wait_until_abandoned()
         if not self._put():
-            found = self._read()
+            record = self._read()
             # It may be ours, if the answer to the write was lost.
-            if found is not None and not self._is_ours(found) and not _is_over(found):
-                raise _locked_error(self._url, _process_name(found))
+            if record is not None and not self._is_ours(record) and not _is_over(record):
+                raise _locked_error(self._url, _process_name(record))
             self._put()
         time.sleep(SETTLE_SECONDS)
         self._look_for_next_owner()

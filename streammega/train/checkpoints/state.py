@@ -85,7 +85,7 @@ def _model_state(model: ParallelModel) -> dict[str, Tensor]:
 
 
 def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All state of an optimizer. torch makes it where there is none yet."""
+    """All state of an optimizer. torch makes it if there is no state yet."""
     of_stages: dict[str, Any] = get_optimizer_state_dict(nn.ModuleList(model.chunks), optimizer)
     state: dict[str, Tensor] = {}
     for name, values in of_stages["state"].items():
