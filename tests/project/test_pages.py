@@ -334,7 +334,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     (
         "training",
-        "A cause that was told ends all ranks within five seconds",
+        "A reported cause ends all ranks within five seconds",
         test_watch.TOLD_WITHIN,
         5,
     ),
