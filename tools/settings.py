@@ -31,8 +31,8 @@ from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its type, its default and what it means, as the code says it: `python tools/settings.py` writes this page. How they
-work together is told in [training.md](training.md), [storage.md](storage.md), [orders.md](orders.md), [convert.md](convert.md).
+Every setting with its type, its default and its meaning, taken from the code: `python tools/settings.py` writes this page. The pages on
+[training](training.md), [storage](storage.md), [orders](orders.md) and [convert](convert.md) explain how settings work together.
 A run file has `[data]`, `[data.storage]`, `[model]`, `[parallel]` and `[train]`; on the command line `train.lr=1e-4` sets one.
 """
 

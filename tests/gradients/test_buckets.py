@@ -333,7 +333,7 @@ def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
         is_good(math.inf)
 
 
-@pytest.mark.guarantee("gradients-nobody-zeroed")
+@pytest.mark.guarantee("gradients-not-zeroed")
 def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
     ours = BucketedDataParallel(make_net())
     theirs = make_net()

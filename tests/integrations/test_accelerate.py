@@ -34,7 +34,7 @@ def test_a_killed_run_resumes_exactly(
     check_killed_trainer(gang, ACCELERATE, endless, tmp_path, before, after)
 
 
-@pytest.mark.guarantee("accumulate-told-pass")
+@pytest.mark.guarantee("accumulate-end-pass")
 def test_the_end_of_a_pass_is_known_with_its_last_batch(
     accelerator: Any, sized: DataConfig
 ) -> None:

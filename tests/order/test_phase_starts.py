@@ -30,7 +30,7 @@ def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
     )
 
 
-@pytest.mark.guarantee("phase-told-step")
+@pytest.mark.guarantee("phase-by-step")
 @given(
     changes=st.lists(
         st.tuples(
@@ -98,7 +98,7 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
     assert resolve_phase_starts(found, 6, rampup_batch_size) is found
 
 
-@pytest.mark.guarantee("phase-told-step")
+@pytest.mark.guarantee("phase-by-step")
 def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> None:
     by_step = config_of(PhaseConfig(first_step=5, sequence_length=8))
     by_token = config_of(PhaseConfig(first_token=96, sequence_length=8))
@@ -119,7 +119,7 @@ def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> Non
     assert StreamingDataset(valid, split="valid", **sizes).num_samples == 12
 
 
-@pytest.mark.guarantee("phase-told-step")
+@pytest.mark.guarantee("phase-by-step")
 @pytest.mark.parametrize(
     ("phase", "message"),
     [

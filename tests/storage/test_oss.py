@@ -446,7 +446,7 @@ def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
     assert bytes(store.read(key, [(2, 5)])[0]) == b"234"
 
 
-@pytest.mark.guarantee("corpora-datasets-lie")
+@pytest.mark.guarantee("corpora-datasets-oss")
 def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any) -> None:
     """By folder, glob and name; larger than one read, and sought in."""
     data = bytes(range(256)) * (40 << 10)

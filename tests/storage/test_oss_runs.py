@@ -220,7 +220,7 @@ def _samples(config: DataConfig) -> Iterator[torch.Tensor]:
         yield torch.as_tensor(dataset[index]["tokens"])
 
 
-@pytest.mark.guarantee("corpora-datasets-lie")
+@pytest.mark.guarantee("corpora-datasets-oss")
 def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     oss: Oss, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,7 +264,7 @@ def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     )
 
 
-@pytest.mark.guarantee("corpora-datasets-lie")
+@pytest.mark.guarantee("corpora-datasets-oss")
 def test_a_run_on_oss_resumes_on_exactly_the_next_token(
     oss: Oss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def config_of(servers: tuple[S3, S3], order: Any, cache: Path, **settings: Any) 
     )
 
 
-@pytest.mark.guarantee("blend-may-lie")
+@pytest.mark.guarantee("blend-several-accounts")
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_a_blend_over_two_endpoints_is_read_and_resumed(
     servers: tuple[S3, S3], tmp_path: Path, order: str
@@ -80,7 +80,7 @@ def test_a_blend_over_two_endpoints_is_read_and_resumed(
     assert OTHER_SECRET not in str(caught.value)
 
 
-@pytest.mark.guarantee("blend-may-lie")
+@pytest.mark.guarantee("blend-several-accounts")
 def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3]) -> None:
     near, far = servers
     by_prefix = {
@@ -149,7 +149,7 @@ def write_run(path: Path, servers: tuple[S3, S3], more: str = "") -> None:
     )
 
 
-@pytest.mark.guarantee("blend-may-lie")
+@pytest.mark.guarantee("blend-several-accounts")
 def test_commands_of_a_run_file_read_both_endpoints(
     servers: tuple[S3, S3],
     tmp_path: Path,

@@ -422,7 +422,7 @@ def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) 
     assert rates[2] == pytest.approx(rates[0])
 
 
-@pytest.mark.guarantee("phase-told-step")
+@pytest.mark.guarantee("phase-by-step")
 def test_phases_that_other_batch_sizes_move_are_told_of(
     run_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
