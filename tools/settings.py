@@ -31,8 +31,9 @@ from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting with its type, its default and its meaning, taken from the code: `python tools/settings.py` writes this page. The pages
-on [training](training.md), [storage](storage.md), [orders](orders.md) and [convert](convert.md) explain how settings work together.
+Every setting with its type, its default and its meaning. `python tools/settings.py` writes this page from the code. The pages on
+[training](training.md), [storage](storage.md), [orders](orders.md) and [convert](convert.md) explain how settings work
+together.
 A run file has `[data]`, `[data.storage]`, `[model]`, `[parallel]` and `[train]`; on the command line `train.lr=1e-4` sets one.
 """
 

@@ -201,8 +201,8 @@ class DataConfig(FieldsConfig):
     Paths or URLs.
     """
     blend_per_split: Sequence[Blend | None] | None = None
-    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is
-    none.
+    """Instead of `blend` and `split`: a blend for each of train, valid and test. None means a
+    split without data.
     """
     blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
     """Stream order: [(first sample, weights)], short for phases that change the weights of `blend`
