@@ -47,6 +47,7 @@ from streammega.storage import open_store, save_bytes
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.open import register_scheme
 from streammega.storage.store import Store, WrapperStore, create_object
+from tests.support.builders import data_config
 from tests.support.growing_programs import (
     WITHIN,
     append_and_die,
@@ -468,13 +469,7 @@ def test_a_dataset_that_no_version_lists_may_be_converted_again(made: Path, tmp_
 def test_a_run_goes_on_with_its_version_whatever_is_appended(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     append(web, [put(made, f"{tmp_path}/web-a")])
-    config = DataConfig(
-        blend=[f"{web}@1"],
-        sequence_length=16,
-        order="stream",
-        split="1,0,0",
-        index_cache_dir=tmp_path / "cache",
-    )
+    config = data_config([f"{web}@1"], tmp_path, order="stream", split="1,0,0")
 
     def opened(config: DataConfig) -> StreamLoader:
         return StreamLoader(config, micro_batch_size=2, global_batch_size=4)

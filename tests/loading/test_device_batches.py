@@ -18,6 +18,7 @@ from streammega.errors import AccessDeniedError, ConfigError, StateError
 from streammega.loading import loader as loader_module
 from streammega.loading.device_prefetch import CopiedBatch
 from streammega.samples.fields import Batch
+from tests.support.builders import data_config
 from tests.support.cuda_support import NEEDS_CUDA
 from tests.support.pinned_blocks import Copy, PinnedBlocks
 from tests.support.servers import http_server
@@ -32,14 +33,8 @@ DEVICE = "meta"
 
 @pytest.fixture
 def config(pair: str, tmp_path: Path) -> DataConfig:
-    return DataConfig(
-        blend=[pair],
-        sequence_length=16,
-        order="stream",
-        num_samples=(4 * TOTAL, 40, 0),
-        split="70,30,0",
-        index_cache_dir=tmp_path / "cache",
-    )
+    samples = (4 * TOTAL, 40, 0)
+    return data_config([pair], tmp_path, order="stream", num_samples=samples, split="70,30,0")
 
 
 def numbers(batches: Iterator[Batch] | StreamLoader, most: int | None = None) -> list[list[int]]:

@@ -34,7 +34,7 @@ from streammega.errors import AccessDeniedError, FormatError, StateError
 from streammega.loading.iterate import Iteration
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
-from tests.support.builders import write_random_pair
+from tests.support.builders import data_config, write_random_pair
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
 
@@ -51,14 +51,8 @@ EVERY = list(range(0, TOTAL, 4))
 
 @pytest.fixture
 def config(pair: str, tmp_path: Path) -> DataConfig:
-    return DataConfig(
-        blend=[pair],
-        sequence_length=16,
-        order="stream",
-        num_samples=(TOTAL, 40, 0),
-        split="70,30,0",
-        index_cache_dir=tmp_path / "cache",
-    )
+    samples = (TOTAL, 40, 0)
+    return data_config([pair], tmp_path, order="stream", num_samples=samples, split="70,30,0")
 
 
 class Numbered:

@@ -31,7 +31,7 @@ from streammega import (
 )
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
-from tests.support.builders import write_dataset, write_random_pair
+from tests.support.builders import data_config, write_dataset, write_random_pair
 from tests.support.servers import http_server
 from tests.support.streams import rank_loaders
 from tests.support.typed import first_prefix
@@ -162,12 +162,7 @@ def resume_again_and_again(
     folder = Path(tmp_path_factory.getbasetemp()) / "chain"
     if not folder.exists():
         write_random_pair(str(folder / "pair"))
-    config = DataConfig(
-        blend=[str(folder / "pair")],
-        sequence_length=16,
-        num_samples=(960, 0, 0),
-        index_cache_dir=folder / "cache",
-    )
+    config = data_config([str(folder / "pair")], folder, num_samples=(960, 0, 0))
     reference = StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
     state: dict[str, Any] | None = None
     position = 0

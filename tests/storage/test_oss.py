@@ -106,24 +106,12 @@ class OssContract(StoreContract):
         assert store.list(name) == []
 
 
-class TestOssThroughObstore(OssContract):
-    @pytest.fixture
-    def store(self, oss: Oss) -> Store:
-        return OssStore(
-            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, max_retries=2)
-        )
-
-    @pytest.fixture
-    def key(self) -> str:
-        return "folder/object"
-
-
-class TestOssThroughOss2(OssContract):
-    @pytest.fixture
-    def store(self, oss: Oss) -> Store:
-        return Oss2Store(
-            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, max_retries=2)
-        )
+class TestOss(OssContract):
+    @pytest.fixture(params=[OssStore, Oss2Store])
+    def store(self, request: pytest.FixtureRequest, oss: Oss) -> Store:
+        storage = StorageConfig(storage_options=oss.options, max_retries=2)
+        store: Store = request.param("oss", oss.new_bucket(), storage)
+        return store
 
     @pytest.fixture
     def key(self) -> str:

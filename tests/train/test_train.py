@@ -708,20 +708,21 @@ def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
 
 
 @pytest.mark.guarantee("bad-gradient-ends")
-def test_a_sharded_gradient_that_explodes_ends_all_ranks_with_its_parameter(
-    gang: Gang, run_file: str
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.max_grad_value=1e-9"], r", summed over the ranks, .* above 1e-09"),
+        (["train.lr=1e30", "train.warmup_iters=0"], " is not finite, summed over the ranks"),
+    ],
+    ids=["explodes", "not finite"],
+)
+def test_a_bad_gradient_of_a_sharded_run_ends_all_ranks_with_its_parameter(
+    gang: Gang, run_file: str, overrides: list[str], message: str
 ) -> None:
-    overrides = ["parallel.optimizer=sharded", "train.max_grad_value=1e-9"]
-    messages = gang.run(2, run_until_bad, run_file, overrides)
-    assert re.search(r"the gradient of \S+, summed over the ranks, .* above 1e-09", messages[0])
+    sharded = ["parallel.optimizer=sharded", "train.save_interval=0"]
+    messages = gang.run(2, run_until_bad, run_file, [*sharded, *overrides])
+    assert re.search(rf"the gradient of \S+{message}", messages[0])
     assert messages[0] == messages[1]
-
-
-@pytest.mark.guarantee("bad-gradient-ends")
-def test_a_sharded_run_ends_at_a_gradient_that_is_not_finite(gang: Gang, run_file: str) -> None:
-    ruin = ["parallel.optimizer=sharded", "train.lr=1e30", "train.warmup_iters=0"]
-    for message in gang.run(2, run_until_bad, run_file, [*ruin, "train.save_interval=0"]):
-        assert re.search(r"the gradient of \S+ is not finite, summed over the ranks", message)
 
 
 FP16 = [
