@@ -64,7 +64,8 @@ PRIVATE_NAMES = frozenset(
 )
 """Pronouns, participles and adjectives that say nothing when they are a whole name."""
 PRIVATE_WORDS = re.compile(
-    r"\b(anew|beside|lest|whoever|nobody|somebody|told|spelt|seldom|lies?|in vain|is none|are none|"
+    r"\b(anew|beside|lest|whoever|nobody|somebody|told(?! apart)|spelt|seldom|lies?|in vain|"
+    r"(?<!there )is none|(?<!there )are none|"
     r"heard of|(?:pass|passes|passed) over|(?:give|gives|given|gave) up|stands? for|(?:becomes?|became) of|"
     r"of which)\b",
     re.IGNORECASE,

@@ -19,10 +19,12 @@ class LossScale:
     all ranks alike.
     """
 
-    def __init__(self, value: float = 2.0**16, interval: int = 1000, least: float = 1.0) -> None:
+    def __init__(
+        self, value: float = 2.0**16, interval: int = 1000, min_value: float = 1.0
+    ) -> None:
         self.value = value
         self.interval = interval
-        self.least = least
+        self.min_value = min_value
         self.good = 0
 
     def unscale(
@@ -46,12 +48,12 @@ class LossScale:
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad:
-            if self.value <= self.least:
+            if self.value <= self.min_value:
                 raise GradientError(
-                    f"gradients are not finite at the least loss scale, {self.least:g}: the run has "
+                    f"gradients are not finite at the least loss scale, {self.min_value:g}: the run has "
                     f"diverged; resume from the last checkpoint with a lower learning rate"
                 )
-            self.value = max(self.value / 2, self.least)
+            self.value = max(self.value / 2, self.min_value)
             self.good = 0
             return False
         if grads:

@@ -122,12 +122,12 @@ class RetryPolicy:
         remaining = deadline - elapsed
         if failures > retries or remaining < MIN_PAUSE:
             tries = "1 try" if failures == 1 else f"{failures} tries"
-            note = f" [given up after {tries} in {elapsed:.1f} s]"
+            note = f" [failed after {tries} in {elapsed:.1f} s]"
             if never_answered and self.first_answer < self.deadline:
                 note += "; this endpoint never answered (connect_deadline)"
             if error.args:
                 # An inner policy may have appended its note already.
-                message = str(error.args[0]).partition(" [given up after")[0]
+                message = str(error.args[0]).partition(" [failed after")[0]
                 error.args = (message + note, *error.args[1:])
             raise error from None
         if elapsed >= WARN_AFTER_S:

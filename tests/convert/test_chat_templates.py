@@ -264,7 +264,9 @@ def test_messages_that_spell_headers_make_no_answers(family: str, special_tokens
 def test_what_is_not_one_answer_a_message_is_refused() -> None:
     """Two messages in a row that the template joins: where one ends cannot be known."""
     source, _ = FAMILIES["gpt-oss: an answer has channels, and goes on after the first"]
-    with pytest.raises(FormatError, match=r"a:1: where answers lie cannot be told.*generation"):
+    with pytest.raises(
+        FormatError, match=r"a:1: the places of answers cannot be found.*generation"
+    ):
         ChatEncoder(TOKENIZER, source).render({"messages": TURNS["in a row"]}, "a:1")
 
 

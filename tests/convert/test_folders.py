@@ -185,7 +185,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 
 # --- datasets below ------------------------------------------------------------------------------
 
-DATASETS = "streammega datasets beside files of other formats"
+DATASETS = "streammega datasets among files of other formats"
 
 
 @pytest.mark.guarantee("inputs-several-splits")

@@ -142,7 +142,7 @@ def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) ->
     assert counts == {
         "hidden": 3,
         "leftovers and checksums": 3,
-        "beside the data (README, LICENSE, ...)": 2,
+        "next to the data (README, LICENSE, ...)": 2,
     }
     report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report.files_passed_over == counts
@@ -193,7 +193,7 @@ def test_folders_of_object_stores_are_chosen_from_alike(
     assert passed.counts == {
         "hidden": 3,
         "leftovers and checksums": 3,
-        "beside the data (README, LICENSE, ...)": 2,
+        "next to the data (README, LICENSE, ...)": 2,
         "excluded": 1,
     }
 
@@ -479,7 +479,7 @@ def test_an_http_endpoint_that_fails_is_told_so_and_is_no_missing_object(
     with http_server({}) as server:
         server.status = 503
         urls = {"unknown": "https://nonexistent.invalid", "fails": server.url}
-        with pytest.raises(EndpointError, match="given up after") as caught:
+        with pytest.raises(EndpointError, match="failed after") as caught:
             find_inputs([f"{urls.get(what, 'http://127.0.0.1:1')}/{name}"], storage)
     said = {"refused": "Connect call failed", "unknown": "Cannot connect to host", "fails": "503"}
     assert said[what] in str(caught.value)

@@ -90,7 +90,7 @@ def test_by_default_an_outage_of_minutes_is_waited_for(
 
 @pytest.mark.guarantee("passing-faults-waited")
 def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clock: Clock) -> None:
-    with pytest.raises(EndpointError, match=r"down \[given up after \d+ tries in [56]\d\d"):
+    with pytest.raises(EndpointError, match=r"down \[failed after \d+ tries in [56]\d\d"):
         RetryPolicy.of(StorageConfig()).call(failing(EndpointError("down"), clock))
     assert clock.now == pytest.approx(600)
 
@@ -99,7 +99,7 @@ def test_a_first_try_that_takes_longer_than_the_deadline_says_that_it_was_given_
     clock: Clock,
 ) -> None:
     policy = RetryPolicy(deadline=1.5)
-    with pytest.raises(EndpointError, match=r"down \[given up after 1 try in 2\.0 s\]"):
+    with pytest.raises(EndpointError, match=r"down \[failed after 1 try in 2\.0 s\]"):
         policy.call(failing(EndpointError("down"), clock, takes=2.0))
 
 
@@ -107,7 +107,7 @@ def test_an_error_says_once_that_it_was_given_up(clock: Clock) -> None:
     inner = RetryPolicy(deadline=3)
     with pytest.raises(EndpointError) as caught:
         RetryPolicy(deadline=100).call(lambda: inner.call(failing(EndpointError("down"), clock)))
-    assert str(caught.value).count("given up after") == 1
+    assert str(caught.value).count("failed after") == 1
 
 
 @pytest.mark.parametrize("outer", [2.0, 4.0, 100.0])
@@ -115,7 +115,7 @@ def test_a_call_within_another_is_not_tried_beyond_the_end_of_that_one(
     clock: Clock, outer: float
 ) -> None:
     inner = RetryPolicy(deadline=3)
-    with pytest.raises(EndpointError, match="given up after"):
+    with pytest.raises(EndpointError, match="failed after"):
         RetryPolicy(deadline=outer).call(lambda: inner.call(failing(EndpointError("down"), clock)))
     assert clock.now == pytest.approx(outer, abs=0.01)
     began = clock.now
@@ -158,7 +158,7 @@ def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
         policy = RetryPolicy.of(StorageConfig(max_retries=retries))
         for failures in range(1, retries + 1):
             policy.next_pause(EndpointError("x"), failures, 0.0)
-        with pytest.raises(EndpointError, match="given up after"):
+        with pytest.raises(EndpointError, match="failed after"):
             policy.next_pause(EndpointError("x"), retries + 1, 0.0)
     with pytest.raises(ConfigError, match="retries is -1"):
         StorageConfig(max_retries=-1)
@@ -320,7 +320,7 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
             for kept, kept_key in ((spawned, key), (other, other_key))
         ]
         for read in reads:
-            with pytest.raises(EndpointError, match="given up after") as caught:
+            with pytest.raises(EndpointError, match="failed after") as caught:
                 read.result()
             assert "never answered" not in str(caught.value)
 

@@ -49,8 +49,8 @@ from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
-DATASETS = "streammega datasets beside files of other formats"
-NOT_IN_INDEX = "beside shards whose index does not name them"
+DATASETS = "streammega datasets among files of other formats"
+NOT_IN_INDEX = "next to shards whose index does not name them"
 
 
 def find_inputs(

@@ -160,7 +160,7 @@ def choose_files(
         return files
     about = _about([row.path for row in files], root)
     about = {path for path in about if not _matches(within(path, root), options.include)}
-    skipped.add("beside the data (README, LICENSE, ...)", *sorted(about))
+    skipped.add("next to the data (README, LICENSE, ...)", *sorted(about))
     return [row for row in files if row.path not in about]
 
 

@@ -49,7 +49,7 @@ MAX_NAMES = 20
 
 
 def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
-    """Documents of all members, in their order; members that are none are counted.
+    """Documents of all members, in their order; other members are counted.
 
     Raises ConvertError for an archive without an end.
     """

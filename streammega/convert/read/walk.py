@@ -27,7 +27,7 @@ LOST = "names that lead to no file"
 TWICE = "folders that were searched under another name"
 MATCHED = "folders that a glob matches (end it in /** to search them)"
 FOLDERS = (UNLISTED, TWICE, MATCHED)
-MARKERS = "objects that stand for folders"
+MARKERS = "objects that mark folders"
 
 
 class Row(NamedTuple):
@@ -184,9 +184,9 @@ class Remote:
                     f"it out by naming others, or try again"
                 ) from None
         for info in sorted(listed, key=lambda info: str(info["name"])):
-            found = str(info["name"])
-            if found.rstrip("/") != name.rstrip("/"):
-                path = found if "://" in found else f"{self.scheme}://{found}"
+            listed_name = str(info["name"])
+            if listed_name.rstrip("/") != name.rstrip("/"):
+                path = listed_name if "://" in listed_name else f"{self.scheme}://{listed_name}"
                 yield self._row(path, info)
 
     def read(self, path: str) -> bytes:

@@ -345,7 +345,7 @@ def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
         has = f"; it has: {', '.join(sorted(templates))}" if templates else ""
         raise ConvertError(
             f"{tokenizer}: no chat template of its own ({TEMPLATE}, or chat_template of {CONFIG}, "
-            f"beside its tokenizer.json) {is_missing}{has}; give --chat-template "
+            f"next to its tokenizer.json) {is_missing}{has}; give --chat-template "
             f"{', '.join(BUILT_IN)} or a file"
         )
     return str(source)

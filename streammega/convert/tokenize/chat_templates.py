@@ -1,5 +1,5 @@
 """Chat templates: a conversation as the text a model is trained on, and where in it the assistant's
-answers lie.
+answers are.
 
 Templates are written in jinja, as `transformers` has them: they get `messages`, `tools`,
 `documents`, `add_generation_prompt`, the names of special tokens, and variables. They are foreign
@@ -384,7 +384,7 @@ class ChatTemplate:
             fault = _fault_of_prefixes(turns[number], before, prompted, ended, text)
             if fault:
                 raise FormatError(
-                    f"{where}: where answers lie cannot be told from chat template {self.name} "
+                    f"{where}: the places of answers cannot be found by chat template {self.name} "
                     f"(message {number + 1}: {fault}); put {{% generation %}} and "
                     f"{{% endgeneration %}} around what the assistant writes"
                 )

@@ -239,12 +239,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds around every text, with add_special_tokens."""
         bare = list(self.encode(["a"], bare=True)[0])
-        whole = list(self.encode(["a"])[0])
+        with_additions = list(self.encode(["a"])[0])
         start = 0
-        while whole[start : start + len(bare)] != bare:
+        while with_additions[start : start + len(bare)] != bare:
             start += 1
-            assert start <= len(whole), "a post-processor adds to a text, and changes nothing in it"
-        return whole[:start], whole[start + len(bare) :]
+            assert start <= len(with_additions), (
+                "a post-processor adds to a text, and changes nothing in it"
+            )
+        return with_additions[:start], with_additions[start + len(bare) :]
 
     @cached_property
     def _described(self) -> dict[str, Any]:

@@ -340,7 +340,7 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:
     """Raise ConvertError if nothing can be written where the output goes, as far as that can be
-    told without writing.
+    known without writing.
     """
     place = redact_urls(prefix)
     if is_remote(prefix):
