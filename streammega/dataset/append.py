@@ -154,7 +154,7 @@ class AppendRequest(NamedTuple):
         except ObjectNotFoundError as error:
             raise ObjectNotFoundError(
                 f"{redact_urls(name)}: has no manifest, so its shards cannot be checked; "
-                f"convert it to a name beside {redact_urls(prefix)} ({error})"
+                f"convert it to a name next to {redact_urls(prefix)} ({error})"
             ) from None
 
         def check(listed: tuple[str, ShardEntry]) -> None:

@@ -81,7 +81,7 @@ class ShardDocuments:
         reader = open_provenance(self.shard.prefix, self.shard.storage)
         if reader is not None and reader.documents != self.num_documents:
             raise FormatError(
-                f"{reader.url}: has the origins of {reader.documents} documents, and the .idx beside it "
+                f"{reader.url}: has the origins of {reader.documents} documents, and its .idx "
                 f"has {self.num_documents}; it belongs to another dataset: remove it, or convert again"
             )
         return reader

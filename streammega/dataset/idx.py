@@ -312,7 +312,7 @@ def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
     if lies_wrong.any():
         bad = int(np.argmax(lies_wrong))
         raise FormatError(
-            f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which do not lie in one "
+            f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which are not within one "
             f"bin of {bin_tokens}; copy both files again, or convert again"
         )
 
@@ -346,7 +346,7 @@ def _check_sequences(
     if outside.any():
         bad = int(np.argmax(outside))
         raise FormatError(
-            f"{path}: sequence {first_row + bad} lies at bytes [{offsets[bad]}, +{sizes[bad]}), "
+            f"{path}: sequence {first_row + bad} is at bytes [{offsets[bad]}, +{sizes[bad]}), "
             f"but the .bin has {bin_bytes} bytes; {tokens} is truncated or belongs to another "
             ".idx: copy both again"
         )
@@ -371,7 +371,7 @@ def _check_documents(arrays: IndexArrays, path: str) -> None:
         if falls.any():
             bad = first_row + int(np.argmax(falls))
             raise FormatError(
-                f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx"
+                f"{path}: document bound {bad + 1} is before bound {bad}; rebuild the .idx"
             )
 
 

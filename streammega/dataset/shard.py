@@ -154,7 +154,7 @@ class Shard:
                 info = self.store.info(self.index_key)
             except ObjectNotFoundError:
                 raise ObjectNotFoundError(
-                    f"{self.index_url}: no such .idx beside {self.url}; was its conversion "
+                    f"{self.index_url}: no such .idx, which {self.url} needs; was its conversion "
                     "interrupted? convert again"
                 ) from None
             self.index_version = info.size, info.etag
@@ -316,7 +316,7 @@ class Shard:
             length, offset = [_integer(body) for body in self._read_index(spans)]
         if length < 0 or offset < 0:
             raise FormatError(
-                f"{self.index_url}: its last sequence lies at byte {offset} and has {length} tokens; "
+                f"{self.index_url}: its last sequence is at byte {offset} and has {length} tokens; "
                 "rebuild the .idx"
             )
         return offset + length * header.dtype.itemsize
@@ -385,11 +385,11 @@ class Shard:
         return self.store.read(info.key, spans, info.etag)
 
 
-def check_expected(url: str, what: str, found: object, expected: object) -> None:
+def check_expected(url: str, what: str, actual: object, expected: object) -> None:
     """Raise FormatError unless a shard has what its manifest says."""
-    if found != expected:
+    if actual != expected:
         raise FormatError(
-            f"{url}: has {found} {what}, its manifest says {expected}; it is cut short, or another "
+            f"{url}: has {actual} {what}, its manifest says {expected}; it is cut short, or another "
             "dataset's: copy or convert it again (where the manifest is the stale one, remove that)"
         )
 

@@ -292,8 +292,8 @@ def check_not_grown(prefix: str, storage: StorageConfig, *, overwrite: bool) -> 
         newest = _newest_visible(prefix, storage)
         if newest and not exists(version_url(prefix, 0), storage):
             raise ConfigError(
-                f"{redact_urls(prefix)}: has versions up to {newest}, none of which would list what "
-                f"is made here; convert to another name beside it, and append that (--append-to)"
+                f"{redact_urls(prefix)}: has versions up to {newest}, and none would list what "
+                f"is made here; convert to another name, and append that (--append-to)"
             )
         return
     newest = newest_version(prefix, storage)

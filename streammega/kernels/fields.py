@@ -7,7 +7,7 @@ import numpy as np
 from streammega.kernels.jit import kernel
 
 MIN_MODE = -128
-"""The least value of an int8: tables of modes begin with it."""
+"""The smallest int8: tables of modes begin with it."""
 _FAR = np.int64(1 << 62)
 """Beyond every token id."""
 
@@ -17,7 +17,7 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:
     """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening
     where dtypes differ.
 
-    All in tokens. Cost: one copy. The caller has checked that every run lies inside both arrays.
+    All in tokens. Cost: one copy. The caller has checked that every run is inside both arrays.
     """
     for i in range(len(sizes)):
         run = source[source_starts[i] : source_starts[i] + sizes[i]]
@@ -138,11 +138,11 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:
 
 @kernel
 def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):
-    """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
+    """Write 0 to `out` for tokens of one file whose sequences are not learned.
 
     offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - MIN_MODE.
-    Row r is tokens [start[r], start[r] + size[r]) of the file, and lies from column[r] of
-    out[sample[r]] on; columns outside of `out` are passed over. Cost: a binary search for each row,
+    Row r is tokens [start[r], start[r] + size[r]) of the file, and begins at column[r] of
+    out[sample[r]]; columns outside of `out` are ignored. Cost: a binary search for each row,
     then one step for each sequence in it.
     """
     width = out.shape[1]
@@ -165,7 +165,7 @@ def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, colu
 
 @kernel
 def make_positions(tokens, eod, positions) -> None:
-    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples,
+    """positions int64 [samples, S]: counted from 0, and from 0 again after every `eod` of tokens [samples,
     S].
     """
     samples, length = positions.shape
@@ -228,26 +228,26 @@ def sequence_bounds(row_splits, size, extra, bounds, longest, positions) -> None
                 bounds[i, count] = column
                 count += 1
         bounds[i, count:] = length
-        most = np.int32(0)
+        longest_here = np.int32(0)
         for b in range(count):
             low = bounds[i, b]
             high = bounds[i, b + 1]
-            most = max(most, high - low)
+            longest_here = max(longest_here, high - low)
             for c in range(low, high):
                 positions[i, c] = c - low
-        longest[i] = most
+        longest[i] = longest_here
 
 
 @kernel
 def document_bounds(tokens, eod, bounds):
     """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S];
-    returns the most of any row.
+    returns the largest number in any row.
 
     A document begins at 0 and after every `eod`; the rest of a row is S, which is also the end of
     its last document.
     """
     samples, length = tokens.shape
-    most = 1
+    max_count = 1
     for r in range(samples):
         count = 1
         bounds[r, :] = length
@@ -256,8 +256,8 @@ def document_bounds(tokens, eod, bounds):
             if tokens[r, c] == eod:
                 bounds[r, count] = c + 1
                 count += 1
-        most = max(most, count)
-    return most
+        max_count = max(max_count, count)
+    return max_count
 
 
 FILE_STRIDE = 1 << 44
@@ -267,22 +267,22 @@ room for half a million files: `samples/excluded.py` asks both.
 
 
 @kernel
-def find_excluded(starts, stops, since, file, start, size, column, row, sample, found):
+def find_excluded(starts, stops, since, file, start, size, column, row, sample, columns):
     """Columns of samples that hold tokens of excluded stretches; returns how many stretches of them
     there are.
 
     starts, stops (rising, disjoint), since [stretches]: tokens [starts[n], stops[n]) of all files,
     FILE_STRIDE apart, are excluded in samples since[n] and later. Run r, of each a value: tokens
     [start, start + size) of a file go to column `column` and on of a row; the row is the sample of
-    that number. Fills found int64 [3, room]: the row, its first column, and the one behind the last,
+    that number. Fills columns int64 [3, room]: the row, its first column, and the one behind the last,
     as far as there is room. Cost: a binary search for each run, then one step for each stretch in
     it.
     """
-    room = found.shape[1]
+    room = columns.shape[1]
     count = 0
     for r in range(len(file)):
         if not size[r]:
-            continue  # it lies within a stretch, perhaps, but takes nothing of it into the sample
+            continue  # an empty run may be within a stretch, and takes nothing of it into the sample
         begin = file[r] * FILE_STRIDE + start[r]
         end = begin + size[r]
         first_column = column[r] - begin
@@ -290,22 +290,22 @@ def find_excluded(starts, stops, since, file, start, size, column, row, sample, 
         while n < len(starts) and starts[n] < end:
             if since[n] <= sample[r]:
                 if count < room:
-                    found[0, count] = row[r]
-                    found[1, count] = first_column + max(starts[n], begin)
-                    found[2, count] = first_column + min(stops[n], end)
+                    columns[0, count] = row[r]
+                    columns[1, count] = first_column + max(starts[n], begin)
+                    columns[2, count] = first_column + min(stops[n], end)
                 count += 1
             n += 1
     return count
 
 
 @kernel
-def fill_columns(found, before, behind, value, out) -> None:
-    """Write `value` to out [rows, width] in columns [low - before, high + behind) of each found row,
-    as `find_excluded` gives them; columns outside of `out` are passed over.
+def fill_columns(columns, before, behind, value, out) -> None:
+    """Write `value` to out [rows, width] in columns [low - before, high + behind) of each row that
+    `find_excluded` has filled in; columns outside of `out` are ignored.
     """
     width = out.shape[1]
-    for k in range(found.shape[1]):
-        low = max(found[1, k] - before, 0)
-        high = min(found[2, k] + behind, width)
+    for k in range(columns.shape[1]):
+        low = max(columns[1, k] - before, 0)
+        high = min(columns[2, k] + behind, width)
         for c in range(low, high):
-            out[found[0, k], c] = value
+            out[columns[0, k], c] = value

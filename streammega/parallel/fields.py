@@ -160,7 +160,7 @@ def _fields(
         batch = fields_of_ids(ids, valid, config, names=names, joins=joins)
     else:
         most = documents.max_documents if documents else None
-        batch = device_fields(ids, valid, config, names, most=most, joins=joins)
+        batch = device_fields(ids, valid, config, names, max_documents=most, joins=joins)
     if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch

@@ -183,11 +183,11 @@ def bytes_of_field(name: str, length: int) -> int:
 
 
 def check_mask_is_there(names: Sequence[str]) -> None:
-    """Raise ConfigError where batches have labels, of which some have no loss, and no loss_mask."""
+    """Raise ConfigError for batches without a loss_mask where some labels have no loss."""
     if "labels" in names and "loss_mask" not in names:
         raise ConfigError(
             "some labels have no loss (padding, eod_mask_loss, modes, documents that are excluded, or "
-            "joins), and fields leaves out loss_mask, which says which: add 'loss_mask' to fields"
+            "joins), but fields leaves out loss_mask, which says where: add 'loss_mask' to fields"
         )
 
 
@@ -197,7 +197,7 @@ def with_ends(tokens: Ids, eod: int, joins: SampleJoins | None) -> Ids:
     """
     if joins is None or not joins.separate or eod == NO_ID:
         return tokens
-    # what stands there is read by nobody but those who look for ends
+    # only the search for ends of documents reads what is written here
     ends = tokens.copy()
     ends[joins.sample, joins.label_column] = eod
     return ends
@@ -269,7 +269,7 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def check_ids(ids: NDArray[Any], config: FieldsConfig, names: Sequence[str] = ()) -> None:
-    """Raise what `make_fields` would of whole samples, for fields that are made where nobody looks:
+    """Raise what `make_fields` raises for whole samples, where fields are made without such checks:
     FormatError for an id that is neither padding nor within `vocab_size`, ConfigError for padding
     among labels without a loss_mask.
     """

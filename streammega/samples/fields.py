@@ -98,7 +98,7 @@ def loss_mask(
     """float32 [samples, S]: 0 where the label is pad_id and, if given, where the token is eod_id;
     else 1.
 
-    tokens, labels: integers [samples, S]. pad_id: -1 stands for padding where a tokenizer has none,
+    tokens, labels: integers [samples, S]. pad_id: -1 is padding where a tokenizer has none,
     as in Megatron. Raises ConfigError for other shapes and kinds.
     """
     inputs = _matrix(tokens, "tokens")
@@ -114,7 +114,7 @@ def loss_mask(
 
 
 def position_ids(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
-    """int64 [samples, S]: 0 to S - 1 in each row; counted anew after every eod_id, if one is given.
+    """int64 [samples, S]: 0 to S - 1 in each row; counted from 0 again after every eod_id, if one is given.
 
     tokens: integers [samples, S]. Raises ConfigError for other shapes and kinds.
     """
@@ -226,10 +226,10 @@ def _valid_counts(counts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.in
             f"[{shape[0]}], one a row"
         )
     if len(counts):
-        fewest = counts.min()
-        most = counts.max()
-        if fewest < 0 or most > shape[1]:
+        min_count = counts.min()
+        max_count = counts.max()
+        if min_count < 0 or max_count > shape[1]:
             raise ConfigError(
-                f"valid counts lie between {fewest} and {most}; rows have 0 to {shape[1]} ids"
+                f"valid counts are between {min_count} and {max_count}; rows have 0 to {shape[1]} ids"
             )
     return np.ascontiguousarray(counts, np.int64)

@@ -14,7 +14,7 @@ from streammega.config import FieldsConfig
 from streammega.samples.loss_masks import SampleJoins
 
 NO_ID = -1
-"""Stands for an eod_id or pad_id that there is not: no stored id."""
+"""An eod_id or pad_id that equals no stored id: there is none."""
 
 
 def device_fields(
@@ -23,7 +23,7 @@ def device_fields(
     config: FieldsConfig,
     names: Sequence[str] | None = None,
     *,
-    most: int | None = None,
+    max_documents: int | None = None,
     joins: SampleJoins | None = None,
 ) -> dict[str, Tensor]:
     """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
@@ -31,8 +31,8 @@ def device_fields(
 
     ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
     row that are not padding. names: of the fields; None: those of the config.
-    most: documents of the row that has most; None: for cu_seqlens it is
-    asked of the device, which the host then waits for. joins: that have no loss on the label over
+    max_documents: the largest number of documents in a row; None: cu_seqlens computes it on the device,
+    and the host waits for that. joins: that have no loss on the label over
     them, known to the host.
     """
     samples = len(ids)
@@ -74,7 +74,7 @@ def device_fields(
     if config.reset_position_ids and "position_ids" in names:
         batch["position_ids"] = position - document_begin
     if config.reset_attention_mask and "cu_seqlens" in names:
-        batch["cu_seqlens"] = _cu_seqlens(document_begin, most)
+        batch["cu_seqlens"] = _cu_seqlens(document_begin, max_documents)
     if "attention_mask" in names:
         documents = document_begin if config.reset_attention_mask else None
         batch["attention_mask"] = _attention_mask(position, documents)
@@ -110,17 +110,17 @@ def _attention_mask(position: Tensor, document_begin: Tensor | None) -> Tensor:
     return forbidden.contiguous()[:, None]
 
 
-def _cu_seqlens(document_begin: Tensor, most: int | None) -> Tensor:
+def _cu_seqlens(document_begin: Tensor, max_documents: int | None) -> Tensor:
     """Bounds of documents from the beginning of each token's document, int64 [samples, S]."""
     samples, length = document_begin.shape
     column = torch.arange(length, device=document_begin.device)
     # the first token of a document is where it begins; all others go behind, as length
     bounds = torch.where(document_begin == column, column, length).sort(1).values
-    if most is None:
-        most = int((bounds < length).sum(1).max()) if samples else 1
+    if max_documents is None:
+        max_documents = int((bounds < length).sum(1).max()) if samples else 1
     end = bounds.new_full((samples, 1), length)
     bounds = torch.cat([bounds, end], 1)
-    return bounds[:, : most + 1].to(torch.int32)
+    return bounds[:, : max_documents + 1].to(torch.int32)
 
 
 def _widen(ids: Tensor) -> Tensor:

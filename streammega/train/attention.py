@@ -82,9 +82,9 @@ class Visibility:
 
     Args:
         parts: [start, stop) in the sample of what this rank keeps, all of one length.
-        whole: tokens of a sample.
-        cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `whole`,
-            filled up with `whole`. None: a sample is one document.
+        length: tokens of a sample.
+        cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `length`,
+            filled up with `length`. None: a sample is one document.
         longest: tokens of the longest document; None: it is read from the device where it is needed,
             and the host waits for that.
     """
@@ -92,12 +92,12 @@ class Visibility:
     def __init__(
         self,
         parts: Sequence[tuple[int, int]],
-        whole: int,
+        length: int,
         cu_seqlens: Tensor | None = None,
         longest: int | None = None,
     ) -> None:
         self.parts = list(parts)
-        self.whole = whole
+        self.length = length
         self.cu_seqlens = cu_seqlens
         self._longest = longest
         self._packed: dict[int, Packed] = {}
@@ -120,7 +120,7 @@ class Visibility:
 
     def _make_triangle(self, like: Tensor) -> Tensor:
         """The largest bias that is needed. Smaller ones are its lower right corner."""
-        most_keys = self.whole if self.cu_seqlens is None else self.longest
+        most_keys = self.length if self.cu_seqlens is None else self.longest
         longest_part = max(stop - start for start, stop in self.parts)
         last_stop = max(stop for _, stop in self.parts)
         rows = min(most_keys, longest_part)
@@ -143,7 +143,7 @@ class Visibility:
         bounds_in_part = bounds.clamp(start, stop) - start
         return Packed(
             queries=_bounds_end_to_end(bounds_in_part, stop - start),
-            keys=_bounds_end_to_end(bounds, self.whole),
+            keys=_bounds_end_to_end(bounds, self.length),
             most_queries=min(self.longest, stop - start),
             most_keys=self.longest,
         )
@@ -159,7 +159,7 @@ class Visibility:
         pieces = Pieces()
         reached = 0
         for row, bounds in enumerate(self._bounds):
-            first_key = row * self.whole
+            first_key = row * self.length
             for start, stop in pairwise(bounds):
                 # No query of the part sees what comes after the part.
                 seen_stop = min(stop, part_stop)
@@ -168,7 +168,7 @@ class Visibility:
                     reached = _add_piece(
                         pieces, reached, queries, first_key + start, first_key + seen_stop
                     )
-        all_keys = len(self._bounds) * self.whole
+        all_keys = len(self._bounds) * self.length
         pieces.key_lengths.append(all_keys - reached)
         return pieces
 
@@ -241,7 +241,7 @@ def attend(
 
 
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-    """Attention of this rank's queries to keys and values of whole samples [batch, whole, heads,
+    """Attention of this rank's queries to keys and values of whole samples [batch, length, heads,
     head_dim].
     """
     # All parts are as long as the first.

@@ -156,10 +156,10 @@ class GPT(nn.Module):
         context = self.context
         cp_rank = 0 if context is None else context.rank
         cp_size = 1 if context is None else context.size
-        whole = kept * cp_size
-        parts = zigzag_bounds(whole, cp_rank, cp_size)
+        length = kept * cp_size
+        parts = zigzag_bounds(length, cp_rank, cp_size)
         longest_tokens = None if longest is None else int(longest.max())
-        return Visibility(parts, whole, cu_seqlens, longest_tokens)
+        return Visibility(parts, length, cu_seqlens, longest_tokens)
 
     def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head
@@ -168,11 +168,11 @@ class GPT(nn.Module):
         sequence_parallel: between the layers a rank keeps only its part of the sequence. Norms then
         gather their output, once for all layers that take it.
         """
-        whole = Replicate()
+        replicated = Replicate()
         between = Shard(1) if sequence_parallel else Replicate()
         plan: dict[str, ParallelStyle] = {
             "head": ColwiseParallel(output_layouts=Shard(-1)),
-            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=between),
+            "embedding": RowwiseParallel(input_layouts=replicated, output_layouts=between),
         }
         for name in ("q", "k", "v", "gate", "up"):
             plan[f"blocks.*.{name}"] = ColwiseParallel()
@@ -180,15 +180,15 @@ class GPT(nn.Module):
             plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=between)
         self._apply_styles(plan, mesh)
         if sequence_parallel:
-            self._parallelize_norms(mesh, between, whole)
+            self._parallelize_norms(mesh, between, replicated)
         self.tie()
 
     def _parallelize_norms(
-        self, mesh: DeviceMesh, between: Shard | Replicate, whole: Replicate
+        self, mesh: DeviceMesh, between: Shard | Replicate, replicated: Replicate
     ) -> None:
         """Let norms take a part of the sequence, and return all of it."""
         gather = PrepareModuleOutput(
-            output_layouts=between, desired_output_layouts=whole, use_local_output=False
+            output_layouts=between, desired_output_layouts=replicated, use_local_output=False
         )
         norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
         # Two styles for each norm: a plan has one style for a module, so there are two plans.

@@ -75,7 +75,7 @@ class ParallelModel:
         return make_optimizer(self.chunks, self.config.train, fused=self.is_sharded)
 
     @property
-    def whole(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The module that computes a micro-batch where there are no pipeline stages."""
         return self.data_parallel if self.data_parallel is not None else self.chunks[0]
 
@@ -108,8 +108,8 @@ class ParallelModel:
             return losses.all(self.device)
         for number, inputs in enumerate(inputs_of_step):
             # Gradients are reduced once, in the backward that has the sum of all.
-            with synchronised(self.whole, is_last=number == count - 1):
-                logits = self.whole(*inputs.arguments, **inputs.keywords)
+            with synchronised(self.module, is_last=number == count - 1):
+                logits = self.module(*inputs.arguments, **inputs.keywords)
                 loss = losses(logits, inputs.target)
                 loss.backward()  # type: ignore[no-untyped-call]
         return losses.all(self.device)
@@ -124,7 +124,7 @@ class ParallelModel:
             self._pipeline.run(list(inputs_of_step), length, losses, train=False)
         else:
             for inputs in inputs_of_step:
-                losses(self.whole(*inputs.arguments, **inputs.keywords), inputs.target)
+                losses(self.module(*inputs.arguments, **inputs.keywords), inputs.target)
         if self.is_sharded:
             for chunk in self.chunks:
                 reshard(chunk)

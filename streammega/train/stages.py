@@ -33,7 +33,7 @@ def make_stages(
     mesh = make_mesh(ranks, device.type) if is_sharded else None
     # On the meta device first: memory is made only for what this rank keeps.
     with torch.device("meta"):
-        whole = GPT(config.model)
+        full_model = GPT(config.model)
         chunks = [GPT(config.model) for _ in stage_ids]
     for chunk, stage in zip(chunks, stage_ids, strict=True):
         chunk.keep_stage(stage, num_stages)
@@ -44,8 +44,8 @@ def make_stages(
             shard(chunk, mesh[DATA], dtype)
         chunk.to_empty(device=device)
         chunk.tie()
-    _initialize(chunks, whole, config.train.seed)
-    shapes = {canonical(name): parameter.shape for name, parameter in whole.named_parameters()}
+    _initialize(chunks, full_model, config.train.seed)
+    shapes = {canonical(name): parameter.shape for name, parameter in full_model.named_parameters()}
     return chunks, shapes
 
 
@@ -129,7 +129,7 @@ def _split(
 
 
 @torch.no_grad()
-def _initialize(chunks: Sequence[nn.Module], whole: GPT, seed: int) -> None:
+def _initialize(chunks: Sequence[nn.Module], full_model: GPT, seed: int) -> None:
     """Give the parameters of stages their first values, the same on every layout of ranks.
 
     Every rank draws all parameters of the whole model, one at a time, and keeps its own part. So no
@@ -137,14 +137,14 @@ def _initialize(chunks: Sequence[nn.Module], whole: GPT, seed: int) -> None:
 
     Args:
         chunks: modules whose parameters have memory; they may be DTensors.
-        whole: the complete model, on the meta device.
+        full_model: the complete model, on the meta device.
         seed: of the generator.
     """
     parameters_of: dict[str, list[nn.Parameter]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameters_of.setdefault(canonical(name), []).append(parameter)
-    for name, values in whole.initial_values(seed):
+    for name, values in full_model.initial_values(seed):
         for parameter in parameters_of.get(canonical(name), ()):
             local_part(parameter).copy_(_part_of_this_rank(values, parameter))
 

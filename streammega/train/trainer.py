@@ -235,7 +235,7 @@ class Trainer:
         if first_sample is None:
             raise DataEnded(
                 f"the data ends at sample {consumed}, after step {self.step} of {train.train_iters}: "
-                f"data.exclude_samples passed over the rest; raise data.num_samples"
+                f"data.exclude_samples excludes the rest; raise data.num_samples"
             )
         num_samples = dataset.steps.schedule.size_at(first_sample)
         num_micro_batches = dataset.steps.schedule.micro_batches_at(

@@ -90,7 +90,7 @@ class RankStatus(NamedTuple):
         return self.step, PHASES.index(self.phase)
 
     def __str__(self) -> str:
-        return f"last heard of in step {self.step} ({self.phase}, for {self.seconds} s)"
+        return f"last seen in step {self.step} ({self.phase}, for {self.seconds} s)"
 
 
 class Failure(NamedTuple):

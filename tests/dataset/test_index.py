@@ -286,16 +286,16 @@ FORGERIES = {
     "length past the end": (
         34 + 4 * 199,
         struct.pack("<i", 2**31 - 1),
-        "sequence 199 lies at bytes",
+        "sequence 199 is at bytes",
     ),
-    "offset past the end": (34 + 800 + 8 * 7, struct.pack("<q", 2**62), "sequence 7 lies at bytes"),
-    "negative offset": (34 + 800 + 8 * 7, struct.pack("<q", -2), "sequence 7 lies at bytes"),
+    "offset past the end": (34 + 800 + 8 * 7, struct.pack("<q", 2**62), "sequence 7 is at bytes"),
+    "negative offset": (34 + 800 + 8 * 7, struct.pack("<q", -2), "sequence 7 is at bytes"),
     "offset inside a token": (34 + 800 + 8 * 7, struct.pack("<q", 3), "inside a 2-byte token"),
     "document bounds": (34 + 800 + 1600 + 8 * 200, struct.pack("<q", 12), "document bounds run"),
     "document order": (
         34 + 800 + 1600 + 8 * 3,
         struct.pack("<q", 100),
-        "document bound 4 lies before bound 3",
+        "document bound 4 is before bound 3",
     ),
 }
 

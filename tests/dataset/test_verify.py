@@ -170,7 +170,7 @@ def test_structure_is_checked_without_a_manifest(tmp_path: Path) -> None:
     bad = encode_index(np.dtype(np.uint16), np.array([10, 11], np.int32), np.array([0, 2]), None)
     (tmp_path / "p.idx").write_bytes(b"".join(bad))
     assert (
-        "sequence 1 lies at bytes [20, +22), but the .bin has 40 bytes"
+        "sequence 1 is at bytes [20, +22), but the .bin has 40 bytes"
         in verify(str(tmp_path / "p")).problems[0]
     )
     with pytest.raises(ObjectNotFoundError):

@@ -527,7 +527,8 @@ def test_documents_are_counted_where_ids_are_read_as_a_device_would(
         bounds = zigzag_bounds(length, rank, cp)
         counted = documents_of(ids, valid, config, bounds)
         assert torch.equal(
-            device_fields(ids, valid, config, most=counted.max_documents)["cu_seqlens"], asked
+            device_fields(ids, valid, config, max_documents=counted.max_documents)["cu_seqlens"],
+            asked,
         )
         assert torch.equal(
             split_cu_seqlens(asked, bounds, counted.max_kept_documents),

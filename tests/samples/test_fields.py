@@ -177,8 +177,8 @@ CONFIG = sm.FieldsConfig(sequence_length=4, vocab_size=100)
             r"valid is int64 \[3\]; it must be integers of the shape \[2\]",
         ),
         (np.zeros((2, 5), int), [1.0, 5.0], r"valid is float64 \[2\]"),
-        (np.zeros((2, 5), int), [6, 5], "valid counts lie between 5 and 6; rows have 0 to 5 ids"),
-        (np.zeros((2, 5), int), [-1, 5], "valid counts lie between -1 and 5"),
+        (np.zeros((2, 5), int), [6, 5], "valid counts are between 5 and 6; rows have 0 to 5 ids"),
+        (np.zeros((2, 5), int), [-1, 5], "valid counts are between -1 and 5"),
         (
             torch.zeros(2, 5, dtype=torch.int64, device="meta"),
             [5, 5, 5],

@@ -149,8 +149,8 @@ def test_two_gpus_have_the_loss_of_one_rank(
 
 
 FAULTS = {
-    "kill": (r"rank 1 gives no sign of life; last heard of in step \d", 20.0),
-    "stop": (r"rank 1 gives no sign of life; last heard of in step \d", 80.0),
+    "kill": (r"rank 1 gives no sign of life; last seen in step \d", 20.0),
+    "stop": (r"rank 1 gives no sign of life; last seen in step \d", 80.0),
     "storage": (r"rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown", 15.0),
 }
 """What the log says of a fault, and within how many seconds of it the job has ended. A rank that is

@@ -134,19 +134,19 @@ def check_history(run_file: Path, steps: int) -> set[int]:
     [
         pytest.param(
             "kill",
-            r"rank 1 gives no sign of life; last heard of in step \d",
+            r"rank 1 gives no sign of life; last seen in step \d",
             20.0,
             marks=pytest.mark.soak,
         ),
         pytest.param(
             "stop",
-            r"rank 1 gives no sign of life; last heard of in step \d",
+            r"rank 1 gives no sign of life; last seen in step \d",
             60.0,
             marks=pytest.mark.soak,
         ),
         pytest.param(
             "hang",
-            r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+",
+            r"rank 1 is elsewhere; last seen in step 5 \(waiting for data, for \d+",
             20.0,
             marks=pytest.mark.soak,
         ),

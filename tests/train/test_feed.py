@@ -29,7 +29,7 @@ def test_micro_batches_are_taken_while_the_one_before_is_computed(
 ) -> None:
     events: list[str] = []
     take = RankBatches.__next__
-    forward = trainer.model.whole.forward
+    forward = trainer.model.module.forward
 
     def taking(self: RankBatches) -> Any:
         events.append("take")
@@ -40,7 +40,7 @@ def test_micro_batches_are_taken_while_the_one_before_is_computed(
         return forward(*arguments, **keywords)
 
     monkeypatch.setattr(RankBatches, "__next__", taking)
-    monkeypatch.setattr(trainer.model.whole, "forward", computing)
+    monkeypatch.setattr(trainer.model.module, "forward", computing)
     record, _ = trainer.train_step()
     assert events == ["take", "compute"] * 4
     assert record["samples"] == [0, 8]

@@ -159,14 +159,14 @@ def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(
     assert family.ended(0, 2, within=SOON) == [1, 1]
     for rank in (0, 2):
         assert family.said_last(rank) - scenes["killed"].since < DEAD_WITHIN
-        assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(rank)
+        assert "rank 1 gives no sign of life; last seen in step 5 (reducing" in family.log(rank)
 
 
 @pytest.mark.guarantee("rank-stopped-named")
 def test_a_rank_that_is_stopped_is_named_without_torchrun(scenes: dict[str, Scene]) -> None:
     family = scenes["stopped"].family
     assert family.ended(0, 2, within=SOON) == [1, 1]
-    assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(0)
+    assert "rank 1 gives no sign of life; last seen in step 5 (reducing" in family.log(0)
 
 
 @pytest.mark.guarantee("rank-stopped-named")
@@ -175,7 +175,7 @@ def test_a_rank_that_is_stopped_is_named_also_after_rank_0_has_finished(
 ) -> None:
     family = scenes["finished"].family
     assert family.ended(0, 2, within=SOON) == [0, 1]
-    assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(2)
+    assert "rank 1 gives no sign of life; last seen in step 5 (reducing" in family.log(2)
 
 
 @pytest.mark.guarantee("rank-fails-says")
@@ -183,7 +183,7 @@ def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str,
     family = scenes["stalled"].family
     assert family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
     for rank in range(3):
-        assert "rank 1 is elsewhere; last heard of in step 5 (waiting for data, for " in family.log(
+        assert "rank 1 is elsewhere; last seen in step 5 (waiting for data, for " in family.log(
             rank
         )
 

@@ -122,11 +122,11 @@ class TrainConfig:
     where batches ramp up, or phases change their size or the length of samples.
     """
     weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = 0.1
-    """Of matrices; vectors have none."""
+    """The weight decay of matrices; vectors have none."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """Of AdamW: the share of the running mean of gradients that is kept."""
+    """AdamW: the share of the running mean of gradients that is kept."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """Of AdamW: the share of the running mean of their squares that is kept."""
+    """AdamW: the share of the running mean of their squares that is kept."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
     max_grad_value: Annotated[float | None, Gt(0)] = None
@@ -135,11 +135,11 @@ class TrainConfig:
     finite always ends it.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the computation. Parameters are always fp32; narrower computation needs
+    """The dtype of the computation. Parameters are always fp32; narrower computation needs
     parallel.optimizer = sharded.
     """
     seed: Annotated[int, Ge(-(2**63)), Lt(2**64)] = 1234
-    """Of the model's initial weights."""
+    """The seed of the model's initial weights."""
     recompute: Annotated[Literal["none", "full"] | int, Ge(0)] = "none"
     """Layers whose activations are not kept for backward but computed again: none, all, or so many
     on each pipeline stage. Memory for a third more compute in those layers; losses and gradients
