@@ -16,6 +16,7 @@ from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
 from streammega.config import parse_blend
 from streammega.convert.job import Segment
 from streammega.convert.options import ConvertOptions
+from streammega.convert.work_dir import WorkDir
 from streammega.convert.write.document_order import remove_duplicates
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES
@@ -151,7 +152,7 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
         sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
         parts.append(Segment(name=f"unit-{unit:06d}-0000", documents=1, unit=unit))
     job: Any = SimpleNamespace(
-        work=str(tmp_path), storage=StorageConfig(), options=ConvertOptions(dedup=True)
+        work_dir=WorkDir(str(tmp_path), StorageConfig()), options=ConvertOptions(dedup=True)
     )
     kept, removed = remove_duplicates(job, parts, 1 << 20)
     assert all(part.has_keep for part in kept)

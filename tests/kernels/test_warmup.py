@@ -35,7 +35,7 @@ from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.kernels.jit import KERNELS
 from streammega.convert import convert
 local, remote, texts, out, options = sys.argv[1:]
-convert([texts], out, tokenizer="bytes", shuffle_seed=1, dedup=True, pack=64)
+convert([texts], out, tokenizer="bytes", shuffle_seed=1, dedup=True, pack_length=64)
 storage = StorageConfig(storage_options=json.loads(options))
 for name in (local, remote):
     for order in ("stream", "megatron", "sequential"):
