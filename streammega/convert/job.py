@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class ConvertSegment:
     """Documents of one pair: a segment that a unit wrote, or an input that passes as it is.
 
     name: of the pair in the work folder, or the input's. has_keep: whether a `.keep` file says which
@@ -86,7 +86,7 @@ class UnitRecord:
     """
 
     digest: str
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[ConvertSegment] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
     read: int = 0
     """All records, with those that were left out."""
@@ -125,7 +125,7 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
     for number in numbers:
         stored = job.work_dir.read_record(_record_name(number))
         if stored is not None and stored.get("digest") == job.unit_digest(number):
-            segments = [Segment(**segment) for segment in stored.pop("segments")]
+            segments = [ConvertSegment(**segment) for segment in stored.pop("segments")]
             skipped = Skipped(**stored.pop("skipped"))
             records[number] = UnitRecord(segments=segments, skipped=skipped, **stored)
     return records

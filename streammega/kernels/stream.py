@@ -123,7 +123,7 @@ mix_one: Any = numba.njit(inline="always")(mix)
 KEY_BLOCKS = 1
 KEY_RANGES = 2
 KEY_ROTATIONS = 3
-KEY_PHASES = 4
+KEY_OFFSETS = 4
 KEY_NODES = 5
 
 _TURNS = 6
@@ -483,8 +483,8 @@ def _part_origin(row, parts, part, dataset_key):
     """The token of the file at which the samples of a part begin in an epoch; it changes every
     epoch.
     """
-    phase_key = keyed(dataset_key, KEY_PHASES, part - row.first_part, 0)
-    return parts[part].start + _bounded(phase_key, parts[part].slack + 1)
+    offset_key = keyed(dataset_key, KEY_OFFSETS, part - row.first_part, 0)
+    return parts[part].start + _bounded(offset_key, parts[part].slack + 1)
 
 
 @kernel

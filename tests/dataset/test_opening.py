@@ -14,7 +14,7 @@ import pytest
 
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
 from streammega.config import parse_blend
-from streammega.convert.job import Segment
+from streammega.convert.job import ConvertSegment
 from streammega.convert.options import ConvertOptions
 from streammega.convert.work_dir import WorkDir
 from streammega.convert.write.document_order import remove_duplicates
@@ -150,7 +150,7 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
     parts = []
     for unit in (999_999, 1_000_000):
         sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
-        parts.append(Segment(name=f"unit-{unit:06d}-0000", documents=1, unit=unit))
+        parts.append(ConvertSegment(name=f"unit-{unit:06d}-0000", documents=1, unit=unit))
     job: Any = SimpleNamespace(
         work_dir=WorkDir(str(tmp_path), StorageConfig()), options=ConvertOptions(dedup=True)
     )

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, offsets_of
-from streammega.convert.job import Job, Segment
+from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
 from streammega.kernels.stream import GOLDEN, mix
@@ -37,7 +37,7 @@ class DocumentOrder:
     shuffle keys, in the order of these.
     """
 
-    def __init__(self, job: Job, parts: Sequence[Segment], buckets: int) -> None:
+    def __init__(self, job: Job, parts: Sequence[ConvertSegment], buckets: int) -> None:
         self._job = job
         self._parts = parts
         self._buckets = buckets
@@ -185,7 +185,7 @@ def save_side(job: Job, segment: str, rows: SideRows) -> None:
         job.work_dir.write(segment + SIDE, np.stack(in_order).tobytes())
 
 
-def read_side(job: Job, part: Segment) -> SideRows:
+def read_side(job: Job, part: ConvertSegment) -> SideRows:
     """The rows of a part's file, each uint64 [documents]; mapped where it is local."""
     name = part.name + SIDE
     store, key = open_store(job.work_dir.file(name), job.work_dir.storage)
@@ -222,8 +222,8 @@ def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint6
 
 
 def remove_duplicates(
-    job: Job, parts: list[Segment], memory_bytes: int
-) -> tuple[list[Segment], int]:
+    job: Job, parts: list[ConvertSegment], memory_bytes: int
+) -> tuple[list[ConvertSegment], int]:
     """The parts with a `.keep` file each, and how many documents are not kept: all but the first of
     equal ones.
 
@@ -246,7 +246,7 @@ def remove_duplicates(
 
 
 def _first_of_equal_ones(
-    job: Job, parts: list[Segment], number: int, passes: int
+    job: Job, parts: list[ConvertSegment], number: int, passes: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(number of a part, its documents that are kept), of the documents of one pass."""
     columns: dict[str, list[NDArray[Any]]] = {}

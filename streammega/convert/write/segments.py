@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from streammega.convert.documents import RawDocument, Tokens, concatenate, offsets_of
 from streammega.convert.job import (
+    ConvertSegment,
     Job,
-    Segment,
     UnitRecord,
     length_histogram,
     save_record,
@@ -167,7 +167,7 @@ class SegmentWriter:
             writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
         sizes = batch.document_tokens
         record = self._record
-        record.segments.append(Segment(name=name, documents=len(sizes), unit=self._unit))
+        record.segments.append(ConvertSegment(name=name, documents=len(sizes), unit=self._unit))
         record.documents += len(sizes)
         record.tokens += len(batch.tokens)
         for number, count in enumerate(length_histogram(sizes)):

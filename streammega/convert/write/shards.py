@@ -16,7 +16,7 @@ import xxhash
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import offsets_of
-from streammega.convert.job import Job, Segment
+from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import digest_of_json
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
@@ -52,7 +52,7 @@ class ShardLayout:
     A portion is a part, or with `buckets` one of so many ranges of shuffle keys.
     """
 
-    parts: list[Segment]
+    parts: list[ConvertSegment]
     dtype: str
     tokens: int
     """Tokens of all parts, with duplicates."""
@@ -125,19 +125,19 @@ over (`MAX_SHUFFLED_SHARDS`).
 """
 
 
-def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[Segment]:
+def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[ConvertSegment]:
     """Inputs that pass as they are."""
     segments = []
     for item in inputs:
         name = dataset_name(item.path)
         documents = len(IndexedDataset(name, storage).document_indices) - 1
-        segments.append(Segment(name=name, documents=documents, is_input=True))
+        segments.append(ConvertSegment(name=name, documents=documents, is_input=True))
     return segments
 
 
 def plan_shards(
     job: Job,
-    parts: list[Segment],
+    parts: list[ConvertSegment],
     sources: Sequence[str],
     destination: Destination,
     memory_bytes: int,
