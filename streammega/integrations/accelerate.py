@@ -208,13 +208,13 @@ def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
 
 
 def _expecting_state(loader: StreamDataLoader) -> Callable[[Any, Any], None]:
-    """A hook of `load_state`, which passes over a loader that its folder has nothing of."""
-    of = weakref.ref(loader)
+    """A hook of `load_state`, which skips a loader if the folder has no state for it."""
+    loader_ref = weakref.ref(loader)
 
-    def expect(models: Any, folder: Any) -> None:
-        """The loader has no position until it loads one of the folder, after this."""
-        loader = of()
+    def await_state(models: Any, folder: Any) -> None:
+        """Mark the loader as without a position, until it loads its state from the folder."""
+        loader = loader_ref()
         if loader is not None:
             loader._awaits_state_of = str(folder)
 
-    return expect
+    return await_state

@@ -21,14 +21,14 @@ PACKAGES = {
     "megatron": "megatron-core",
     "megatron-bridge": "megatron-bridge",
 }
-"""Of each extra that brings a framework, the package it is."""
+"""The package of each extra that installs a framework."""
 
 
 def imported(module: str, extra: str) -> Any:
-    """A module of a framework.
+    """Import a module of a framework.
 
-    Raises ConfigError where it is not installed, naming the package and the extra that brings it;
-    ImportError where it is, but not what it needs itself.
+    Raises ConfigError if it is not installed, with the names of its package and its extra. Raises
+    ImportError if it is installed, but a module that it needs is not.
     """
     try:
         return importlib.import_module(module)
@@ -46,14 +46,16 @@ def class_on_demand(
     base: Callable[[], Any],
     members: Callable[[Any], dict[str, Any]] = lambda base: {},
 ) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose class `name` is `mixin` before a class of a framework. Only
-    who asks for the class imports the framework, by `base`. members: what else the class has.
+    """Make the `__getattr__` of a module that has a class `name` of bases `mixin` and `base()`.
+
+    `base` imports the framework, which happens only when a program uses the class. members: further
+    attributes of the class.
     """
 
-    def get(asked: str) -> Any:
-        """Make the class, which the module then has. Raises AttributeError for another name."""
-        if asked != name:
-            raise AttributeError(f"module {module!r} has no attribute {asked!r}")
+    def get(attribute: str) -> Any:
+        """Make the class and set it in the module. Raises AttributeError for another name."""
+        if attribute != name:
+            raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
         base_class = base()
         described = {"__doc__": mixin.__doc__, "__module__": module}
         made = type(name, (mixin, base_class), described | members(base_class))

@@ -5,9 +5,9 @@
     data = StreamDataModule(config, micro_batch_size=4, global_batch_size=64)
     trainer.fit(model, datamodule=data, ckpt_path="last")
 
-The position lies in Lightning's checkpoints as the data module's own state: Lightning loads that
-before it asks for a loader, whatever `configure_optimizers` read, and it counts the batches that
-were trained on, not one that Lightning fetched ahead.
+Lightning's checkpoints contain the position as the state of the data module. Lightning loads it before
+it calls for a loader, whatever `configure_optimizers` read. The position counts the batches that were
+trained on, not those that Lightning fetched ahead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class StreamDataHooks:
     """The hooks of a LightningDataModule. `StreamDataModule` is this with Lightning's own class;
     for a base of your own: `class Data(StreamDataHooks, MyBase)`.
 
-    An epoch of Lightning ends with the pass over the data, or where `limit_train_batches` and
-    `max_steps` end it; the next one goes on behind the last batch that was trained on, and begins
-    at the first sample when the data has ended. Without a length (the stream order, no
-    `num_samples`) the data has no end: give the Trainer `max_steps`.
+    An epoch of Lightning ends at the end of the data, or where `limit_train_batches` or `max_steps`
+    end it. The next epoch goes on after the last batch that was trained on. If the data has ended, it
+    begins at the first sample. In the stream order without `num_samples` the data has no end: set
+    `max_steps` of the Trainer.
 
     With `return_dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
     of each token, [micro_batch_size, S]}, "train/loss/NAME" and "val/loss/NAME" are logged of every
@@ -247,14 +247,14 @@ class LogsSourceLosses:
     def __init__(self, config: DataConfig) -> None:
         self._config = config
         self._losses: SourceLosses | None = None
-        """Of training, since the last log."""
+        """Losses of training since the last log."""
         self._evaluated: SourceLosses | None = None
-        """Of the evaluation that runs."""
+        """Losses of the running evaluation."""
         self._steps_before = 0
         self._warned = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin to count: what was counted in another run is in no checkpoint."""
+        """Begin to count from 0, because checkpoints do not contain the sums."""
         self._losses = self._of("train", module)
         self._steps_before = trainer.global_step
 
@@ -271,7 +271,7 @@ class LogsSourceLosses:
             _log(trainer, self._losses.means(prefix="train/loss/"))
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Count from 0: every validation is of the whole split."""
+        """Count from 0, because every validation reads the whole split."""
         self._evaluated = self._of("valid", module)
 
     def on_validation_batch_end(
@@ -281,7 +281,7 @@ class LogsSourceLosses:
         self._add(self._evaluated, outputs, batch)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Log, unless this was the look at a few batches before training."""
+        """Log, unless this was Lightning's sanity check before training."""
         if not trainer.sanity_checking:
             self._log_evaluation(trainer, "val/loss/")
 
@@ -300,14 +300,14 @@ class LogsSourceLosses:
             _log(trainer, self._evaluated.means(prefix=prefix))
 
     def _of(self, split: str, module: Any) -> SourceLosses | None:
-        """Of the datasets of a split, the same on every rank; None: it has none."""
+        """Empty sums for the datasets of a split, the same on every rank; None: it has no datasets."""
         if not source_names(self._config, split):
             return None
         return SourceLosses.of(self._config, split=split, device=module.device)
 
     def _add(self, losses: SourceLosses | None, outputs: Any, batch: Any) -> None:
         if losses is None or not isinstance(batch, Mapping) or "dataset_id" not in batch:
-            return  # of a loader of another's
+            return  # the batch comes from another loader
         each = outputs.get(TOKEN_LOSSES) if isinstance(outputs, Mapping) else None
         if each is not None:
             losses.add(batch["dataset_id"], each, batch.get("loss_mask"))

@@ -42,7 +42,7 @@ BATCH_FIELDS = (
 )
 """What Megatron reads of a batch: it needs the first four in any case; the last is for one's own steps."""
 MIN_LANES = 1024
-"""Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
+"""Fewest lanes of the stream order, as for a StreamLoader. Fewer lanes shuffle worse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +322,7 @@ def _check(args: Any, order: str) -> None:
     if order == "stream" and getattr(args, "phase_transition_iterations", None):
         raise ConfigError(
             "--phase-transition-iterations counts samples from the beginning of a phase, so the "
-            'stream order would begin anew there; use order="megatron", or leave it out'
+            'stream order would restart there; use order="megatron", or leave it out'
         )
     full = getattr(args, "full_validation", False)
     if full and not hasattr(args, "eval_micro_batch_size"):

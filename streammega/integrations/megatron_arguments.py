@@ -42,19 +42,19 @@ def read_blends(args: Any, storage: StorageConfig) -> Blends:
 
     Raises ConfigError where none is given, or both kinds.
     """
-    whole = _words(args, "data_path", "data_args_path", storage)
+    all_splits = _words(args, "data_path", "data_args_path", storage)
     per_split = _per_split(args, storage)
-    if whole is not None and per_split is not None:
+    if all_splits is not None and per_split is not None:
         raise ConfigError(
             "--data-path and data paths of single splits are both given; give one of them"
         )
-    if whole is None and per_split is None:
+    if all_splits is None and per_split is None:
         raise ConfigError(
             "no data is named: give --data-path, or --train-data-path, --valid-data-path and "
             "--test-data-path"
         )
     if per_split is None:
-        return Blends(blend=_blend(whole), blend_per_split=None)
+        return Blends(blend=_blend(all_splits), blend_per_split=None)
     return Blends(blend=None, blend_per_split=[_blend(words) for words in per_split])
 
 
@@ -123,10 +123,10 @@ def field_settings(
 
 
 def pad_id(tokenizer: Any, *, allowed: bool) -> int | None:
-    """The padding id that is masked; None: there is none.
+    """The padding id to mask; None: the tokenizer has no such id.
 
-    One that is another special token's too would mask tokens of the data: it counts only where that
-    is `allowed`.
+    An id that is another special token too would mask tokens of the data. It is returned only if
+    that is `allowed`.
     """
     pad = _token_id(tokenizer, "pad")
     if pad is None or pad < 0:
@@ -147,7 +147,7 @@ def _special_ids(tokenizer: Any) -> list[Any]:
 
 
 def eod_id(tokenizer: Any) -> int | None:
-    """The id that ends documents; None: there is none."""
+    """The id that ends documents; None: the tokenizer has no such id."""
     eod = _token_id(tokenizer, "eod")
     return None if eod is None or eod < 0 else eod
 

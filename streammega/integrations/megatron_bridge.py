@@ -43,8 +43,8 @@ class BridgeBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if not self._is_placed:
             raise ConfigError(
-                "nobody has said at which sample training goes on, so it would begin anew at every "
-                "resume: pass the callback of stream_dataset to pretrain(callbacks=[...])"
+                "the sample at which training goes on is not set, so every resume would begin at the "
+                "first sample: pass the callback of stream_dataset to pretrain(callbacks=[...])"
             )
         return next(self.megatron_batches)
 

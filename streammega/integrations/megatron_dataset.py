@@ -27,7 +27,7 @@ from streammega.samples.gpt import GPTDataset
 def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConfig:
     """The DataConfig of a dataset of Megatron's GPTDatasetConfig.
 
-    Raises ConfigError for one of mock data, which lies nowhere.
+    Raises ConfigError for mock data, which is not stored.
     """
     if config.mock:
         raise ConfigError(

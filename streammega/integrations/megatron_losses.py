@@ -114,7 +114,7 @@ def _reported(
 
 
 def _mask_of(loss_func: Any, output: Tensor) -> Tensor:
-    """The loss mask that a loss function was made with. Raises ConfigError where there is none."""
+    """The loss mask that a loss function was made with. Raises ConfigError if it has no mask."""
     mask: Any = next(iter(getattr(loss_func, "args", ())), None)
     if isinstance(mask, Tensor) and mask.numel() == output.numel():
         return mask

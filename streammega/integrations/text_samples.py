@@ -53,7 +53,7 @@ class TokenizedText:
 
     @cached_property
     def digest(self) -> str:
-        """Of all its ids. Texts in which no sample begins need none."""
+        """A digest of all ids. A text in which no sample begins does not need it."""
         return hashlib.blake2b(self.ids.tobytes(), digest_size=8).hexdigest()
 
 
@@ -114,11 +114,11 @@ class TextSamples:
                     f"{name} has no text number {start.text}, at which the state stops; "
                     "the shard is another than when the state was saved"
                 )
-            # of the shard that it began in, a part was passed over
+            # `>`, because reading began within a shard and skipped the texts before that point
             if shards_without_ids > len(self.shards):
                 raise FormatError(
-                    f"there is no text with an id in any of {len(self.shards)} shards, of which "
-                    f"the first is {self.shards[0]}"
+                    f"none of the {len(self.shards)} shards has a text with an id; the first shard "
+                    f"is {self.shards[0]}"
                 )
 
     def _named_shards(self, start: int) -> Iterator[tuple[int, str]]:

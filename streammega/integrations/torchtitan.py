@@ -287,7 +287,7 @@ def _config_class(base_config: Any) -> Any:
         order: str = "stream"
         """"stream", "megatron" or "sequential"."""
         seed: int = 1234
-        """Of the order."""
+        """Seed of the order."""
         global_batch_size: int = -1
         """training.global_batch_size, which torchtitan does not tell its loaders; -1: one batch
         of every rank."""

@@ -5,8 +5,8 @@
     trainer = StreamTrainer(model=model, args=args, stream=config)
     trainer.train(resume_from_checkpoint=True)
 
-The position lies in `trainer_state.json`, with the steps that it belongs to: nothing is read again at
-a resume, and any number of processes goes on with the next sample.
+`trainer_state.json` contains the position together with the number of its step. A resumed run reads no
+sample again. Any number of processes can continue with the next sample.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class StreamTrainerMixin:
     wants a `train_dataset` in any case, one of a single record that is never trained on.
 
     The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. An
-    epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation goes through
-    the valid split of the stream, unless the Trainer is given an `eval_dataset` of its own.
+    epoch ends at the end of the data; a stream without an end needs `max_steps`. Evaluation reads the
+    valid split of the stream, unless the Trainer has an `eval_dataset`.
 
     With `return_dataset_ids` in the stream's config, each log of the loss also has "loss/NAME" of every
     dataset that was trained on since the last one, and each evaluation of the stream "eval_loss/NAME"
@@ -270,7 +270,7 @@ class CountsSteps:
 
 
 def _saved_position(state: Any) -> Mapping[str, Any]:
-    """The position in the state of a Trainer. Raises StateError where there is none."""
+    """The position in the state of a Trainer. Raises StateError if the state has no position."""
     saved = state.stateful_callbacks.get(POSITION) or {}
     position = saved.get("attributes", {}).get("position") if isinstance(saved, dict) else None
     if position is None:

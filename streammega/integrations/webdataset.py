@@ -62,11 +62,10 @@ POLL_SECONDS = 0.2
 
 
 def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
-    """The first stage of a `wds.DataPipeline`: the micro-batches of a loader, from where iterating
-    it begins.
+    """The first stage of a `wds.DataPipeline`: it iterates the micro-batches of a loader.
 
-    The position is the loader's: save its state beside the model. Stages that read ahead, or give
-    batches in another order, are not in it.
+    The loader keeps the position: save its state together with the model. The position does not
+    account for later stages that read ahead or reorder batches.
     """
 
     def batches() -> Iterator[Batch]:
@@ -81,8 +80,8 @@ class TextStream:
     `batch_fields` makes, each [micro_batch_size, S].
 
     Texts follow each other, each with `fields.eod_id` after it if there is one, and are cut into
-    samples of S tokens. A global batch is the same on any number of ranks, of which rank r takes
-    the samples r, r + dp_size, ... of each micro-step.
+    samples of S tokens. A global batch is the same on any number of ranks. Rank r takes the samples
+    r, r + dp_size, ... of each micro-step.
 
     With one lane every rank reads and tokenises all texts, so that all of them know where every
     sample begins. With more, lane l has the shards l, l + lanes, ..., and samples of its own;
@@ -214,11 +213,11 @@ class TextStream:
         if any(type(count) is not int or count < 0 for count in (consumed, offset)):
             raise StateError(f"{', '.join(COUNTS)} of the state are not counts; it is damaged")
         self._check_identity(state["identity"])
-        left = self._global_batch_size - offset
-        if left <= 0 or left % self._step_samples:
+        remaining = self._global_batch_size - offset
+        if remaining <= 0 or remaining % self._step_samples:
             raise StateError(
-                f"the state stops {offset} samples into a global batch, of which "
-                f"{self._global_batch_size} are no whole micro-steps of {self._step_samples}; resume "
+                f"the state stops {offset} samples into a global batch of {self._global_batch_size}; "
+                f"the remaining {remaining} are no whole micro-steps of {self._step_samples}. Resume "
                 "with the former sizes and ranks, or from a state between global batches"
             )
         positions = parse_positions(state["positions"])
@@ -328,10 +327,10 @@ class TextStream:
         batches.
         """
         lanes = {lane: self._lane(lane).samples(position) for lane, position in positions.items()}
-        left = self._global_batch_size - offset
+        remaining = self._global_batch_size - offset
         while True:
             global_batch = []
-            for start in range(consumed, consumed + left, self._step_samples):
+            for start in range(consumed, consumed + remaining, self._step_samples):
                 rows: list[Ids] = []
                 after: dict[int, TextPosition] = {}
                 for place in range(self._step_samples):
@@ -350,8 +349,8 @@ class TextStream:
                 else:  # the texts may end within this global batch
                     global_batch.append(step)
             yield from global_batch
-            consumed += left
-            left = self._global_batch_size
+            consumed += remaining
+            remaining = self._global_batch_size
 
     def _lane(self, lane: int) -> TextSamples:
         return replace(self._texts, shards=self._texts.shards[lane :: self._lanes])
@@ -401,7 +400,7 @@ def parse_positions(text: Any) -> dict[int, TextPosition]:
             positions[int(lane)] = position
         return positions
     except (AttributeError, TypeError, ValueError):
-        raise StateError("positions of the state are none of lanes; it is damaged") from None
+        raise StateError("the state has positions that no lane can have; it is damaged") from None
 
 
 class ReadAhead(Iterator[Any]):

@@ -1,9 +1,9 @@
-"""Memory of the loader: the table in which kernels find fetched buffers, and what batches lie in.
+"""Memory of the loader: the table in which kernels find fetched buffers, and the memory of batches.
 
 A batch may be read after its caller has dropped it: `.to("cuda", non_blocking=True)` from pinned
-memory only queues the copy. Only torch knows when such a copy is done: its pinned allocator notes
-an event on a block that is copied from, and keeps the block until then. So where CUDA is, all of a
-batch is torch's own pinned memory, and nothing here uses any of it again.
+memory only queues the copy. Only torch knows when such a copy is done: its pinned allocator records
+an event on the block, and keeps the block until then. So on machines with CUDA a batch is in torch's
+own pinned memory, and this module reuses none of it.
 """
 
 from __future__ import annotations
@@ -30,35 +30,36 @@ Integers = NDArray[np.int64]
 ENDLESS = 1 << 60
 """Uses of a slot that is never freed: more rows than any run gathers."""
 RECEIVED_BYTES = 64 << 20
-"""Memory of batches from worker processes that is kept to be used again."""
-_of_thread = threading.local()
-"""Memory that is used again is taken and given back without a lock: each thread has its own."""
+"""Most unused memory that is kept for batches from worker processes."""
+_thread_memory = threading.local()
+"""The recycled memory of each thread. `RecycledMemory` has no lock, so threads do not share it."""
 
 
 class BufferTable:
-    """The number (*slot*) under which kernels find the bytes of each buffer: slots of `files` files,
-    numbered as they are, one of address 0, and those of buffers. A slot of a buffer goes one way:
+    """The table of *slots*, the numbers under which kernels find the bytes of files and buffers.
 
-        | state    | by              | when                                                        |
+    File i has slot i. The next slot has address 0. All others are for buffers, and such a slot goes
+    through these states:
+
+        | state    | set by          | when                                                        |
         |----------|-----------------|-------------------------------------------------------------|
-        | free     |                 | nothing refers to it                                        |
-        | acquired | `acquire`       | the planner numbers a buffer                                |
-        | expected | `expect`        | it is known how many rows the buffer serves (`uses`)        |
-        | attached | `attach`        | its reads go to the fetcher                                 |
-        | filled   | `fill`          | its bytes are there: kernels may follow `addresses`         |
-        | free     | `release_rows`  | the last of its rows was gathered                           |
-        | free     | `cancel`        | its other rows will not come, and those planned were        |
-        |          |                 | gathered                                                    |
-        | free     | `return_unused` | it was acquired, and not needed after all                   |
+        | free     |                 | no row refers to the slot                                   |
+        | acquired | `acquire`       | the planner chooses a slot for a buffer                     |
+        | expected | `expect_rows`   | the number of rows that the buffer serves is known (`uses`) |
+        | attached | `attach`        | the reads of the buffer go to the fetcher                   |
+        | filled   | `fill`          | the bytes are in memory: kernels may follow `addresses`     |
+        | free     | `release_rows`  | the last row of the buffer was gathered                     |
+        | free     | `cancel`        | its planned rows were gathered, and no others will follow   |
+        | free     | `return_unused` | the planner does not need the slot that it acquired         |
 
-    uses, addresses: int64 [slots]: the rows that each has still to serve, and where its bytes lie.
-    Both are replaced by longer arrays when slots run out: do not keep them. Everything here runs in
-    the thread that plans and gathers, so there is no lock.
+    uses: int64 [slots], the rows that each slot has still to serve. addresses: int64 [slots], the
+    memory address of its bytes. Both are replaced by longer arrays when slots run out, so do not keep
+    references to them. Only the thread that plans and gathers uses the table, so there is no lock.
     """
 
     def __init__(self, files: int) -> None:
         self.zero = files
-        """The slot of address 0: rows that refer to it have their address as offset."""
+        """The slot with address 0. Rows that use it have their own address as offset."""
         never_freed = files + 1
         self.uses: Integers = np.full(never_freed, ENDLESS, np.int64)
         self.addresses: Integers = np.zeros(never_freed, np.int64)
@@ -66,11 +67,11 @@ class BufferTable:
         self._free: list[int] = []
 
     def map_files(self, addresses: list[int]) -> None:
-        """The addresses of mapped files, 0 where one is not mapped, by number of the file."""
+        """Set the address of each file, by number of the file; 0 if the file is not mapped."""
         self.addresses[: len(addresses)] = addresses
 
     def acquire(self, count: int) -> Integers:
-        """That many free slots."""
+        """Take `count` free slots, int64 [count]."""
         if len(self._free) < count:
             self._grow(count)
         kept = len(self._free) - count
@@ -79,7 +80,7 @@ class BufferTable:
         return np.array(slots, np.int64)
 
     def _grow(self, count: int) -> None:
-        """Add at least `count` slots, and as many as there are: arrays are copied seldom."""
+        """Add `count` slots, or double the table if that is more: so arrays are rarely copied."""
         first = len(self.uses)
         more = max(count, first)
         unused = np.zeros(more, np.int64)
@@ -92,28 +93,28 @@ class BufferTable:
         """Free slots, given in the order in which they were acquired."""
         self._free += slots[::-1].tolist()
 
-    def expect(self, slots: Integers, rows: Integers) -> None:
-        """Slot slots[i] will serve rows[i] rows."""
+    def expect_rows(self, slots: Integers, rows: Integers) -> None:
+        """Set that slot slots[i] will serve rows[i] rows with tokens, in all windows together."""
         self.uses[slots] = rows
 
     def attach(self, buffer: FetchGroup) -> None:
-        """Keep a buffer whose bytes will come."""
+        """Keep a buffer whose bytes are being fetched."""
         self._attached[buffer.slot] = buffer
 
     def fill(self, buffer: FetchGroup) -> None:
-        """The bytes of a buffer are there."""
+        """Set the address of a buffer whose bytes are in memory."""
         assert buffer.buffer is not None
         self.addresses[buffer.slot] = address_of(buffer.buffer)
 
     def release_rows(self, slot_of_row: Integers, tokens_of_row: Integers) -> list[FetchGroup]:
-        """These rows were gathered: frees the slots that serve no other, and returns their buffers."""
+        """Count these rows as gathered. Free the slots that have no rows left; return their buffers."""
         freed = np.empty(len(self._attached), np.int64)
         count = count_down(self.uses, slot_of_row, tokens_of_row, freed)
         return self._release(freed[:count].tolist())
 
     def cancel(self, slots: Integers, rows: Integers) -> list[FetchGroup]:
-        """Rows[i] of the rows that slots[i] was to serve will not come: frees the slots that serve no
-        other, and returns their buffers.
+        """Expect rows[i] fewer rows of slots[i]. Free the slots that have no rows left; return their
+        buffers.
         """
         self.uses[slots] -= rows
         return self._release(slots[self.uses[slots] == 0].tolist())
@@ -123,7 +124,7 @@ class BufferTable:
         return [self._attached.pop(slot) for slot in slots]
 
     def clear(self) -> None:
-        """Reading has ended: refer to no buffer any more."""
+        """Drop all buffers, because reading has ended."""
         self._attached.clear()
 
 
@@ -131,19 +132,19 @@ class BufferTable:
 
 
 def batch_memory(kept_bytes: int, pinned: bool | None = None) -> Allocate:
-    """What makes the tensors of batches in this process. Call it in the thread whose CUDA device is
-    meant.
+    """The function that allocates the tensors of batches in this process.
 
-    kept_bytes: of what was given back, for `RecycledMemory`. pinned: None: where CUDA can be used.
-    False: nowhere, because batches are copied on the host before they go to a device.
+    Call it in the thread whose current CUDA device will receive the batches.
 
-    Torch's pinned memory where CUDA can be used. Arrays that are used again in worker processes,
-    which copy what they send, and where there is no accelerator at all. Memory that is new every
-    time serves children of processes that use CUDA, and other accelerators, of whose copies nothing
-    is known here.
+    kept_bytes: most unused memory that `RecycledMemory` keeps. pinned: None: batches are pinned if
+    CUDA can be used. False: they are not, because the host copies them before they go to a device.
+
+    With CUDA, batches are in torch's pinned memory. Worker processes and machines without an
+    accelerator reuse memory; workers copy the batches that they send. A forked child of a process
+    that uses CUDA, and other accelerators, get new memory each time: their copies cannot be tracked.
     """
     if pinned is False or torch.utils.data.get_worker_info() is not None:
-        # asks nothing of CUDA: a process that only passes batches on opens no context
+        # does not call CUDA, so a process that only forwards batches opens no context
         return RecycledMemory(kept_bytes).take
     if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
         return PinnedMemory().take
@@ -153,61 +154,64 @@ def batch_memory(kept_bytes: int, pinned: bool | None = None) -> Allocate:
 
 
 def recycled_memory() -> Allocate:
-    """What makes the tensors of batches that come from worker processes, in this thread.
+    """The function that allocates, in this thread, tensors of batches from worker processes.
 
-    With an accelerator ordinary memory that is new every time: torch's DataLoader pins it, or
-    makes copies that are not known here.
+    With an accelerator it allocates new memory each time: torch's DataLoader pins it, or makes
+    copies that cannot be tracked.
     """
-    known: Allocate | None = getattr(_of_thread, "memory", None)
+    known: Allocate | None = getattr(_thread_memory, "memory", None)
     if known is None:
         alone = not torch.accelerator.is_available()
         known = RecycledMemory(RECEIVED_BYTES).take if alone else new_memory
-        _of_thread.memory = known
+        _thread_memory.memory = known
     return known
 
 
 class PinnedMemory:
-    """Tensors in blocks of torch's pinned allocator, which uses a block again when no tensor and no
-    copy on a device needs it. After the first few none is new.
+    """Allocates tensors with torch's pinned allocator.
+
+    The allocator reuses a block when no tensor and no copy to a device needs it. So after the first
+    few batches it allocates no new block.
     """
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content.
+        """Make a tensor with arbitrary content.
 
-        Only views of it may leave here: an alias, as of numpy, is not known to torch.
+        Hand out only views of it that torch makes: torch does not know of a numpy array that shares
+        its memory.
         """
-        # a thread of its own begins on device 0, and would make a context there
+        # a new thread begins on device 0 and would open a context there
         with torch.cuda.device(self._device):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 class RecycledMemory:
-    """Tensors in memory that is used again, warm in cache, as soon as no tensor, view or array
-    refers to it. Of unused memory at most `kept_bytes` are kept.
+    """Allocates tensors in memory that is reused as soon as no tensor, view or array refers to it.
 
-    For processes without an accelerator: there, whatever reads memory refers to it. Without a lock,
-    since blocks are given back wherever the last reference goes: of two threads that do so at once,
-    both may find room for one.
+    Reused memory is warm in the CPU cache. At most `kept_bytes` of unused memory are kept.
+
+    It is for processes without an accelerator: there, all code that reads memory refers to it. A
+    block returns in whichever thread drops the last reference, so there is no lock. Two threads that
+    return blocks at the same time may keep one block too many.
     """
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-        self._in_use: dict[int, _Use] = {}  # a weak reference that is dropped is not called
+        self._in_use: dict[int, _Use] = {}  # Python does not call a weak reference that was dropped
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content."""
+        """Make a tensor with arbitrary content."""
         size = math.prod(shape) * dtype.itemsize
         block_size = rounded(size)  # cu_seqlens have any size
         try:
             block = self._free[block_size].pop()
         except IndexError:
             block = np.empty(block_size, np.uint8)
-        # the tensor's storage keeps this very object; when it is collected, nothing is left that
-        # reads
+        # the tensor's storage keeps this object: when it is collected, no reader remains
         array = block[:size]
         use = _Use(array, self._recycle)
         use.block = block
@@ -224,7 +228,7 @@ class RecycledMemory:
 
 
 class _Use(weakref.ref[NDArray[np.uint8]]):
-    """An array that is in use, and the block that it lies in."""
+    """A weak reference to an array in use. block: the memory that the array is a part of."""
 
     __slots__ = ("block",)
     block: NDArray[np.uint8]

@@ -1,10 +1,10 @@
-"""From positions to batches: one thread plans, waits for what was fetched, and gathers; the
-transport's threads fetch; the caller's thread makes the fields of what it takes.
+"""The engine turns positions into batches. Its own thread plans windows, waits for fetched bytes and
+gathers ids. The fetcher's threads fetch. The caller's thread makes the fields of the batches it takes.
 
     positions ─► Lookahead ─► buffers ─► Fetcher (threads) ─► bytes ─► Gatherer ─► ready groups
     ─► Assembler ─► the training loop
 
-The order of everything is that of need. Nothing is fetched that the plan does not use.
+Every queue is in the order in which batches need its items. Only bytes that the plan uses are fetched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streammega.loading.buffers import RecycledMemory, batch_memory
 from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import WHOLE, GatherGroup, KeptColumns
+from streammega.loading.planner import ALL_COLUMNS, GatherGroup, KeptColumns
 from streammega.loading.read_plan import local_addresses, plan_reading
 from streammega.loading.staging import Stager
 from streammega.loading.stats import Stats
@@ -37,13 +37,15 @@ from streammega.storage.fetch.flow_control import BATCH_REQUESTS
 
 log = logging.getLogger(__name__)
 
-LOOK_UP = 0.5
-"""Seconds after which a thread that waits looks up. That which waits for room looks whether it was
-closed: `close` wakes it at once, unless it is called in this very thread, by the collector. That
-which waits for batches hears of signals.
+POLL_SECONDS = 0.5
+"""Seconds between two checks of a waiting thread.
+
+The engine's thread, when it waits for room, checks whether the engine was closed. `close` wakes it
+at once, unless the garbage collector calls `close` in this same thread. The caller's thread, when it
+waits for a batch, handles signals such as Ctrl-C.
 """
-JOIN = 0.01
-"""Seconds between two wakings of a thread that is to end: it may fill the queue once more."""
+JOIN_POLL_SECONDS = 0.01
+"""Seconds between two attempts to end the thread: it may fill the queue again in between."""
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -51,17 +53,18 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Iterates (consumed, batch) for positions of micro-steps, several batches ahead of its caller.
 
-    An error is raised at the position it belongs to. `close` ends the threads; so does leaving the
-    iteration.
+    An error is raised at the position where it occurred. The threads end when `close` is called or
+    the iteration is left.
 
     Args:
-        steps: what is read.
-        positions: which of the micro-steps, as values of `consumed`.
+        steps: the micro-steps of this rank.
+        positions: the micro-steps to read, as values of `consumed`.
         ahead: micro-batches made ahead of the caller.
-        start: where the iteration begins.
-        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids
-            that each sample has}, and where modes make the loss mask "learned": bool, of each id.
-        kept: with ids_only, which tokens of every sample are read, each part as a row of its own.
+        start: the value of `consumed` at which the iteration begins.
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": the
+            number of ids of each sample}. Where modes make the loss mask, "learned" says as a bool
+            for each id whether it has a loss.
+        kept: with ids_only, which tokens of every sample are read. Each part becomes a row.
         pinned: see `batch_memory`.
     """
 
@@ -74,7 +77,7 @@ class Engine:
         start: int,
         ids_only: bool = False,
         stats: Stats | None = None,
-        kept: KeptColumns = WHOLE,
+        kept: KeptColumns = ALL_COLUMNS,
         pinned: bool | None = None,
     ) -> None:
         self.steps = steps
@@ -92,18 +95,18 @@ class Engine:
             self._fetcher = _fetcher_for(storage, plan.files, memory.fetch_bytes)
         self.stats.attach(self._fetcher, plan.files)
         self._stager: Stager | None = None
-        # kept as long as kernels may follow the addresses
+        # keeps the files mapped as long as kernels may follow their addresses
         self._mapped = local_addresses(plan.files, plan.table.local)
         plan.planner.table.map_files([address for address, _ in self._mapped])
         self._lookahead = Lookahead(steps, plan, positions, fetcher=self._fetcher, stats=self.stats)
-        # What is handed out may be pinned; ids that fields are made of stay here.
+        # Batches that are handed out may be pinned. Ids from which fields are made stay here.
         handed_out = batch_memory(memory.ready_bytes, pinned)
         ids_memory = handed_out if ids_only else RecycledMemory(memory.ready_bytes).take
         self._gatherer = Gatherer(steps, plan, ids_memory)
         self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
         self._closed = False
-        self._at_hand = 0  # batches that are gathered, of the group that is being handed out
-        self.stats.at_hand = self.is_ready
+        self._batches_at_hand = 0  # gathered batches left in the group that is being handed out
+        self.stats.is_batch_ready = self.is_ready
         self._ready: queue.Queue[ReadyGroup | BaseException | None] = queue.Queue(
             memory.ready_groups
         )
@@ -114,7 +117,7 @@ class Engine:
         self._begin()
         try:
             while True:
-                asked = time.perf_counter()
+                wait_began = time.perf_counter()
                 group = self._next_group()
                 if isinstance(group, BaseException):
                     try:
@@ -123,7 +126,7 @@ class Engine:
                         del group  # else its traceback and this frame would refer to each other
                 if group is None:
                     return
-                away = 0.0
+                caller_seconds = 0.0
                 first = 0
                 num_batches = len(group.consumed)
                 while first < num_batches:
@@ -132,35 +135,38 @@ class Engine:
                     if first == num_batches:
                         self.stats.release_ready(group.nbytes)
                         del group
-                    given = time.perf_counter()
-                    self.stats.batches_delivered(len(batches), given - asked, self._ready.qsize())
+                    wait_ended = time.perf_counter()
+                    self.stats.batches_delivered(
+                        len(batches), wait_ended - wait_began, self._ready.qsize()
+                    )
                     while batches:
-                        self._at_hand = num_batches - first + len(batches) - 1
-                        # not referred to here: its memory is free as soon as the caller lets go
+                        self._batches_at_hand = num_batches - first + len(batches) - 1
+                        # this frame holds no reference: the caller alone decides when memory is free
                         yield batches.popleft()
-                    asked = time.perf_counter()
-                    self.stats.step(asked - given)
-                    away += asked - given
-                self._lookahead.keep_pace(away / num_batches)
+                    wait_began = time.perf_counter()
+                    self.stats.step(wait_began - wait_ended)
+                    caller_seconds += wait_began - wait_ended
+                self._lookahead.record_pace(caller_seconds / num_batches)
         finally:
             self.close()
 
     def _assemble(self, group: ReadyGroup, first: int) -> Batches:
-        """The next micro-batches of a group, from its `first` on: all of those that are made together,
-        or up to one that has an error.
+        """Make the next micro-batches of a group, from its micro-batch `first` on.
+
+        Returns up to `field_batches` of them. If one of them has an error, returns the first alone.
         """
         last = min(first + self._plan.memory.field_batches, len(group.consumed))
         try:
             return self._assembler.assemble(group, first, last)
         except StreammegaError:
-            # raised by the micro-batch that has it, when that is asked for
+            # the error is raised when its own micro-batch is the first
             return self._assembler.assemble(group, first, first + 1)
 
     def _next_group(self) -> ReadyGroup | BaseException | None:
         """Wait for the next group. Polls, because a blocking `queue.get` delays Ctrl-C."""
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=LOOK_UP)
+                return self._ready.get(timeout=POLL_SECONDS)
 
     def _begin(self) -> None:
         """Start the threads."""
@@ -174,12 +180,12 @@ class Engine:
             self.stats.stager = stager
 
     def close(self) -> None:
-        """Stop reading; what was never handed out is forgotten."""
+        """Stop reading and drop the batches that were not handed out."""
         if self._closed:
-            return  # an iteration left open is closed as the program ends, and when it is dropped
+            return  # the iteration, the collector and the end of the program may each call `close`
         self._closed = True
-        if self.stats.at_hand == self.is_ready:
-            self.stats.at_hand = None
+        if self.stats.is_batch_ready == self.is_ready:
+            self.stats.is_batch_ready = None
         if self._fetcher is not None:
             self._fetcher.close()
         if self._stager is not None:
@@ -191,30 +197,28 @@ class Engine:
         self._unmap()
 
     def _unmap(self) -> None:
-        """Let go of local files. No kernel follows their addresses any more."""
+        """Unmap local files. No kernel may follow their addresses after this."""
         if self._thread is threading.current_thread():
-            return  # the collector called: a kernel may run below on this stack
+            return  # the garbage collector called this: a kernel may still run on this stack
         self._mapped = []
         for file in self._plan.files:
             file.store.unmap()
 
     def _end_thread(self) -> None:
-        """Wait until the thread has ended, making room for what it still hands over."""
+        """Wait until the thread has ended. Empty the queue meanwhile, so that its last put returns."""
         thread = self._thread
-        # the collector may run anywhere, in that very thread too
+        # the garbage collector may call this in any thread, in the engine's too
         if thread is None or thread is threading.current_thread():
             return
         while thread.is_alive():
             with self._ready.mutex:
                 self._ready.queue.clear()
                 self._ready.not_full.notify_all()
-            thread.join(JOIN)
+            thread.join(JOIN_POLL_SECONDS)
 
     def is_ready(self) -> bool:
-        """Whether the next batch, the end, or the error in its place is there: the caller would not
-        wait.
-        """
-        return self._at_hand > 0 or not self._ready.empty()
+        """Whether the caller would not wait: the next batch, its error, or the end is there."""
+        return self._batches_at_hand > 0 or not self._ready.empty()
 
     # --- the thread ---
 
@@ -226,24 +230,25 @@ class Engine:
                 if group is None:
                     break
                 self._produce(group)
-                del group  # its buffers are free when they are released
+                del group  # else its buffers would stay in memory after their release
             self._put(None)
         except BaseException as error:
-            # raised by the caller's thread, in place of the batch
+            # the caller's thread raises it in place of the batch
             if not self._closed:
                 self._put(error)
 
     def _put(self, item: ReadyGroup | BaseException | None) -> None:
-        """Hand over to the caller's thread, as soon as it has room."""
+        """Put an item into the queue of the caller's thread, as soon as it has room."""
         while not self._closed:
             try:
-                return self._ready.put(item, timeout=LOOK_UP)
+                return self._ready.put(item, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
 
     def _produce(self, group: GatherGroup) -> None:
-        """Gather a group; if a part of it failed, the micro-batches before that part, and then its
-        error.
+        """Gather a group and hand it over.
+
+        If a micro-batch fails, hand over those before it one by one, then raise its error.
         """
         try:
             gathered = self._gather(group)
@@ -256,7 +261,7 @@ class Engine:
         self._put(gathered)
 
     def _gather(self, group: GatherGroup) -> ReadyGroup:
-        """Wait for the bytes of a group, gather it, and free what it was the last to need."""
+        """Wait for the bytes of a group, gather it, and free the buffers that no later row needs."""
         fetcher = self._fetcher
         table = self._plan.planner.table
         if fetcher is not None and group.buffers:
@@ -276,16 +281,15 @@ class Engine:
 
 
 def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) -> Fetcher:
-    """What fetches files.
+    """The fetcher of some files, which may hold `budget` bytes.
 
-    Where all of them are on local disks, what is fetched is unpacked from them: that is work, not
-    waiting, so there are as many threads as cores, and nothing is read a second time because it
-    takes long.
+    If all files are on local disks, fetching means to decompress them, which needs a core and does
+    not wait. There are then as many threads as cores, and slow reads are not hedged.
     """
     if not all(file.store.is_local for file in files):
         return Fetcher(storage, budget)
     threads = min(storage.max_concurrent_requests, num_threads())
-    # A thread takes whole jobs: one read at a time, it would wait for the GIL after each.
+    # A thread takes several requests at once. With one at a time it would wait for the GIL after each.
     requests = threads * BATCH_REQUESTS
     return Fetcher(
         replace(storage, max_concurrent_requests=requests, hedge_requests=False), budget, threads
@@ -294,10 +298,8 @@ def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) ->
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of iterations that were left open: one that is in torch when Python ends
-    would abort the process.
-    """
+    """End the threads of open iterations. A thread inside torch when Python ends aborts the process."""
     for engine in list(_live):
-        # the program has ended: no caller is left for the error, and other engines must be closed
+        # no caller is there to receive an error, and the other engines have to be closed too
         with contextlib.suppress(Exception):
             engine.close()

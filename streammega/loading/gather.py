@@ -1,5 +1,7 @@
-"""From the bytes of a group that have come to its micro-batches: ids in the stored dtype, by one kernel
-call for each token width, and fields when a micro-batch is handed out.
+"""Turns the fetched bytes of a group into micro-batches.
+
+The gatherer copies ids in the stored dtype, by one kernel call for each token width. The assembler
+makes the fields when a micro-batch is handed out.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from streammega.samples.source import field_names, masks_by_files
 from streammega.samples.token_file import Runs, clear_by_modes
 
 TAIL_ID = 0
-"""What follows the ids of a sample that ended early: `valid` says that it is padding."""
+"""The id written after the end of a short sample. `valid` says that it is padding."""
 Batches = deque[tuple[int, Batch]]
-"""(consumed, batch) of micro-batches that are handed out next."""
+"""The micro-batches to hand out next, as (consumed, batch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGroup:
-    """Micro-batches that are gathered: their positions, and the ids of all of their samples with what
-    fields are made of.
+    """Gathered micro-batches: their positions, their ids, and all that their fields are made from.
 
-    ids: [samples, width] in the stored dtype, valid: int64 [samples]. learned: bool as ids; None: all
-    are. joins, dataset_id: of each sample, where the config asks for them. row_splits, size: of the
-    rows that samples consist of.
+    ids: [samples, width] in the stored dtype. valid: int64 [samples], the number of ids of each sample.
+    learned: bool [samples, width], whether an id has a loss; None: all have. joins, dataset_id: the
+    joins and datasets of the samples, where the config asks for them. row_splits: sample i consists
+    of rows [row_splits[i], row_splits[i + 1]). size: the tokens of each row.
     """
 
     consumed: list[int]
@@ -59,8 +61,8 @@ class Gatherer:
     """Gathers groups.
 
     Args:
-        steps: what is read.
-        plan: where its bytes are.
+        steps: the micro-steps of this rank.
+        plan: the files, and the table with the addresses of fetched buffers.
         allocate: makes the tensors.
     """
 
@@ -75,7 +77,7 @@ class Gatherer:
         self._dataset_of_file = np.repeat(steps.samples.segments[0].dataset_ids, files_of_dataset)
 
     def gather(self, group: GatherGroup) -> ReadyGroup:
-        """A group whose bytes are all there."""
+        """Gather a group. All of its bytes must be in memory."""
         samples = group.last - group.first
         ids = self._allocate((samples, self._width), torch_dtype(self._plan.dtype))
         valid = self._allocate((samples,), torch.int64)
@@ -93,17 +95,17 @@ class Gatherer:
             excluded.overwrite(ids.numpy(), self._config.eod_id)
         joins = None
         if self._config.sample_joins != "keep":
-            found = joins_between(
+            all_joins = joins_between(
                 np.diff(group.row_splits),
                 window.file[rows],
                 window.start[rows],
                 window.size[rows],
                 window.column[rows],
             )
-            joins = joins_of_config(found, self._config)
+            joins = joins_of_config(all_joins, self._config)
         dataset_id = None
         if self._config.return_dataset_ids:
-            # that of its first row: all are of one dataset
+            # the dataset of a sample's first row: all of its rows have the same one
             dataset_id = self._dataset_of_file[window.file[group.row_splits[:-1]]]
         return ReadyGroup(
             consumed=group.consumed,
@@ -117,7 +119,7 @@ class Gatherer:
         )
 
     def _learned(self, group: GatherGroup, excluded: ExclusionMask | None) -> Tensor:
-        """Which ids of a group are learned, bool [samples, width]."""
+        """Which ids of a group have a loss, bool [samples, width]."""
         learned = self._allocate((group.last - group.first, self._width), torch.bool)
         learned.numpy().fill(True)
         clear_by_modes(self._plan.files, _runs_of(group), learned.numpy())
@@ -126,9 +128,10 @@ class Gatherer:
         return learned
 
     def _copy_rows(self, group: GatherGroup, ids: Tensor, valid: Tensor) -> None:
-        """The ids of a group's samples, and how many each has.
+        """Write the ids of a group's samples to `ids`, and how many each has to `valid`.
 
-        A kernel is compiled for one stored dtype: each call passes over the rows of other files.
+        The kernel is compiled for each stored dtype. A call copies the rows of files with its dtype
+        and skips the others.
         """
         window = group.window
         plan = self._plan
@@ -143,7 +146,7 @@ class Gatherer:
 
 
 def _runs_of(group: GatherGroup) -> Runs:
-    """Where the tokens of a group's samples lie."""
+    """The runs of tokens that a group's samples consist of."""
     window = group.window
     rows = group.rows
     rows_of_sample = np.diff(group.row_splits)
@@ -157,11 +160,13 @@ def _runs_of(group: GatherGroup) -> Runs:
 
 
 class Assembler:
-    """Makes the micro-batches of ready groups, a few at a time, when they are handed out: until then
-    their fields would only take memory. Every batch has memory of its own, to write to as well.
+    """Makes the micro-batches of ready groups, a few at a time, when the caller takes them.
+
+    Fields that were made earlier would only take memory. No two batches share memory, so the caller
+    may write to them.
 
     Args:
-        allocate: makes the fields; None: batches are ids, see `Engine`.
+        allocate: makes the tensors of the fields; None: batches are ids, see `Engine`.
     """
 
     def __init__(self, steps: MicroSteps, plan: ReadPlan, allocate: Allocate | None) -> None:
@@ -172,10 +177,10 @@ class Assembler:
         self._allocate = allocate
 
     def assemble(self, group: ReadyGroup, first: int, last: int) -> Batches:
-        """Micro-batches [first, last) of a group.
+        """Make micro-batches [first, last) of a group.
 
-        Raises FormatError for an id outside of the vocabulary, ConfigError for a field that is left
-        out and matters.
+        Raises FormatError for an id outside of the vocabulary. Raises ConfigError if `fields` of the
+        config leaves out a field that these samples need.
         """
         rows = self._batch_rows
         samples = slice(first * rows, last * rows)
@@ -200,7 +205,7 @@ class Assembler:
         return deque(zip(group.consumed[first:last], batches, strict=True))
 
     def _samples(self, group: ReadyGroup, chosen: slice) -> Samples:
-        """Some samples of a group."""
+        """The chosen samples of a group, as `make_fields` takes them."""
         joins = None
         if group.joins is not None:
             low, high = np.searchsorted(group.joins.sample, [chosen.start, chosen.stop])

@@ -1,6 +1,4 @@
-"""One iteration: batches from a position on, phase by phase, to the end of the data or to a reason
-why it cannot go on.
-"""
+"""One iteration over the data: batches from a position on, phase by phase."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from streammega.samples.fields import Batch
 from streammega.storage.fork_lock import process_lock
 
 Read = tuple[int, Batch, Engine]
-"""(position, its micro-batch, the engine that read it)."""
+"""(position, micro-batch at the position, engine that read the micro-batch)."""
 
 
 def iterate_batches(
@@ -26,13 +24,15 @@ def iterate_batches(
     *,
     read: Callable[[Engine], Iterator[tuple[int, Batch]]] = iter,
 ) -> Generator[Read, None, None]:
-    """The micro-batches of some steps from sample `start` on. Where a version is appended in mid-run,
-    what was read ahead is read again, because it is of the order without that version.
+    """Iterate the micro-batches from sample `start` to the end of the data.
+
+    If the run takes in an appended version, batches that were read ahead belong to the old order.
+    They are dropped, and reading begins again at the same sample.
 
     Args:
-        make_engine: (steps of a phase, their positions, its start) -> what reads them.
-        check: raises if this iteration is over; called before each batch.
-        read: (engine) -> (position, batch): the batches of an engine, on a device for instance.
+        make_engine: (steps of a phase, positions, first sample) -> the engine that reads them.
+        check: raises an error if the iteration must not go on; called before each batch.
+        read: iterates (position, batch) of an engine. It may copy the batches to a device.
     """
     steps.attach(start)
     next_sample: int | None = start
@@ -47,8 +47,9 @@ def _until_data_change(
     check: Callable[[], None],
     read: Callable[[Engine], Iterator[tuple[int, Batch]]],
 ) -> Generator[Read, None, int | None]:
-    """The same as far as nothing is appended; returns the sample where it then goes on. None: at the
-    end of the data.
+    """Iterate the micro-batches until the data ends or a version is appended.
+
+    Returns the sample at which the iteration goes on in the new order; None at the end of the data.
     """
     segments = steps.samples.segments
     for steps_here, positions, start in steps.by_segment(
@@ -62,18 +63,17 @@ def _until_data_change(
                 if steps.samples.segments is not segments:
                     return consumed
                 yield consumed, batch, engine
-                del batch  # its memory is free as soon as the caller lets go
+                del batch  # the caller alone decides when its memory is free
     return None
 
 
 class Iteration(Iterator[Batch]):
-    """The batches of a generator. StopIteration means the end of the data, and nothing else.
+    """Iterates the batches of a generator. StopIteration means the end of the data, and nothing else.
 
-    A bare generator that was closed, or that an error went through, answers with StopIteration too,
-    which a training loop takes for the end of the data. This one raises StateError with the reason
-    instead.
+    A bare generator also raises StopIteration after it was closed or raised an error. A training
+    loop would take that for the end of the data. This iterator raises StateError with the reason.
 
-    Several threads may take batches: each gets batches of its own, one thread after the other.
+    Several threads may take batches. Each batch goes to one of them.
     """
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
@@ -96,7 +96,7 @@ class Iteration(Iterator[Batch]):
         except StopIteration:
             self._ended = True
             raise
-        except BaseException as error:  # Ctrl-C too: it went through the generator, which is over
+        except BaseException as error:  # Ctrl-C too: it has ended the generator
             self._reason = (
                 f"it ended by {type(error).__name__}, which was raised where it was waited for"
             )
@@ -104,13 +104,14 @@ class Iteration(Iterator[Batch]):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next batch, or the end of the data, can still be asked for."""
+        """Whether `next` may be called: no error ended the iteration, and `stop` was not called."""
         return self._reason is None
 
     def stop(self, reason: str) -> None:
-        """End it and what it runs. One that gave all its batches stays one that is over.
+        """End the iteration and its generator. `next` then raises StateError with the reason.
 
-        Raises StateError, and goes on, where another thread waits for its next batch.
+        After the last batch `next` still raises StopIteration. Raises StateError and stops nothing
+        if another thread waits for a batch.
         """
         if inspect.getgeneratorstate(self._batches) == inspect.GEN_RUNNING:
             raise StateError(

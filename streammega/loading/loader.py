@@ -1,5 +1,5 @@
-"""The loader: micro-batches a few ahead of the training step, and a cursor that counts only what
-was taken.
+"""The loader makes micro-batches ahead of the training step. Its cursor counts only batches that the
+step has taken.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from streammega.storage.fork_lock import process_lock
 
 log = logging.getLogger(__name__)
 
-_beginning = process_lock()
-"""Of two threads that take the first batch at once one begins the iteration. Not of the loader,
-which can be pickled.
+_begin_lock = process_lock()
+"""If two threads take the first batch at once, only one begins the iteration.
+
+The lock is not a part of the loader, because a loader can be pickled.
 """
 
 if TYPE_CHECKING:
@@ -40,49 +41,49 @@ if TYPE_CHECKING:
 
 
 class StreamLoader:
-    """Iterates micro-batches of this rank; no worker processes.
+    """Iterates micro-batches of this rank, without worker processes.
 
     **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it
-    begins the next pass from the first sample: the same samples in the same order. A loader for
-    evaluation begins every iteration at the first sample, unless `seek` or `load_state_dict` was
-    called and no batch was taken since. `next(loader)`, which `take` is another name for, goes on
-    from the cursor, whatever the loader is for; at the end of the data it raises StopIteration,
-    until `iter`, `seek` or `load_state_dict` goes elsewhere.
+    begins the next pass at the first sample, with the same samples in the same order. A loader for
+    evaluation begins every iteration at the first sample. The only exception is the first `iter`
+    after `seek` or `load_state_dict`, if no batch was taken in between. `next(loader)`, also named
+    `take`, always goes on from the cursor. At the end of the data it raises StopIteration until
+    `iter`, `seek` or `load_state_dict` moves the cursor.
 
-    One iteration runs at a time, and `next(loader)` takes its batches. One that is held while
-    another begins, or while the loader is moved or closed, raises StateError, as does one that
-    ended by an error; `next(loader)` and a new `iter` go on from the cursor, with the batch that
-    failed. StopIteration is the end of the data, and nothing else.
+    One iteration runs at a time, and `next(loader)` takes its batches. An iterator raises StateError
+    after another iteration began, after the loader was moved or closed, and after it ended by an
+    error. `next(loader)` and a new `iter` then go on from the cursor, with the batch that failed.
+    StopIteration means the end of the data, and nothing else.
 
-    `state_dict` may be called at any time and counts the batches that were handed out, never those
-    read ahead; it is the same on every rank that took as many batches.
+    `state_dict` may be called at any time. It counts the batches that were handed out, never those
+    read ahead. It is the same on every rank that took as many batches.
 
     Args:
         config, split, micro_batch_size, global_batch_size, rampup_batch_size: as in StreamingDataset.
-        dp_rank, dp_size: this data-parallel rank; or mesh: a DeviceMesh, of which the dimension
-            "dp" (or the only one) says both.
-        prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched,
-            `storage.memory_bytes` says.
+        dp_rank, dp_size: this data-parallel rank.
+        mesh: in place of both, a DeviceMesh. Its dimension "dp", or its only one, gives rank and size.
+        prefetch: micro-batches made ahead of the step. `storage.memory_bytes` limits how far ahead
+            bytes are fetched.
         evaluation: begin every iteration at the first sample; None: for every split but "train".
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64
-            [micro_batch_size], the ids of each sample that are not padding}, from which everything
-            else can be derived on the device. Where modes make the loss mask, or documents are
-            excluded, also "learned", bool
-            as "ids" are: no loss where a label is an id that is not learned.
-        cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each
-            sample: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is [2
-            * micro_batch_size, P + 1], a sample's two parts one after the other.
-        pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on
-            the device that is current when the first batch is asked for. False opens no context on
-            any device.
-        log_every: log one line of `stats()` each so many global batches; 0: never.
-        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in
-            `metrics_address`); needs `pip install 'streammega[metrics]'`.
+            [micro_batch_size], the number of ids of each sample that are not padding}. All other
+            fields can be derived from them on the device. If modes make the loss mask, or documents
+            are excluded, there is also "learned", a bool for each id. A label whose id is not learned
+            has no loss.
+        cp_rank, cp_size: with ids_only, read only the parts of each sample that this context-parallel
+            rank keeps: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is
+            [2 * micro_batch_size, P + 1], with the two parts of a sample one after the other.
+        pin_memory: whether batches are in CUDA's pinned memory. None: if CUDA can be used, for the
+            device that is current when the first batch is taken. False opens no context on any
+            device.
+        log_every: log one line of `stats()` after this many global batches; 0: never.
+        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, see
+            `metrics_address`). It needs `pip install 'streammega[metrics]'`.
 
-    Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be
-    used, it is pinned by torch, so a batch may be dropped right after `.to("cuda",
-    non_blocking=True)`. "labels" are shifted already: models of Hugging Face, which shift what they
-    get as `labels`, take them as `shift_labels`.
+    Every field of a batch is contiguous, in memory that no other batch shares. If CUDA can be used,
+    torch pins this memory, so a batch may be dropped right after `.to("cuda", non_blocking=True)`.
+    "labels" are shifted already. Hugging Face models shift their `labels` themselves: give them ours
+    as `shift_labels`.
     """
 
     def __init__(
@@ -117,23 +118,24 @@ class StreamLoader:
         )
         if cp_size > 1 and not ids_only:
             raise ConfigError(
-                "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, "
-                "or use get_batch"
+                "a loader reads parts of samples only as ids: give ids_only=True with cp_rank and "
+                "cp_size, or use get_batch"
             )
         if ids_only and config.inter_document_masking:
             raise ConfigError(
-                "ids_only batches tell nothing of sequences, whose bounds inter_document_masking "
-                "asks for; leave one of them out, or set reset_attention_mask, which goes by eod_id"
+                "ids_only batches do not contain the bounds of sequences, which "
+                "inter_document_masking needs. Leave one of the two out, or set "
+                "reset_attention_mask, which uses eod_id"
             )
         if ids_only and config.return_dataset_ids:
             raise ConfigError(
-                "ids_only batches tell nothing of datasets: leave return_dataset_ids out, and ask "
-                "loader.dataset.dataset_ids(consumed), which knows them on every rank"
+                "ids_only batches do not contain dataset ids. Leave return_dataset_ids out, and call "
+                "loader.dataset.dataset_ids(consumed), which works on every rank"
             )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._cp = (cp_rank, cp_size)
-        for segment in config.segments(split):  # that there are such parts
+        for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
             _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)
         self._prefetch = prefetch
         self._pinned = pin_memory
@@ -145,7 +147,7 @@ class StreamLoader:
         self._device: torch.device | None = None
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
-        """The positions from the cursor on, while it is `pass_over` that moves it."""
+        """The positions after the cursor, while `pass_over` moves it."""
 
     def __len__(self) -> int:
         """Micro-batches from the first sample to the last.
@@ -156,7 +158,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self._stop("another iteration of its loader began, and one loader has one cursor")
-        self._go_to_a_pass()
+        self._seek_start_of_pass()
         return self._begin()
 
     def __enter__(self) -> StreamLoader:
@@ -171,30 +173,30 @@ class StreamLoader:
         self.close()
 
     def __next__(self) -> Batch:
-        """The next micro-batch from the cursor on. Raises StopIteration after the last."""
+        """Take the micro-batch at the cursor. Raises StopIteration after the last."""
         return self.take()
 
     def take(self) -> Batch:
-        """The next micro-batch from the cursor on. Raises StopIteration after the last.
+        """Take the micro-batch at the cursor. Raises StopIteration after the last.
 
         Several threads may call it: each batch goes to one of them.
         """
-        with _beginning:
+        with _begin_lock:
             running = self._running
-            # one that ended by an error is over: the batch that failed is asked for again
+            # an iteration that ended by an error is over: another one reads the failed batch again
             if running is None or not running.goes_on:
                 running = self._begin()
         return next(running)
 
     def prefetch_to(self, device: torch.device | str | None) -> StreamLoader:
-        """Give batches on a device from here on, and return the loader: `for batch in
+        """Hand out batches on a device from now on. Returns the loader: `for batch in
         loader.prefetch_to("cuda"):`.
 
-        On CUDA the next batch is copied there on a stream of its own while the device computes with
-        the one before; a batch may be used on the stream that is current when it is given, and
-        dropped at any time. On the CPU, and with None, batches are as they are without. The cursor
-        counts what was handed out, never what is under way: save the loader's own state, in any
-        loop. An iteration that is held over a change of the device raises StateError.
+        On CUDA the next batch is copied on a separate stream while the device computes with the
+        current one. A batch may be used on the stream that is current when it is handed out, and
+        dropped at any time. With the CPU or None, batches stay on the host. The cursor counts batches
+        that were handed out, never those being copied, so the loader's state is right in any loop.
+        An iterator from before a change of the device raises StateError.
         """
         wanted = None if device is None else torch.device(device)
         if wanted != self._device:
@@ -204,15 +206,15 @@ class StreamLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Where `prefetch_to` puts batches; None: they are on the host."""
+        """The device to which `prefetch_to` copies batches; None: they stay on the host."""
         return self._device
 
     def pass_over(self) -> None:
-        """Count the next micro-batch as handed out without reading it: another rank did.
+        """Count the next micro-batch as handed out without reading it, because another rank reads it.
 
         Raises StopIteration after the last.
         """
-        # kept from call to call: each new one would look through the excluded ranges again
+        # kept between calls: a new iterator would go through the excluded ranges again
         if self._following is None:
             self._following = self.dataset.positions()
         position = next(self._following)
@@ -221,21 +223,20 @@ class StreamLoader:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would not wait for what was read ahead: the next batch, the end, or an
-        error is there.
-        """
-        is_at_hand = self._stats.at_hand
-        return self._running is not None and is_at_hand is not None and is_at_hand()
+        """Whether `take` would not wait: the next batch, its error, or the end is there."""
+        is_batch_ready = self._stats.is_batch_ready
+        return self._running is not None and is_batch_ready is not None and is_batch_ready()
 
     @property
     def bounds(self) -> Sequence[tuple[int, int]]:
-        """The tokens [start, stop) of each sample that are read, with the token after them; empty:
-        all of it. Of the phase that the cursor is in.
+        """Tokens [start, stop) of each part of a sample that the loader reads, in the current phase.
+
+        Each part includes the token after it. Empty: the loader reads whole samples.
         """
         return self.bounds_of(self.dataset.sequence_length_at(self.consumed_samples))
 
     def bounds_of(self, sequence_length: int) -> Sequence[tuple[int, int]]:
-        """The same of samples of so many tokens."""
+        """`bounds` for samples of `sequence_length` tokens."""
         return kept_columns_of(sequence_length, *self._cp).bounds
 
     @cached_property
@@ -246,8 +247,8 @@ class StreamLoader:
 
     @cached_property
     def has_modes(self) -> bool:
-        """Whether modes of a dataset make the loss mask, or documents are excluded: then "learned" is
-        beside "ids".
+        """Whether ids_only batches contain "learned": modes make the loss mask, or documents are
+        excluded.
         """
         samples = self.dataset.samples
         return samples.excluded is not None or has_modes(all_files(samples.files))
@@ -258,47 +259,46 @@ class StreamLoader:
         return self.dataset.consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample. Raises StateError outside of the data."""
+        """Continue at a global sample. Raises StateError for a sample outside of the data."""
         self.dataset.seek(consumed_samples)
-        self._moved("seek")
+        self._stop_after_move("seek")
 
     def state_dict(self) -> dict[str, Any]:
-        """The resumable state, under 1 KB and JSON-able: see StreamingDataset.state_dict."""
+        """The resumable state, less than 1 KB of JSON: see StreamingDataset.state_dict."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last sample that was handed out when the state was taken, on any
-        number of ranks.
+        """Continue after the last sample that was handed out before the state was saved.
 
-        Raises StateError for a damaged state, or one of another order; everything is then as it
-        was.
+        The number of ranks may differ. Raises StateError for a damaged state or a state of another
+        order, and then changes nothing.
         """
         self.dataset.load_state_dict(state)
-        self._moved("load_state_dict")
+        self._stop_after_move("load_state_dict")
 
     @property
     def metrics_address(self) -> str | None:
-        """Where Prometheus finds the figures of this loader, if it was asked to serve them."""
+        """The address at which the loader serves `stats()` to Prometheus; None: it serves none."""
         return None if self._metrics is None else self._metrics.address
 
     def stats(self) -> dict[str, Any]:
-        """What was read and how long was waited: bytes and requests, seconds.
+        """Counters of bytes, requests and waits; times are in seconds.
 
-        `amplification`: bytes asked of storage or cache for each byte that planned samples use;
-        `stall_share`: of the time since the first batch, what the caller spent waiting for one;
-        `wait_p50` and so on: of the last few thousand batches.
+        `amplification`: bytes requested from storage or cache for each byte that planned samples use.
+        `stall_share`: the share of the time since the first batch that the caller waited for batches.
+        `wait_p50` and the other percentiles: over the last few thousand batches.
         """
         return self._stats.summary()
 
     def close(self) -> None:
         """End the running iteration and its threads. `take` and `iter` begin another.
 
-        Raises StateError where another thread waits for a batch.
+        Raises StateError if another thread waits for a batch.
         """
         self._stop("its loader was closed")
 
     def _begin(self) -> Iteration:
-        """Iterate from the cursor on."""
+        """Begin an iteration at the cursor."""
         self._following = None
         options = {
             "ahead": self._prefetch,
@@ -317,23 +317,23 @@ class StreamLoader:
         running = self._running
         if running is not None:
             running.stop(reason)
-        with _beginning:  # another thread may have begun the next iteration since
+        with _begin_lock:  # another thread may have begun the next iteration since
             if self._running is running:
                 self._running = None
         self._following = None
 
-    def _moved(self, by: str) -> None:
+    def _stop_after_move(self, by: str) -> None:
         self._stop(f"{by} moved its loader elsewhere")
 
-    def _go_to_a_pass(self) -> None:
-        """Go where an iteration begins."""
+    def _seek_start_of_pass(self) -> None:
+        """Move the cursor to the sample at which `iter` begins."""
         dataset = self.dataset
-        untouched = dataset.is_where_it_was_put
-        # a position before the end may be followed by excluded samples alone
-        some_left = next(dataset.positions(), None) is not None
-        if some_left and (untouched or not self.evaluation):
+        is_unread = dataset.is_where_it_was_put
+        # the cursor may be before the end although all samples after it are excluded
+        has_more = next(dataset.positions(), None) is not None
+        if has_more and (is_unread or not self.evaluation):
             return
-        if untouched and dataset.consumed_samples:
+        if is_unread and dataset.consumed_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data; "
                 "iterating begins another pass",
@@ -357,26 +357,26 @@ def _batches_of(
     log_every: int,
     device: torch.device | None,
 ) -> Generator[Batch, None, None]:
-    """The batches from the cursor of a dataset on, which moves when one is handed out. The engine is
-    made when the first of them is asked for, in the thread that asks.
+    """Iterate the batches from the cursor of a dataset on, and move the cursor with each.
 
-    Does not refer to the loader, so that an unused loader is collected, and its threads with it.
+    The thread that takes the first batch makes the engine. This generator does not refer to the
+    loader, so that an unused loader is collected together with its threads.
 
     Args:
-        generation: of the dataset; in another one it was moved elsewhere.
-        context_rank: (rank, size) of the context-parallel rank that reads.
-        options: of Engine.
+        generation: the dataset's generation; another one means that the dataset was moved.
+        context_rank: (rank, size) of this context-parallel rank.
+        options: keyword arguments of Engine.
         log_every: global batches from one line of the log to the next.
-        device: where batches are put; None: they stay on the host.
+        device: the device to which batches are copied; None: they stay on the host.
     """
 
     def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
-        """What reads one phase."""
+        """Make the engine that reads one phase."""
         kept = kept_columns_of(steps.config.sequence_length, *context_rank)
         return Engine(steps, positions, start=start, kept=kept, **options)
 
     def check() -> None:
-        """Raise StateError if the dataset was moved: its cursor is no longer this iteration's."""
+        """Raise StateError if the dataset was moved, because the cursor then serves another iteration."""
         if dataset.generation != generation:
             raise StateError(
                 "the dataset was put elsewhere under its loader; "
@@ -384,7 +384,7 @@ def _batches_of(
             )
 
     def on_device(engine: Engine) -> Iterator[tuple[int, Batch]]:
-        """What an engine reads, on the device."""
+        """Iterate the batches of an engine, on the device."""
         if device is None or device.type == "cpu":
             return iter(engine)
         return DeviceBatches(iter(engine), engine.is_ready, Copier(device))
@@ -397,7 +397,7 @@ def _batches_of(
         for consumed, batch, engine in batches:
             dataset.advance(consumed)
             yield batch
-            del batch  # its memory is free as soon as the caller lets go
+            del batch  # the caller alone decides when its memory is free
             if log_every and not dataset.steps.schedule.offset_at(dataset.consumed_samples):
                 num_global_batches += 1
                 if num_global_batches % log_every == 0:
@@ -408,10 +408,10 @@ def _batches_of(
 def _data_parallel(
     dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None
 ) -> tuple[int, int]:
-    """(rank, size), of both numbers or of a mesh; one rank where neither is given.
+    """(rank, size) from the two numbers or from a mesh; (0, 1) without either.
 
-    Raises ConfigError for half of them, for both at once, and for a mesh that does not say which
-    of its dimensions is the data-parallel one.
+    Raises ConfigError if one of the numbers is missing, if numbers and a mesh are given, or if the
+    mesh has several dimensions and none is named "dp".
     """
     if mesh is None:
         if (dp_rank is None) != (dp_size is None):

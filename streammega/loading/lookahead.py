@@ -1,5 +1,5 @@
-"""What is planned ahead of the caller: positions become windows, their reads go to the fetcher, and
-their groups wait here until they are gathered.
+"""Plans windows ahead of the caller, submits their reads to the fetcher, and keeps their groups until
+they are gathered.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 
 MAX_WINDOWS = 8
-"""Windows planned ahead at most; memory_bytes is what limits them otherwise."""
+"""Most windows planned ahead. memory_bytes may limit them further."""
 SECONDS_AHEAD = 20.0
-"""What the caller will take in this time is planned ahead, no more: a slow caller needs its cores
-for other things.
-"""
+"""Batches are planned ahead for this time of the caller. A slow caller needs its cores for other work."""
 REFILL = 4
-"""What is planned ahead is filled up when this part of it was taken."""
+"""Planning goes on after the caller has taken 1/REFILL of the batches that are planned ahead."""
 PACE_WEIGHT = 0.25
-"""What the latest group counts of the caller's pace: one long step, such as a checkpoint, moves it
-little, and a few steps of another length move it there.
+"""Weight of the latest group in the average of the caller's pace.
+
+One long step, such as a checkpoint, changes the average little. A few longer steps change it fully.
 """
 
 
 class Lookahead:
-    """Plans the micro-steps at `positions`, window by window, and lines up their groups.
+    """Plans the micro-steps at `positions`, window by window, and queues their groups.
 
-    Used by the engine's thread alone, but for `keep_pace`, which sets one number.
+    Only the engine's thread may use it. `record_pace` sets one number and may run in any thread.
 
     Args:
-        steps: what is read.
-        plan: how it is read.
-        positions: which of the micro-steps, as values of `consumed`.
-        fetcher: is given the reads; None where nothing has to be fetched.
-        stats: counts what is planned.
+        steps: the micro-steps of this rank.
+        plan: the read plan of this rank.
+        positions: the micro-steps to read, as values of `consumed`.
+        fetcher: fetches the planned buffers; None if no file has to be fetched.
+        stats: counts the planned bytes.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Lookahead:
         self.exhausted = False
         """Whether all positions are planned."""
         self.batches = 0
-        """Micro-batches that are planned, and not taken yet."""
+        """Micro-batches that are planned and not taken yet."""
         self._steps = steps
         self._plan = plan
         self._positions = positions
@@ -65,15 +64,15 @@ class Lookahead:
         self._groups: deque[GatherGroup] = deque()
         self._batch_rows = steps.micro_batch_size * plan.planner.kept.rows_of_sample
         self._stride = steps.step_samples
-        self._next: int | None = None  # taken from `positions`, and not planned yet
-        self._last: int | None = None  # planned last
-        # The first window is one micro-batch, and each is twice the one before it: the first batches
-        # wait neither for a long plan nor for each other.
+        self._next: int | None = None  # the position that is planned next
+        self._last: int | None = None  # the position that was planned last
+        # The first window has one micro-batch, and each window has twice as many as the last one. So
+        # the first batches wait neither for a long plan nor for each other.
         self._window_batches = 1
         self._pace: float | None = None
 
     def take_group(self) -> GatherGroup | None:
-        """The group to be gathered next; None: none is planned."""
+        """Take the group to gather next; None if no group is planned."""
         if not self._groups:
             return None
         group = self._groups.popleft()
@@ -81,48 +80,49 @@ class Lookahead:
         return group
 
     def plan(self) -> None:
-        """Plan while there is nothing to gather, or nothing waits for memory: reads never run out
-        of work.
+        """Plan windows until there is a group to gather and the fetcher has enough reads.
+
+        The fetcher has enough as soon as one of them waits for memory.
         """
         while not self.exhausted:
-            # without reads, or memory for more, plans would bring nothing
+            # another plan would start no read
             no_more_reads = self._fetcher is None or self._fetcher.unadmitted_bytes > 0
-            if self._groups and (no_more_reads or self.is_far):
+            if self._groups and (no_more_reads or self.has_enough_planned):
                 return
             self.plan_window()
 
     @property
-    def is_far(self) -> bool:
-        """Whether as much is planned as the caller will take soon, but for less than is worth a
-        plan: a plan of a few micro-batches costs nearly as much as one of many.
+    def has_enough_planned(self) -> bool:
+        """Whether the batches planned ahead are as many as the caller will take soon.
+
+        They may be a little fewer: a plan of a few micro-batches costs nearly as much as a large one.
         """
         max_batches = self._max_batches()
         worth_a_plan = min(self._plan.memory.window_batches, max_batches // REFILL)
         return self.batches > max_batches - max(1, worth_a_plan)
 
     def _max_batches(self) -> int:
-        """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once
-        that is known.
+        """Most micro-batches to plan ahead: those that the caller takes in SECONDS_AHEAD.
+
+        The caller's pace is unknown before the end of its first group.
         """
         memory = self._plan.memory
-        least = READY_GROUPS * memory.group_batches
+        min_batches = READY_GROUPS * memory.group_batches
         limit = MAX_WINDOWS * memory.window_batches
         if self._pace is None:
-            return min(2 * least, limit)
+            return min(2 * min_batches, limit)
         batches_in_time = SECONDS_AHEAD / max(self._pace, 1e-9)
-        return int(min(max(batches_in_time, least), limit))
+        return int(min(max(batches_in_time, min_batches), limit))
 
-    def keep_pace(self, seconds: float) -> None:
-        """The caller took so long for a micro-batch."""
+    def record_pace(self, seconds: float) -> None:
+        """Record the seconds that the caller spent on a micro-batch, averaged over a group."""
         if self._pace is None:
             self._pace = seconds
         else:
             self._pace = (1 - PACE_WEIGHT) * self._pace + PACE_WEIGHT * seconds
 
     def plan_window(self) -> None:
-        """Plan the next micro-steps that follow each other: their reads go to the fetcher, their
-        groups to be gathered.
-        """
+        """Plan the next consecutive micro-steps as one window. Submit its reads and queue its groups."""
         steps = self._steps
         memory = self._plan.memory
         room = max(memory.group_batches, self._max_batches() - self.batches)
@@ -146,7 +146,7 @@ class Lookahead:
             self._fetcher.submit(buffers)
 
     def _attach(self, planned: PlannedBuffer) -> FetchGroup:
-        """A buffer that was planned, with its reads, to be submitted."""
+        """Make a planned buffer with its reads, and attach it to its slot."""
         plan = self._plan
         requests = []
         for number, start, stop, at in planned.requests:
@@ -163,14 +163,14 @@ class Lookahead:
         buffers: list[FetchGroup],
         group_batches: int,
     ) -> None:
-        """Line up the groups of a window, each with the buffers that no group before it needs."""
+        """Queue the groups of a window, each with the buffers that no earlier group needs."""
         first_row_of_buffer = np.array([planned.row for planned in window.buffers], np.int64)
         first_sample = np.searchsorted(window.row_splits, first_row_of_buffer, side="right") - 1
         for number in range(0, len(consumed), group_batches):
             batches = consumed[number : number + group_batches]
             first = number * self._batch_rows
             last = first + len(batches) * self._batch_rows
-            # buffers are in the order of need
+            # buffers are in the order of the first row that needs them
             begin, end = np.searchsorted(first_sample, [first, last])
             self._groups.append(
                 GatherGroup(
@@ -184,7 +184,7 @@ class Lookahead:
         self.batches += len(consumed)
 
     def _next_stretch(self, max_batches: int) -> list[int]:
-        """The next positions, up to `max_batches`, as long as each follows the one before it."""
+        """Take up to `max_batches` positions, as long as each follows the one before it."""
         stretch: list[int] = []
         while len(stretch) < max_batches:
             if self._next is None:
@@ -196,18 +196,18 @@ class Lookahead:
             if not follows:
                 if stretch:
                     break
-                self._jump(self._next)
+                self._restart_blocks(self._next)
             stretch.append(self._next)
             self._last = self._next
             self._next = None
         return stretch
 
-    def _jump(self, consumed: int) -> None:
-        """Positions go on at `consumed`: what was open is forgotten."""
+    def _restart_blocks(self, consumed: int) -> None:
+        """Close all open blocks, because reading goes on at another position, `consumed`."""
         planner = self._plan.planner
         if planner.blocks is None:
             return
         lanes = lanes_from(self._steps, planner.blocks.order, consumed)
-        unused = planner.jump(lanes)
+        unused = planner.follow_lanes(lanes)
         if unused and self._fetcher is not None:
             self._fetcher.release(unused)

@@ -1,5 +1,6 @@
-"""How the memory of a loader is divided: between what is fetched and what is ready, and between blocks
-that are fetched whole and everything else. Pure: sizes in, sizes out.
+"""The memory plan divides the memory of a loader between fetched bytes and ready batches.
+
+Of the fetched bytes a part is for blocks that are fetched whole. This module only computes sizes.
 """
 
 from __future__ import annotations
@@ -13,36 +14,38 @@ from streammega.errors import ConfigError
 from streammega.storage.fetch.buffer_pool import rounded
 
 GROUP_BYTES = 16 << 20
-"""Ids that one kernel call gathers, and fields that one call makes. Each group costs a plan and a
-hand-over between two threads: groups of 2 MiB take a fifth more CPU time than those of 16 MiB.
+"""Bytes of the ids that one kernel call gathers, and of the fields that one call makes.
+
+Each group costs a plan and a hand-over between two threads. Groups of 2 MiB take a fifth more CPU
+time than groups of 16 MiB.
 """
 SMALL_GROUP_BYTES = 2 << 20
-"""The same where more blocks fit beside smaller groups: those save far more."""
+"""Bytes of smaller groups. They are used if they leave room for more blocks, which save far more."""
 MAX_GROUP_BATCHES = 64
-"""Micro-batches of a group at most: the first of them is handed out when all are gathered."""
+"""Most micro-batches of a group. The first of them is handed out when all are gathered."""
 READY_GROUPS = 4
-"""Groups made ahead at least: with fewer, the two threads wait for each other at every one."""
+"""Fewest groups made ahead. With fewer, the two threads wait for each other at every group."""
 MAX_FIELD_BATCHES = 8
-"""Micro-batches at most whose fields are made together, when the first of them is handed out."""
-FIELDS_HELD = 2
-"""How often they are there: those of what is handed out, and those of what was handed out before."""
+"""Most micro-batches whose fields are made together, when the first of them is handed out."""
+FIELD_COPIES = 2
+"""Copies of fields in memory: one that is being handed out, and one that was handed out before."""
 BLOCK_SHARE = 3 / 4
-"""Share of what is fetched for blocks that are fetched whole. The rest stays for what is read sample
-by sample, and for blocks that are about to be opened.
+"""Share of `fetch_bytes` for blocks that are fetched whole. The rest is for samples that are read one
+by one, and for blocks that open next.
 """
 BLOCK_SLACK = 4096
-"""Bytes added to a block, for its buffer (4096 bytes at least), and for one that lies across shards:
-it has one more token for each.
+"""Bytes added to a block: a buffer has at least 4096, and a block has one more token for each shard
+that it continues in.
 """
 BATCH_SLACK = 8192
-"""Bytes added to a micro-batch, for the buffers that it is fetched into, of 4096 bytes at least."""
+"""Bytes added to a micro-batch, because each of its buffers has at least 4096."""
 GROUPS_FETCHED = 2
 """Groups whose bytes have to fit: one is gathered while the next is fetched."""
 WINDOWS_FETCHED = 4
-"""Windows that fit beside open blocks: others are fetched while one is gathered."""
+"""Windows that have to fit in addition to open blocks: one is gathered while others are fetched."""
 WINDOW_BYTES = 64 << 20
 WINDOW_SAMPLES = 4096
-"""Bytes and samples of a window at most: the thread that plans it gathers nothing meanwhile."""
+"""Most bytes and samples of a window: the thread gathers nothing while it plans a window."""
 
 
 class BatchSize(NamedTuple):
@@ -51,22 +54,23 @@ class BatchSize(NamedTuple):
     samples: int
     sample_tokens: int
     stored: int
-    """Bytes in its files."""
+    """Bytes of its tokens in the files."""
     ids: tuple[int, ...]
-    """Bytes of its gathered ids, and of each array that goes with them."""
+    """Bytes of its gathered ids, and of each array that belongs to them."""
     fields: tuple[int, ...]
-    """Bytes of each of its fields; empty: ids are what is handed out."""
+    """Bytes of each of its fields; empty: batches consist of ids."""
 
     def fetched(self, batches: int) -> int:
-        """The most that so many micro-batches take of what is fetched: a quarter more for what
-        coalescing adds (`planner.MAX_WASTE`).
+        """Most bytes that these micro-batches take while they are fetched.
+
+        They include a quarter more for what coalescing adds (`planner.MAX_WASTE`).
         """
         size = batches * self.stored
         return rounded(size + size // 4) + BATCH_SLACK
 
 
 class BlockSize(NamedTuple):
-    """Blocks of a dataset that may be fetched whole, of `stored` bytes."""
+    """The bytes (`stored`) of a block of a dataset whose blocks may be fetched whole."""
 
     dataset: int
     stored: int
@@ -74,19 +78,19 @@ class BlockSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What each part of `memory_bytes` is for.
+    """The purpose of each part of `memory_bytes`.
 
-        fetch_bytes     what is fetched and not gathered yet
-          open_bytes      of it for blocks that are fetched whole: every lane has one of each dataset
-                          open, and each sample of a group may open another before one is freed
-        ready_bytes     what is gathered and not handed out: groups of ids in the stored dtype, and the
-                          fields of the few micro-batches that are handed out next
-          field_bytes     of it for fields
+        fetch_bytes     bytes that are fetched and not gathered yet
+          open_bytes      their part for blocks that are fetched whole: each lane has a block of each
+                          dataset open, and each sample of a group may open one before one is freed
+        ready_bytes     batches that are gathered and not handed out: groups of ids in the stored
+                          dtype, and the fields of the micro-batches that are handed out next
+          field_bytes     their part for fields
 
-    group_batches: micro-batches gathered together. field_batches: those whose fields are made
+    group_batches: micro-batches gathered together. field_batches: micro-batches whose fields are made
     together. ready_groups: groups made ahead. window_batches: most micro-batches planned together.
-    whole: datasets whose blocks are fetched whole. unfit: how many others would be with `enough_bytes`
-    of memory.
+    block_datasets: datasets whose blocks are fetched whole. num_without_room: how many more datasets
+    could have their blocks fetched whole if the memory had `enough_bytes`.
     """
 
     group_batches: int
@@ -97,16 +101,14 @@ class MemoryPlan:
     fetch_bytes: int
     window_batches: int
     coalesce_gap_bytes: int
-    whole: tuple[int, ...] = ()
+    block_datasets: tuple[int, ...] = ()
     open_bytes: int = 0
-    unfit: int = 0
+    num_without_room: int = 0
     enough_bytes: int = 0
 
 
 class _Groups(NamedTuple):
-    """Groups of some size: what is ready of them takes `ready_bytes`, of which `field_bytes` are for
-    fields.
-    """
+    """The size of groups. All ready groups take `ready_bytes`, which include `field_bytes`."""
 
     group_batches: int
     field_batches: int
@@ -115,27 +117,31 @@ class _Groups(NamedTuple):
     field_bytes: int
 
 
-def _held(sizes: tuple[int, ...], batches: int) -> int:
-    """Bytes of arrays that have `sizes` for each of so many micro-batches."""
+def _bytes_of_arrays(sizes: tuple[int, ...], batches: int) -> int:
+    """Bytes of some arrays of several micro-batches. sizes: the bytes that each has per micro-batch."""
     return sum(rounded(batches * size) for size in sizes if size)
 
 
 def _groups_of(batch: BatchSize, batches: int, ahead: int, group_bytes: int) -> _Groups:
-    """Groups of so many micro-batches: `ahead` micro-batches are ready, and four groups at least.
-    group_bytes: of fields that are made together.
+    """Groups of `batches` micro-batches. At least `ahead` micro-batches and READY_GROUPS groups are
+    ready.
+
+    group_bytes: most bytes of the fields that are made together.
     """
     field_batches = min(group_bytes // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
     field_batches = max(1, field_batches)
     ready = max(READY_GROUPS, math.ceil(ahead / batches))
-    field_bytes = FIELDS_HELD * _held(batch.fields, field_batches)
-    # of ids those that are ready, one that is being gathered, and one that is being handed out
-    ids_bytes = (ready + 2) * _held(batch.ids, batches)
+    field_bytes = FIELD_COPIES * _bytes_of_arrays(batch.fields, field_batches)
+    # two more groups than the ready ones: one is being gathered, one is being handed out
+    ids_bytes = (ready + 2) * _bytes_of_arrays(batch.ids, batches)
     return _Groups(batches, field_batches, ready, ids_bytes + field_bytes, field_bytes)
 
 
 def _groups_of_bytes(batch: BatchSize, group_bytes: int, ahead: int) -> _Groups:
-    """Groups of about so many bytes: a multiple of the micro-batches whose fields are made together,
-    so that memory of one size serves all fields.
+    """Groups of about `group_bytes`.
+
+    The micro-batches of a group are a multiple of those whose fields are made together. So memory of
+    one size serves all fields.
     """
     batches = max(1, min(group_bytes // sum(batch.ids), MAX_GROUP_BATCHES))
     together = _groups_of(batch, batches, ahead, group_bytes).field_batches
@@ -143,38 +149,39 @@ def _groups_of_bytes(batch: BatchSize, group_bytes: int, ahead: int) -> _Groups:
 
 
 class _Blocks(NamedTuple):
-    """What of `MemoryPlan` is of blocks."""
+    """The fields of `MemoryPlan` that describe blocks."""
 
-    whole: tuple[int, ...]
+    block_datasets: tuple[int, ...]
     open_bytes: int
-    unfit: int
+    num_without_room: int
     enough_bytes: int
 
 
-def _blocks_beside(
+def _fitting_blocks(
     groups: _Groups, memory_bytes: int, batch: BatchSize, blocks: Sequence[BlockSize], lanes: int
 ) -> _Blocks:
-    """The blocks that fit beside groups, of the datasets that are drawn most: each saves a request
-    for every sample.
+    """Choose the datasets whose open blocks fit into the memory that groups leave.
+
+    `blocks` lists the most drawn datasets first: there a block saves the most requests.
     """
     room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
     group_samples = groups.group_batches * batch.samples
-    whole: list[int] = []
+    block_datasets: list[int] = []
     lane_bytes = wanted_lane_bytes = 0
     largest = wanted_largest = 0
     for dataset, stored in blocks:
-        held = rounded(stored) + BLOCK_SLACK
-        wanted_lane_bytes += lanes * held
-        wanted_largest = max(wanted_largest, held)
-        if lane_bytes + lanes * held + group_samples * max(largest, held) <= room:
-            whole.append(dataset)
-            lane_bytes += lanes * held
-            largest = max(largest, held)
+        block_bytes = rounded(stored) + BLOCK_SLACK
+        wanted_lane_bytes += lanes * block_bytes
+        wanted_largest = max(wanted_largest, block_bytes)
+        if lane_bytes + lanes * block_bytes + group_samples * max(largest, block_bytes) <= room:
+            block_datasets.append(dataset)
+            lane_bytes += lanes * block_bytes
+            largest = max(largest, block_bytes)
     wanted_bytes = wanted_lane_bytes + group_samples * wanted_largest
     return _Blocks(
-        whole=tuple(whole),
+        block_datasets=tuple(block_datasets),
         open_bytes=lane_bytes + group_samples * largest,
-        unfit=len(blocks) - len(whole),
+        num_without_room=len(blocks) - len(block_datasets),
         enough_bytes=groups.ready_bytes + math.ceil(wanted_bytes / BLOCK_SHARE),
     )
 
@@ -191,44 +198,44 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `memory_bytes`.
 
-    blocks: of the datasets whose blocks are worth fetching whole, those drawn most first; lanes: in
-    which each has one open. ahead: micro-batches that are to be ready. is_remote: whether anything
-    is fetched.
+    blocks: the datasets whose blocks are worth fetching whole, the most drawn first. lanes: the number
+    of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
+    is_remote: whether some file is fetched.
 
-    Raises ConfigError where there is no room for one micro-batch.
+    Raises ConfigError if there is no room for one micro-batch.
     """
-    # What is ready comes first: it is little.
+    # Ready groups come first: they take little.
     groups = _groups_of_bytes(batch, GROUP_BYTES, ahead)
-    held = _blocks_beside(groups, memory_bytes, batch, blocks, lanes)
-    if held.unfit:
+    block_plan = _fitting_blocks(groups, memory_bytes, batch, blocks, lanes)
+    if block_plan.num_without_room:
         small = _groups_of_bytes(batch, SMALL_GROUP_BYTES, ahead)
-        beside_small = _blocks_beside(small, memory_bytes, batch, blocks, lanes)
-        if len(beside_small.whole) > len(held.whole):
-            groups, held = small, beside_small
+        small_group_blocks = _fitting_blocks(small, memory_bytes, batch, blocks, lanes)
+        if len(small_group_blocks.block_datasets) > len(block_plan.block_datasets):
+            groups, block_plan = small, small_group_blocks
     # Without blocks, groups become smaller until the next one can be fetched while one is gathered.
-    while not held.whole and groups.group_batches > 1:
+    while not block_plan.block_datasets and groups.group_batches > 1:
         fetched = GROUPS_FETCHED * batch.fetched(groups.group_batches) if is_remote else 0
         if groups.ready_bytes + fetched <= memory_bytes:
             break
         groups = _groups_of(batch, groups.group_batches // 2, ahead, GROUP_BYTES)
-    least = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
-    if least > memory_bytes:
+    min_bytes = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
+    if min_bytes > memory_bytes:
         raise ConfigError(
             f"memory_bytes {memory_bytes:,} cannot hold micro-batches of {batch.samples} samples of "
-            f"{batch.sample_tokens} tokens: it needs at least {least:,} bytes, of which "
-            f"{groups.ready_bytes:,} are for those that are ready; set memory_bytes of the storage"
+            f"{batch.sample_tokens} tokens. It needs at least {min_bytes:,} bytes; ready batches take "
+            f"{groups.ready_bytes:,} of them. Set memory_bytes of the storage"
         )
-    # What is left is for windows. Where groups hardly fit, what coalescing adds has no room.
+    # The rest is for windows. If groups hardly fit, there is no room for what coalescing adds.
     fetch_bytes = memory_bytes - groups.ready_bytes
-    left = fetch_bytes - held.open_bytes
-    fitting = max(1, left // WINDOWS_FETCHED // batch.fetched(1))
+    window_room = fetch_bytes - block_plan.open_bytes
+    fitting = max(1, window_room // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
-    if GROUPS_FETCHED * batch.fetched(groups.group_batches) > left:
+    if GROUPS_FETCHED * batch.fetched(groups.group_batches) > window_room:
         coalesce_gap_bytes = 0
     return MemoryPlan(
         **groups._asdict(),
-        **held._asdict(),
+        **block_plan._asdict(),
         fetch_bytes=fetch_bytes,
-        window_batches=max(groups.group_batches, window_batches),  # a group is of one window
+        window_batches=max(groups.group_batches, window_batches),  # a group is within one window
         coalesce_gap_bytes=coalesce_gap_bytes,
     )

@@ -1,8 +1,7 @@
-"""The micro-steps of one rank: which there are, and which samples the rank reads in each. Frozen,
-and without a position.
+"""The micro-steps of one rank, and the samples that the rank reads in each of them.
 
-Everything below the dataset (the plan of what is read, the engine) is given this value, and never
-the dataset itself: what an iteration reads cannot change under it.
+MicroSteps is a frozen value without a position. The read plan and the engine receive this value and
+not the dataset, so nothing can change the samples of a running iteration.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ Integers = NDArray[np.int64]
 
 
 def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
-    """The squared tokens of the documents of each sample, added up; int64 [samples].
+    """The sum of the squared document lengths of each sample, int64 [samples].
 
-    All else that a sample costs is the same for all of them. Documents are those of the `.idx`; of
-    the Megatron order, which shuffles sequences, they are its sequences. Raises FormatError for an
-    index whose sequences lie in no order, StorageError.
+    All other costs are the same for every sample. Documents are those of the `.idx`. In the Megatron
+    order, which shuffles sequences, each sequence counts as a document. Raises FormatError if the
+    sequences of an index are not in order, StorageError if it cannot be read.
     """
     extents = segment.locate(sample_ids)
     rows = rows_of(extents)
-    # The extra token of a sample is a label alone.
+    # The extra token of a sample is only a label.
     inputs_end = np.minimum(rows.column + rows.size, segment.config.sequence_length)
     num_inputs = np.maximum(inputs_end - rows.column, 0)
     files = all_files(segment.files)
@@ -54,7 +53,7 @@ def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
     costs = np.zeros(len(extents), np.int64)
     in_bounds = np.zeros(len(num_inputs), np.bool_)
     for number, file, arrays in open_indices(files, number_of_file):
-        # one file at a time: each has arrays of its own
+        # one file at a time, because each file has its own arrays
         of_file = np.flatnonzero(number_of_file == number)
         in_bounds[of_file] = True
         start = extents.start[of_file]
@@ -62,22 +61,21 @@ def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
             arrays.offsets, arrays.bounds, file.dtype.itemsize,
             start, start + num_inputs[of_file], rows.sample[of_file], costs,
         )  # fmt: skip
-    # rows of the other orders are documents already
+    # in files without bounds each row is a document
     alone = np.flatnonzero(~in_bounds)
     np.add.at(costs, rows.sample[alone], num_inputs[alone] ** 2)
     return costs
 
 
-KEPT_BATCHES = 8
-"""Global batches that are remembered: plans go over them in their order, and the caller asks again
-for the one that it is in.
-"""
+MAX_CACHED_BATCHES = 8
+"""Global batches whose samples are cached: the planner needs them first, and later the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedBatches:
-    """Which samples every micro-batch of a global batch has: a pure function of their numbers and
-    of the lengths of documents.
+    """The samples of every micro-batch of a global batch, balanced by attention cost.
+
+    They depend only on the numbers of the samples and the lengths of their documents.
     """
 
     samples: SampleSource
@@ -88,39 +86,43 @@ class BalancedBatches:
         """Global sample ids of the batch [first, first + size), int64 [micro-steps, dp_size,
         micro_batch_size].
         """
-        return self._kept(first, size)
+        return self._cached_sample_ids(first, size)
 
     @cached_property
-    def _kept(self) -> Callable[[int, int], Integers]:
-        # of a function, not of a method: what is kept would hold its owner, and all open files
-        deal = partial(_dealt, self.samples, self.micro_batch_size, self.dp_size)
-        return lru_cache(KEPT_BATCHES)(deal)
+    def _cached_sample_ids(self) -> Callable[[int, int], Integers]:
+        # Caches a function, not a method: the cache of a method would keep this object alive, and
+        # with it all open files.
+        deal = partial(_deal_batch, self.samples, self.micro_batch_size, self.dp_size)
+        return lru_cache(MAX_CACHED_BATCHES)(deal)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is remembered: each process finds it out by itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        """The state without the cache, which each process fills by itself."""
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_cached_sample_ids"
+        }
 
 
-def _dealt(
+def _deal_batch(
     samples: SampleSource, micro_batch_size: int, dp_size: int, first: int, size: int
 ) -> Integers:
-    """`BalancedBatches.sample_ids`, worked out."""
+    """Compute `BalancedBatches.sample_ids`."""
     sample_ids = np.arange(first, first + size, dtype=np.int64)
     costs = attention_costs(samples.segment_at(first), sample_ids)
     return first + balanced_places(costs, micro_batch_size, dp_size)
 
 
 NO_END = 1 << 62
-"""The end of a stream that has none: more samples than any run consumes."""
+"""The end of an endless stream: more samples than any run consumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroSteps:
-    """What one data-parallel rank reads. A micro-step is named by the global samples consumed
-    before it.
+    """The micro-steps of one data-parallel rank.
+
+    A micro-step is named by the number of global samples consumed before it, its `consumed`.
 
     split: "train", "valid" or "test", for messages. samples: the samples of that split, in their
-    order. schedule: the sizes of global batches, and where their steps begin.
+    order. schedule: the sizes of global batches and the samples at which they begin.
     """
 
     config: DataConfig
@@ -132,9 +134,7 @@ class MicroSteps:
     dp_size: int
 
     def check(self) -> None:
-        """Raise ConfigError where excluded samples cut a global batch apart, or no global batch is
-        whole.
-        """
+        """Raise ConfigError if excluded samples cut a global batch, or the data has no whole one."""
         self._check_excluded(0)
         if self.num_samples == 0:
             raise ConfigError(
@@ -144,26 +144,27 @@ class MicroSteps:
             )
 
     def _check_excluded(self, consumed: int) -> None:
-        """Raise ConfigError where samples excluded from `consumed` on cut a global batch apart."""
+        """Raise ConfigError if samples excluded from `consumed` on cut a global batch."""
         schedule = self.schedule
-        # steps after a range begin where a global batch does, as those before it
+        # an excluded range has to begin and end where a global batch begins
         for start, stop in self.config.exclude_samples:
             if stop <= consumed:
                 continue
             if schedule.offset_at(max(start, consumed)) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
                 raise ConfigError(
-                    f"exclude_samples [{start}, {stop}) cuts a global batch of {size} samples apart, "
-                    f"of those that are counted from sample {schedule.origin} on{self._says_size()}"
+                    f"exclude_samples [{start}, {stop}) cuts a global batch of {size} samples apart; "
+                    f"global batches are counted from sample {schedule.origin} on"
+                    f"{self._size_change_hint()}"
                 )
 
-    def _says_size(self) -> str:
-        """How a config says that the counting of batches restarts at a sample."""
+    def _size_change_hint(self) -> str:
+        """How a config sets another batch size from a sample on, as the end of a message."""
         if self.config.order != "stream" or self.split != "train":
             return ""
         return (
             "; for batches of another size from a checkpoint on, keep the former global_batch_size "
-            "and let a phase that begins at the checkpoint's sample have the new one"
+            "and add a phase with the new one that begins at the checkpoint's sample"
         )
 
     @property
@@ -183,11 +184,11 @@ class MicroSteps:
         return self.samples.lanes
 
     def tokens_before(self, sample: int) -> int:
-        """Tokens of all samples before one, of those that are excluded too."""
+        """Tokens of all samples before this one, including excluded samples."""
         return self.schedule.tokens_before(sample)
 
     def sequence_length_at(self, sample: int) -> int:
-        """Tokens of a sample: those of its phase."""
+        """Tokens of a sample, as its phase sets them."""
         return self.samples.segment_at(sample).config.sequence_length
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -208,7 +209,7 @@ class MicroSteps:
 
     @cached_property
     def _balanced(self) -> BalancedBatches | None:
-        """How global batches are dealt out by cost; None: by the numbers of samples."""
+        """How global batches are divided by cost; None: they are divided by sample number."""
         if not self.config.balance_attention_cost:
             return None
         return BalancedBatches(
@@ -217,21 +218,22 @@ class MicroSteps:
 
     def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
         assert self._balanced is not None
-        self.advance_to(consumed)  # what is dealt out is remembered
+        self.advance_to(consumed)  # before the result is cached, since it depends on the data
         offset = self.schedule.offset_at(consumed)
         batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
         ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
         return ids
 
     def batch(self, consumed: int) -> Batch:
-        """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
+        """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
         self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
         return segment.sample_fields(self.sample_ids(consumed), bounds=True)
 
     def sample_joins(self, consumed: int) -> SampleJoins:
-        """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
-        run of tokens to another. Of the order alone.
+        """Where two runs of tokens meet within a sample of the micro-batch at `consumed`.
+
+        The order alone says it: this reads no token.
         """
         self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
@@ -257,10 +259,10 @@ class MicroSteps:
     def by_segment(
         self, positions: Iterator[int], start: int
     ) -> Iterator[tuple[MicroSteps, Iterator[int], int]]:
-        """The micro-steps at `positions`, of an iteration from `start` on, by segment: (those of the
-        segment, its positions, where the iteration begins in it).
+        """Group the positions of an iteration from `start` on by segment.
 
-        Each is read to its end before the next: what is open in one is nothing to another.
+        Yields (micro-steps of the segment, positions in it, first sample to read in it). Read each
+        segment to its end before the next, because they share one iterator of positions.
         """
         samples = self.samples
         for number, positions_here in itertools.groupby(positions, samples.segment_number):
@@ -269,10 +271,9 @@ class MicroSteps:
             yield replace(self, samples=here, config=here.config), positions_here, begin
 
     def attach(self, start: int) -> None:
-        """Note that reading goes on at `start`: what was appended before is known, and nothing more
-        is looked for there.
+        """Set that reading goes on at `start`. Versions appended before it are known from now on.
 
-        Raises StateError where data was appended later, within what is a step now.
+        Raises StateError if a later version was appended at a sample where no step ends now.
         """
         self.samples.attach(start)
         for first_sample in self.samples.appended_at:
@@ -280,31 +281,32 @@ class MicroSteps:
                 raise StateError(
                     f"newer versions joined at sample {first_sample}, ahead of sample {start}, and "
                     f"no step of these sizes ends there; resume with the former global_batch_size, "
-                    f"or remove the files of later samples from data.follow.log_url: versions are "
-                    f"then looked for anew"
+                    f"or remove the files of later samples from data.follow.log_url: the run then "
+                    f"looks for new versions again"
                 )
 
     def advance_to(self, sample: int) -> bool:
-        """Take in the data that is appended up to a sample, before that is handed out. Returns
-        whether there are other segments now: what was planned before is of the order without them.
+        """Take in the versions that are appended up to a sample. Call it before that is handed out.
+
+        Returns whether the segments changed. Plans made before are then of the old order.
         """
         return self.samples.advance_to(sample, self.schedule)
 
     def after(self, start: int, num_batches: int) -> int:
-        """The position after so many micro-batches from `start`.
+        """The position after `num_batches` micro-batches from `start` on.
 
-        Raises StateError where the data ends before.
+        Raises StateError if the data ends earlier.
         """
         if num_batches == 0:
             return start
-        left = num_batches
+        remaining = num_batches
         for part in self.parts(start):
-            if 0 < left <= len(part):
-                return part[left - 1] + self.step_samples
-            left -= len(part)
+            if 0 < remaining <= len(part):
+                return part[remaining - 1] + self.step_samples
+            remaining -= len(part)
         raise StateError(
             f"there are no {num_batches} micro-batches from sample {start} on; "
-            "count those of one iteration alone"
+            "count only the micro-batches of one iteration"
         )
 
     def state(self, consumed: int) -> dict[str, Any]:
@@ -312,10 +314,10 @@ class MicroSteps:
         return make_state(self.identity(consumed), consumed, self.schedule.offset_at(consumed))
 
     def identity(self, consumed: int) -> dict[str, Any]:
-        """What defines the order of the samples before `consumed`.
+        """The values that define the order of the samples before `consumed`.
 
-        Within a balanced batch it also says how large that is: another size, or none of it
-        balanced, would have begun with other samples. Between batches it says nothing.
+        Within a balanced batch they include the size of the batch: with another size, or without
+        balancing, the batch would have begun with other samples. Between batches the size is free.
         """
         self.advance_to(consumed - 1)
         identity = self.samples.identity(consumed)
@@ -324,7 +326,7 @@ class MicroSteps:
         return identity
 
     def check_position(self, consumed: int) -> None:
-        """Raise StateError unless these ranks can go on at `consumed`."""
+        """Raise StateError unless these ranks can continue at `consumed`."""
         num_samples = self.num_samples
         end = NO_END if num_samples is None else num_samples
         if not 0 <= consumed <= end:
@@ -333,23 +335,22 @@ class MicroSteps:
         check_resume(self.schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
 
     def resumed(self, consumed: int, offset: int) -> MicroSteps:
-        """The micro-steps of a run that goes on at `consumed`, `offset` samples into a global
-        batch.
-        """
+        """The micro-steps of a run that continues at `consumed`, `offset` samples into a global batch."""
         return replace(self, schedule=self.schedule.resumed(consumed, offset))
 
     def check_ahead(self, consumed: int) -> None:
-        """Raise StateError where steps of these sizes, from where they were resumed, would cut a
-        later phase's first sample off from the end of a step, or read some of what is excluded from
-        `consumed` on.
+        """Raise StateError if the resumed steps do not fit the data after `consumed`.
+
+        A later phase has to begin where a step ends, and excluded samples must not cut a step.
         """
         try:
             self.schedule.check_segments()
             self._check_excluded(consumed)
         except ConfigError as error:
             raise StateError(
-                f"steps of these sizes from sample {self.schedule.origin} on do not fit what is "
-                f"ahead: {error}; resume with the former global_batch_size, or change what is ahead"
+                f"steps of these sizes from sample {self.schedule.origin} on do not fit the phases "
+                f"and exclude_samples ahead: {error}; resume with the former global_batch_size, or "
+                f"change those phases and exclude_samples"
             ) from None
 
     def from_origin(self, origin: int) -> MicroSteps:
@@ -357,7 +358,8 @@ class MicroSteps:
         return replace(self, schedule=replace(self.schedule, origin=origin))
 
     def with_lanes(self, lanes: int | None) -> MicroSteps:
-        """The micro-steps of a state in so many lanes, unless the config names its own; None or 0:
-        these.
+        """These micro-steps with the number of lanes of a state, unless the config sets the lanes.
+
+        None or 0 changes nothing.
         """
         return replace(self, samples=self.samples.with_lanes(lanes or 0))

@@ -1,10 +1,13 @@
-"""The planner: from the samples ahead to requests. Pure: extents in, buffers and rows out; nothing is
-read here.
+"""The planner turns the samples ahead into requests. It takes extents, returns rows and buffers, and
+reads nothing itself.
 
-A *window* is a stretch of micro-batches planned together; a *group* is the few of them that are
-gathered by one kernel call. Rows of local files need no request. Samples of the stream order are
-served from their blocks, fetched whole, where memory allows that; rows whose pages are cached are
-read from there; everything else is coalesced within its window.
+A *window* is a stretch of micro-batches that are planned together. A *group* is a few micro-batches
+of a window that one kernel call gathers. A *row* is one run of tokens of one sample. A *slot* is the
+number under which kernels find the address of a row's bytes.
+
+A row of a local file needs no request. If memory allows it, the planner fetches whole blocks of the
+stream order and serves their samples from them. A row whose pages are cached is read from the cache.
+All other rows of a window are coalesced into requests.
 """
 
 from __future__ import annotations
@@ -29,20 +32,22 @@ from streammega.storage.fetch.requests import FetchGroup
 Integers = NDArray[np.int64]
 
 MAX_WASTE = 1 / 7
-"""Share of the used bytes that coalescing may fetch without use.
+"""Bytes that coalescing may fetch without use, as a share of the used bytes.
 
-A fifth saves no more CPU time: the saved requests cost what the bytes do.
+A share of 1/5 saves no more CPU time: the additional bytes cost as much as the saved requests.
 """
 NO_SLOT = -1
-"""Of a row whose bytes have no known place yet."""
+"""The slot of a row whose bytes have no place yet."""
 _LIKE_BYTES = np.empty(0, np.uint8)
 _LIKE_ADDRESSES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptColumns:
-    """Tokens [start, stop) of every sample, for each of `bounds`: equally long, and each a row of a
-    batch. Without bounds a sample is kept whole, as one row.
+    """The parts of every sample that a reader keeps.
+
+    bounds: tokens [start, stop) of each part. All parts have one length, and each becomes a row of a
+    batch. Without bounds the whole sample becomes one row.
     """
 
     bounds: Sequence[tuple[int, int]] = ()
@@ -53,7 +58,7 @@ class KeptColumns:
         return max(len(self.bounds), 1)
 
     def width(self, sample_width: int) -> int:
-        """Tokens of a row, of samples of `sample_width` tokens."""
+        """Tokens of one row of a batch if a sample has `sample_width` tokens."""
         if not self.bounds:
             return sample_width
         start, stop = self.bounds[0]
@@ -67,31 +72,34 @@ class KeptColumns:
         return np.array([start for start, _ in self.bounds], np.int64)
 
     def cut(self, extents: Extents) -> Extents:
-        """The extents of what is kept, each part as a sample of its own."""
+        """The extents of the kept parts, with each part as a sample."""
         return cut_extents(extents, self.bounds) if self.bounds else extents
 
 
-WHOLE = KeptColumns()
-"""Samples as they are."""
+ALL_COLUMNS = KeptColumns()
+"""Every sample is kept whole."""
 
 
 def kept_columns_of(sequence_length: int, cp_rank: int, cp_size: int) -> KeptColumns:
-    """What a context-parallel rank keeps of each sample, with the token after each part: its last
-    label. Raises ConfigError for a rank that does not exist: it would read others' tokens.
+    """The parts of a sample that a context-parallel rank keeps.
+
+    Each part includes the token after it, which is the part's last label. Raises ConfigError for a
+    rank that does not exist.
     """
     parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
     if cp_size == 1:
-        return WHOLE
+        return ALL_COLUMNS
     return KeptColumns(bounds=[(start, stop + 1) for start, stop in parts])
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileTable:
-    """What the planner knows of the files, all datasets end to end.
+    """What the planner knows of the files. Files are numbered through all datasets, in their order.
 
-    firsts [datasets + 1]: the number of each dataset's first file. All others are [files].
-    itemsize: bytes of a token. verified_at, mapped_at: where the states of cached pages and the
-    addresses of cached chunks lie in memory; 0: not cached. page_bytes, chunk_bytes: of the cache.
+    firsts [datasets + 1]: the number of each dataset's first file. All other arrays are [files].
+    itemsize: bytes of a token. local: whether the file is mapped into memory. verified_at, mapped_at:
+    memory addresses of the states of a file's cached pages and of the addresses of its cached chunks;
+    0: not cached. page_bytes, chunk_bytes: sizes of a page and a chunk of the cache.
     """
 
     firsts: Integers
@@ -110,7 +118,7 @@ class FileTable:
 
 
 class Request(NamedTuple):
-    """One request: bytes [start, stop) of a file, to byte `at` of the buffer."""
+    """Fetches bytes [start, stop) of a file to byte `at` of a buffer."""
 
     file: int
     start: int
@@ -122,7 +130,7 @@ class Request(NamedTuple):
 class PlannedBuffer:
     """`size` bytes that are fetched, held and freed together.
 
-    `row`: the first row of the window that needs them.
+    row: the number of the first row of the window that needs the buffer.
     """
 
     slot: int
@@ -133,13 +141,17 @@ class PlannedBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWindow:
-    """Rows of consecutive samples, in their order, and the buffers that they are the first to need,
-    in order of need.
+    """The rows of consecutive samples in their order, and the buffers to fetch for them.
 
-    sample_ids [samples]: their numbers in the global stream; a kept part has that of its sample.
-    row_splits [samples + 1]: sample i owns rows [row_splits[i], row_splits[i + 1]). Of each row,
-    [rows]: its bytes begin at byte `offset` of what lies in `slot`, are `size` tokens from token
-    `start` of `file` on, and go to token `column` of the sample and on.
+    Each kept part counts as a sample. Buffers are in the order of the first row that needs them.
+    Buffers of earlier windows may serve rows of this window too.
+
+    sample_ids [samples]: numbers in the global stream; a kept part has the number of its sample.
+    row_splits [samples + 1]: sample i owns rows [row_splits[i], row_splits[i + 1]).
+    slot, offset [rows]: a row's bytes begin at byte `offset` after the address of `slot`.
+    file, start, size [rows]: a row is `size` tokens of `file`, from token `start` on.
+    column [rows]: the row's first token is token `column` of its sample.
+    useful_bytes: bytes of all remote rows. cached_bytes: those that the page cache serves.
     """
 
     sample_ids: Integers
@@ -157,10 +169,9 @@ class PlanWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherGroup:
-    """Micro-batches that are to be gathered together: the micro-steps at `consumed`, which are
-    samples [first, last) of a window.
+    """Micro-batches to gather together: samples [first, last) of a window.
 
-    buffers: those that no group before it needs.
+    consumed: the position of each micro-batch. buffers: the buffers that no earlier group needs.
     """
 
     window: PlanWindow
@@ -171,16 +182,19 @@ class GatherGroup:
 
     @property
     def row_splits(self) -> Integers:
-        """The rows of each of its samples, [samples + 1], as rows of the window."""
+        """Row numbers of the window: sample i of the group owns [row_splits[i], row_splits[i + 1])."""
         return self.window.row_splits[self.first : self.last + 1]
 
     @property
     def rows(self) -> slice:
-        """The rows of all of its samples."""
+        """The rows of the window that belong to the group."""
         return slice(self.window.row_splits[self.first], self.window.row_splits[self.last])
 
     def single_batches(self) -> Iterator[GatherGroup]:
-        """Its micro-batches as groups of one, each with the buffers that no other before needs."""
+        """Cut the group into groups of one micro-batch.
+
+        Each of them has the buffers that no earlier one needs.
+        """
         window = self.window
         first_row_of_slot: dict[int, int] = {}
         for row in range(self.rows.start, self.rows.stop):
@@ -202,8 +216,9 @@ class GatherGroup:
 class _Rows:
     """The rows of a window while it is planned, int64 [rows].
 
-    start, stop: bytes of `file`. slot, offset: where those bytes will be, written as it becomes
-    known. group: which of the window's groups a row belongs to.
+    file, start, stop: a row is bytes [start, stop) of a file. slot, offset: where these bytes will
+    be; the stages of `Planner.plan` write both in place. group: the number of the row's group within
+    the window.
     """
 
     file: Integers
@@ -217,11 +232,14 @@ class _Rows:
 class Planner:
     """Plans windows, one after the other.
 
+    Windows have to follow each other in the order of samples, because a block that one window opens
+    serves later windows too. Call `follow_lanes` before a window that does not follow the last one.
+
     Args:
         files: sizes and places of the files.
         coalesce_gap_bytes, max_request_bytes: as in StorageConfig.
-        blocks: the open blocks of a reader of whole lanes; None: everything is fetched window by
-            window.
+        blocks: the open blocks, for a reader that takes every sample of some lanes. None: each window
+            fetches its own bytes.
         kept: which tokens of every sample are read.
     """
 
@@ -231,7 +249,7 @@ class Planner:
         coalesce_gap_bytes: int,
         max_request_bytes: int,
         blocks: OpenBlocks | None,
-        kept: KeptColumns = WHOLE,
+        kept: KeptColumns = ALL_COLUMNS,
     ) -> None:
         self.files = files
         self.blocks = blocks
@@ -241,8 +259,17 @@ class Planner:
         self.table = BufferTable(len(files.itemsize))
 
     def plan(self, sample_ids: Integers, extents: Extents, group_samples: int) -> PlanWindow:
-        """The window of some samples (or of the kept parts of them), of which every `group_samples`
-        are gathered together.
+        """Plan the window of some samples. `group_samples` of them form a group.
+
+        sample_ids is int64 [samples]; extents has the same samples, before they are cut into parts.
+
+        Each stage places some rows, which means that it writes their slot and offset. A stage must
+        leave rows alone that have a slot. Local rows come first, then blocks, cache and coalescing.
+        Blocks need no check of this, because `read_plan` only follows datasets without local files.
+        At the end every row that has tokens is placed.
+
+        The table counts the uses of each fetched slot: the rows with tokens that the slot serves, in
+        this window and in later ones. The engine frees the buffer after as many rows are gathered.
         """
         files = self.files
         extents = self.kept.cut(extents)
@@ -265,10 +292,10 @@ class Planner:
             buffers += self._open_blocks(self.blocks, sample_ids, rows, extents, in_sample.sample)
         cached_bytes = self._serve_from_cache(rows)
         buffers += self._coalesce(rows)
-        # memory is given to buffers in this order, so that what is needed first never waits for
-        # what is needed later
+        # The fetcher allocates memory in this order. So a buffer never waits for memory that a buffer
+        # of later rows holds, and `Lookahead` can cut the list into groups.
         buffers.sort(key=lambda buffer: buffer.row)
-        # rows without tokens were given no slot: any will do, as nothing is copied
+        # rows without tokens still have no slot: any slot serves, since nothing is copied
         rows.slot[rows.slot == NO_SLOT] = 0
         remote_bytes = (rows.stop - rows.start)[~is_local]
         return PlanWindow(
@@ -285,11 +312,11 @@ class Planner:
             cached_bytes=cached_bytes,
         )
 
-    def jump(self, lanes: Integers) -> list[FetchGroup]:
-        """The samples ahead do not follow those planned, and lie in these lanes: forget the blocks
-        that are open.
+    def follow_lanes(self, lanes: Integers) -> list[FetchGroup]:
+        """Close all open blocks, and take samples from these lanes from now on.
 
-        Returns the buffers that nothing planned uses any more.
+        Returns the buffers that no planned row uses. Buffers that planned rows use are freed later,
+        after these rows are gathered.
         """
         if self.blocks is None:
             return []
@@ -297,7 +324,7 @@ class Planner:
         return self.table.cancel(slots, samples_left * self.kept.rows_of_sample)
 
     def _check(self, file: Integers, extents: Extents) -> None:
-        """Raise ShortReadError for a row that its file does not hold: kernels look no further."""
+        """Raise ShortReadError for a row that is not within its file. Kernels do not check this."""
         num_tokens = self.files.num_tokens
         outside = np.flatnonzero((extents.stop > num_tokens[file]) | (extents.start < 0))
         if not len(outside):
@@ -309,7 +336,7 @@ class Planner:
             f"the file has {int(num_tokens[number])}; does its .idx belong to it?"
         )
 
-    # --- samples of blocks that are fetched whole ---
+    # --- rows in blocks that are fetched whole ---
 
     def _open_blocks(
         self,
@@ -319,15 +346,15 @@ class Planner:
         extents: Extents,
         sample_of_row: Integers,
     ) -> Iterator[PlannedBuffer]:
-        """Buffers of blocks that open; the rows of all open blocks learn their places.
+        """Place the rows of all open blocks. Yield the buffers of the blocks that open in this window.
 
-        extents, sample_of_row: of the kept parts, each as a sample.
+        extents and sample_of_row count each kept part as a sample; sample_ids does not.
         """
-        # every sample may open a block
+        # each sample may open a block
         free = self.table.acquire(len(sample_ids))
         slot_of_sample, offset_of_sample, opened = blocks.assign(sample_ids, free)
         self.table.return_unused(free[len(opened.slot) :])
-        # such a sample is one run of tokens, and each of its kept parts one row
+        # A sample in a block is one run of tokens, so each of its kept parts is one row.
         rows_of_sample = self.kept.rows_of_sample
         sample, part = np.divmod(sample_of_row, rows_of_sample)
         slot = slot_of_sample[sample]
@@ -337,7 +364,7 @@ class Planner:
         in_block = slot != NO_SLOT
         rows.slot[in_block] = slot[in_block]
         rows.offset[in_block] = offset[in_block]
-        self.table.expect(opened.slot, opened.uses * rows_of_sample)
+        self.table.expect_rows(opened.slot, opened.uses * rows_of_sample)
         runs_of_block = self._runs_of_blocks(opened)
         first_rows = extents.row_splits[opened.row * rows_of_sample].tolist()
         for number, (slot_of_block, first_row) in enumerate(
@@ -351,7 +378,7 @@ class Planner:
             yield PlannedBuffer(slot=slot_of_block, size=size, row=first_row, requests=requests)
 
     def _runs_of_blocks(self, opened: OpenedBlocks) -> list[list[tuple[int, int, int]]]:
-        """(file, first byte, byte after the last) of the runs of each block, in their order."""
+        """(file, start, stop) in bytes of each run, listed by block, in the order of the runs."""
         file = self.files.firsts[opened.dataset] + opened.file
         itemsize = self.files.itemsize[file]
         runs = zip(
@@ -369,7 +396,7 @@ class Planner:
     # --- rows whose pages are cached ---
 
     def _serve_from_cache(self, rows: _Rows) -> int:
-        """Rows whose pages are all there are read from the mapped chunk; returns their bytes."""
+        """Place the rows whose pages are all cached in the mapped chunk. Returns their bytes."""
         files = self.files
         if not files.verified_at.any():
             return 0
@@ -383,7 +410,7 @@ class Planner:
     # --- everything else ---
 
     def _coalesce(self, rows: _Rows) -> list[PlannedBuffer]:
-        """Buffers for the rows that have no place yet."""
+        """Place all other rows that have tokens. Returns the buffers to fetch for them."""
         unplaced = np.flatnonzero((rows.slot == NO_SLOT) & (rows.stop > rows.start))
         if not len(unplaced):
             return []
@@ -395,7 +422,7 @@ class Planner:
         requests = coalesce(file, start, stop, by_place, gap=gap, largest=self.max_request_bytes)
         first_row = unplaced[_first_of_each(requests.of_row, len(requests))]
         slot_of_request = np.empty(len(requests), np.int64)
-        shift_of_request = np.empty(len(requests), np.int64)  # from byte of file to that of buffer
+        shift_of_request = np.empty(len(requests), np.int64)  # byte in buffer minus byte in file
         buffers: list[PlannedBuffer] = []
         for together in self._share_buffers(requests, first_row, rows.group):
             slot = int(self.table.acquire(1)[0])
@@ -408,16 +435,18 @@ class Planner:
         rows.slot[unplaced] = slot_of_row
         rows.offset[unplaced] = start + shift_of_request[requests.of_row]
         slots, rows_of_slot = np.unique(slot_of_row, return_counts=True)
-        self.table.expect(slots, rows_of_slot)
+        self.table.expect_rows(slots, rows_of_slot)
         return buffers
 
     def _share_buffers(
         self, requests: SharedRequests, first_row: Integers, group_of_row: Integers
     ) -> Iterator[list[int]]:
-        """Requests that share a buffer: needed first by the same group, so that they are waited for
-        together, and not more than a part, so that memory is freed in small steps.
+        """Yield the numbers of the requests that share a buffer.
 
-        first_row [requests]: the row that needs it first.
+        The same group needs them first, so that it waits for all of them together. They have at most
+        `max_request_bytes` together, so that memory is freed in small steps.
+
+        first_row [requests]: the first row that needs a request. group_of_row [rows].
         """
         first_group = group_of_row[first_row]
         size = requests.stop - requests.start
@@ -437,7 +466,10 @@ class Planner:
     def _end_to_end(
         self, requests: SharedRequests, together: list[int]
     ) -> tuple[list[Request], int, list[int]]:
-        """Requests as parts of one buffer: those, its bytes, and where each request begins in it."""
+        """Lay requests end to end in one buffer.
+
+        Returns the parts to fetch, the bytes of the buffer, and the byte at which each request begins.
+        """
         files = requests.file[together].tolist()
         starts = requests.start[together].tolist()
         stops = requests.stop[together].tolist()
@@ -446,7 +478,7 @@ class Planner:
         begins = []
         size = 0
         for file, start, stop, itemsize in zip(files, starts, stops, itemsizes, strict=True):
-            # a multiple of a token's bytes: kernels read whole tokens in place
+            # a multiple of a token's bytes, because kernels read aligned tokens
             begin = -(-size // itemsize) * itemsize
             parts += self._in_parts(file, start, stop, begin)
             begins.append(begin)
@@ -454,8 +486,9 @@ class Planner:
         return parts, size, begins
 
     def _in_parts(self, file: int, start: int, stop: int, at: int) -> list[Request]:
-        """Bytes [start, stop) of a file as requests of `max_request_bytes`, to byte `at` of a buffer and
-        on.
+        """Cut bytes [start, stop) of a file into requests of at most `max_request_bytes`.
+
+        They are written one after the other, from byte `at` of the buffer on.
         """
         step = self.max_request_bytes
         if stop - start <= step:
@@ -467,27 +500,28 @@ class Planner:
 
 
 def _first_of_each(numbers: Integers, count: int) -> Integers:
-    """The first place of each number below `count`, all of which occur."""
+    """The index at which each number below `count` first occurs. Each of them must occur."""
     first = np.full(count, len(numbers), np.int64)
     np.minimum.at(first, numbers, np.arange(len(numbers)))
     return first
 
 
 def largest_gap(file: Integers, start: Integers, stop: Integers, limit: int) -> int:
-    """The largest gap in bytes, up to `limit`, at which coalescing fetches at most a seventh more
-    than the rows have.
+    """The largest gap in bytes, up to `limit`, that coalescing may bridge.
+
+    Bridging all gaps up to it fetches at most MAX_WASTE more bytes than the rows have.
 
     file, start, stop (bytes) [rows]: sorted by file and start.
     """
-    # A row may end after the next one does: what counts is the furthest end so far within the file.
-    # Files are laid end to end for it, those of these rows alone: of all there may be too many.
+    # A row may end after the next row does, so a gap is measured from the furthest end so far in its
+    # file. To scan all files at once, the files of these rows get offsets as if laid end to end.
     number = np.cumsum(np.diff(file, prepend=file[:1]) != 0)
     file_begins = number * int(stop.max())
     furthest_end = np.maximum.accumulate(stop + file_begins) - file_begins
     gap_before = start[1:] - furthest_end[:-1]
     in_one_file = file[1:] == file[:-1]
     is_gap = in_one_file & (gap_before > 0) & (gap_before <= limit)
-    # bridging the small ones first, as many as the waste allows
+    # bridge the smallest gaps first, as many as the waste allows
     gaps = np.sort(gap_before[is_gap])
     waste = np.cumsum(gaps)
     used_bytes = int((stop - start).sum())

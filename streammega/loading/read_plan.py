@@ -1,4 +1,4 @@
-"""How a rank reads: from which files, how much at a time, and within its memory."""
+"""The read plan of a rank: its files, how its memory is divided, and which blocks it fetches whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import WHOLE, FileTable, KeptColumns, Planner
+from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import bytes_of_field
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """How one reader reads.
+    """What one reader needs to read its micro-batches.
 
-    files: all datasets' files end to end. dtype: the widest of theirs.
+    files: the files of all datasets, in the order of `table`. dtype: the widest dtype of the files.
     """
 
     files: list[TokenFile]
@@ -41,8 +41,9 @@ class ReadPlan:
     memory: MemoryPlan
     planner: Planner
     is_scattered: bool
-    """Whether some reads are so small that only whole files fetched in the background would fill a
-    cache.
+    """Whether some reads are so small that they would not fill a cache.
+
+    Then whole files are fetched into the cache in the background.
     """
 
     @cached_property
@@ -58,7 +59,7 @@ class ReadPlan:
 
     @property
     def is_remote(self) -> bool:
-        """Whether anything has to be fetched."""
+        """Whether some file has to be fetched."""
         return not self.table.local.all()
 
 
@@ -68,14 +69,15 @@ def plan_reading(
     memory_bytes: int,
     *,
     ahead: int = 0,
-    kept: KeptColumns = WHOLE,
+    kept: KeptColumns = ALL_COLUMNS,
     ids_only: bool = False,
 ) -> ReadPlan:
-    """How the micro-batches of a rank are read, of an iteration from `start` on.
+    """Plan how a rank reads its micro-batches in an iteration that begins at `start`.
 
-    memory_bytes: all that the reader may hold. ahead: micro-batches that are to be ready. kept: which
-    tokens of every sample are read. ids_only: ids are handed out as they are stored. Raises
-    ConfigError for a memory that cannot hold a micro-batch.
+    memory_bytes: the limit of all memory of the reader. ahead: micro-batches to keep ready. kept:
+    which tokens of every sample are read. ids_only: batches have ids as they are stored.
+
+    Raises ConfigError if the memory cannot hold a micro-batch.
     """
     config = steps.config
     storage = config.storage
@@ -92,7 +94,8 @@ def plan_reading(
     dtype = np.result_type(*(file.dtype for file in files))
     blocks: list[BlockSize] = []
     lanes = np.empty(0, np.int64)
-    # of a bin that ends early some kept parts are empty
+    # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that have
+    # no tokens, so such parts are never read from blocks.
     if not (kept.bounds and are_packed(files)):
         blocks, lanes = _blocks_to_prefetch(steps, table, start)
     memory = plan_memory(
@@ -104,15 +107,15 @@ def plan_reading(
         coalesce_gap_bytes=storage.coalesce_gap_bytes,
         is_remote=not table.local.all(),
     )
-    if memory.unfit:
+    if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
     prefetched = None
     smallest = min((block.stored for block in blocks), default=0)
-    if memory.whole:
+    if memory.block_datasets:
         order = steps.samples.segment_at(start).order
         assert order is not None
         itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
-        is_whole = np.isin(np.arange(len(itemsizes)), memory.whole)
+        is_whole = np.isin(np.arange(len(itemsizes)), memory.block_datasets)
         prefetched = OpenBlocks(order, lanes, is_whole, itemsizes)
     return ReadPlan(
         files=files,
@@ -130,7 +133,10 @@ def plan_reading(
 def _batch_size(
     steps: MicroSteps, dtype: np.dtype[Any], itemsize: int, kept: KeptColumns, *, ids_only: bool
 ) -> BatchSize:
-    """The sizes of a micro-batch. dtype: of its ids; itemsize: of those in its files, at most."""
+    """The sizes of a micro-batch.
+
+    dtype: the dtype of its ids in memory. itemsize: the most bytes that a token has in a file.
+    """
     config = steps.config
     sample_tokens = config.sequence_length + 1
     rows = steps.micro_batch_size * kept.rows_of_sample
@@ -152,75 +158,86 @@ def _batch_size(
 def _blocks_to_prefetch(
     steps: MicroSteps, table: FileTable, start: int
 ) -> tuple[list[BlockSize], NDArray[np.int64]]:
-    """The datasets whose blocks are worth fetching whole, those that are drawn most first, and the
-    lanes that this reader takes every sample of.
+    """Choose the datasets whose blocks are worth fetching whole, the most drawn first.
+
+    Also returns the lanes of this reader. A block is fetched when its first sample is due and freed
+    after its last sample. So one reader has to take every sample of a lane, in the lane's order.
+    Both results are empty if this reader does not.
     """
     order = steps.samples.segment_at(start).order
     nothing: tuple[list[BlockSize], NDArray[np.int64]] = [], np.empty(0, np.int64)
     if order is None:
         return nothing
     if order.lanes % steps.step_samples:
-        # this rank shares its lanes with others: a block would be fetched by each of them
+        # this rank shares its lanes with other ranks, so each of them would fetch the same blocks
         return nothing
-    if steps.config.balance_attention_cost and not _balances_whole_lanes(steps, order):
+    if steps.config.balance_attention_cost and not _keeps_order_in_lanes(steps, order):
         return nothing
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
-    # samples of a block lie end to end, the last with the token after it
+    # a block is its samples end to end and the extra token of the last sample
     bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
         BlockSize(dataset=dataset, stored=int(bytes_of_block[dataset]))
         for dataset in most_drawn_first
-        if _can_be_whole(dataset, order, table)
+        if _is_worth_prefetching(dataset, order, table)
     ]
     return blocks, lanes_from(steps, order, start)
 
 
-def _balances_whole_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
-    """Whether a reader whose samples go by what they cost takes every lane, in its order."""
+def _keeps_order_in_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
+    """Whether this reader takes every lane in its order although batches are balanced by cost.
+
+    Balancing permutes the samples of one global batch, and never moves a sample to another batch.
+    With several ranks, a rank then takes an arbitrary part of each lane. A single rank takes all
+    samples; consecutive samples are in different lanes, as long as there are enough lanes. So a lane
+    keeps its order if no global batch has more samples than there are lanes.
+    """
     if steps.dp_size > 1:
         return False
-    # A lane of which a batch has two samples may give the later one first. A state brings along its
-    # lanes, and may be resumed with more samples in a batch than those.
+    # The config alone does not ensure this: a state brings its number of lanes along, and the run
+    # that resumes it may have larger global batches.
     largest = max(size for _, size in steps.schedule.stages)
     return largest <= order.lanes
 
 
-def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
-    """Whether blocks of a dataset are worth it: remote, of one token width, of no two lanes at once,
-    and of several samples.
+def _is_worth_prefetching(dataset: int, order: StreamOrder, table: FileTable) -> bool:
+    """Whether it pays to fetch the blocks of a dataset whole.
+
+    Its files have to be remote and of one token width. A run must belong to a single lane, and a
+    block must have several samples.
     """
     files = table.files_of(int(order.dataset_numbers[dataset]))
     itemsizes = table.itemsize[files]
     one_width = bool((itemsizes == itemsizes[0]).all())
-    remote = not table.local[files].any()
-    of_one_lane = order.lanes_per_run[dataset] == 1
-    of_several_samples = order.block_samples[dataset] >= 2
-    return bool(one_width and remote and of_one_lane and of_several_samples)
+    is_remote = not table.local[files].any()
+    has_one_lane = order.lanes_per_run[dataset] == 1
+    has_several_samples = order.block_samples[dataset] >= 2
+    return bool(one_width and is_remote and has_one_lane and has_several_samples)
 
 
 def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[np.int64]:
-    """The lanes that a rank takes every sample of, which begins at `consumed`.
+    """The lanes whose samples a rank takes if it begins at `consumed`, int64 [lanes of the rank].
 
-    There are as many wherever it begins, if the lanes are a multiple of what the ranks take in a
-    micro-step.
+    The number of lanes must be a multiple of the samples in a micro-step of all ranks. Then each rank
+    takes every sample of its lanes, and the number of its lanes is the same wherever it begins.
     """
     if steps.config.balance_attention_cost:
-        return np.arange(order.lanes)  # the only reader takes all of them, in whatever order
+        return np.arange(order.lanes)  # there is one rank, which takes all lanes
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples)
     lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
     return lanes
 
 
 def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:
-    """Say that blocks are read sample by sample for want of memory, and what would hold them."""
+    """Warn that memory is too small for some blocks, and say how much would be enough."""
     log.warning(
         "memory_bytes %s has no room for the open blocks of %d of the datasets: their samples are "
         "read one by one, in many small requests, which is several times slower. Set memory_bytes "
         "of the storage to at least %s; less would do with fewer shuffle_lanes or a smaller shuffle_block_bytes, "
         "which are another order",
         f"{memory_bytes:,}",
-        memory.unfit,
+        memory.num_without_room,
         f"{memory.enough_bytes:,}",
     )
 
@@ -229,7 +246,7 @@ def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:
 
 
 def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
-    """What the planner and its kernels have to know of the files."""
+    """The table of the files for the planner and its kernels."""
     files_of_dataset = [len(files) for files in steps.samples.files]
     addresses = np.array([_addresses_in_cache(file) for file in files], np.int64).reshape(-1, 2)
     return FileTable(
@@ -246,8 +263,9 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
 
 
 def _addresses_in_cache(file: TokenFile) -> tuple[int, int]:
-    """Where the states of a file's cached pages and the addresses of its chunks lie; (0, 0) for one
-    that is not cached.
+    """The memory addresses of the states of a file's cached pages and of its chunks' addresses.
+
+    (0, 0) if the file is not cached.
     """
     if not isinstance(file.store, CachedStore):
         return 0, 0
@@ -256,11 +274,15 @@ def _addresses_in_cache(file: TokenFile) -> tuple[int, int]:
 
 
 def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
-    """A file behind the cache; as it is where it is local, empty, or finds no room."""
+    """The file with its reads through the cache.
+
+    Returns the file unchanged if it is local, empty or without an ETag, or if the disk of the cache
+    cannot be used.
+    """
     size = file.num_tokens * file.dtype.itemsize
     if size == 0 or file.store.is_local:
         return file
-    if not file.etag:  # old pages could not be told from new ones
+    if not file.etag:  # pages of an old object and of a new one would look alike
         warn_unversioned(file.url)
         return file
     cached = open_cached(cache, file.url, file.etag, size)
@@ -268,16 +290,17 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
 
 
 def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
-    """(address, what keeps it mapped) of each local file; (0, None) for the others.
+    """(address, array that keeps the mapping alive) of each local file; (0, None) for the others.
 
-    Kernels believe addresses, so what is mapped is what was opened, or ObjectChangedError.
+    Kernels do not check addresses. So this raises ObjectChangedError if a file is not the one that
+    was opened, and ShortReadError if the file is too short for its tokens.
     """
     mapped: list[tuple[int, Any]] = []
     for file, is_mapped in zip(files, local.tolist(), strict=True):
         content = None
         if is_mapped:
             view = file.store.view(file.key, file.etag)
-            if len(view) or file.num_tokens:  # one that is empty cannot be mapped
+            if len(view) or file.num_tokens:  # an empty file cannot be mapped
                 content = np.frombuffer(view, np.uint8)
                 file.check_bytes(len(content))
         mapped.append((0, None) if content is None else (address_of(content), content))

@@ -15,7 +15,7 @@ from streammega.samples.segments import source_names
 
 
 class SourceLosses:
-    """Sums losses of samples by the dataset that each is of, until `means` is asked.
+    """Sums the losses of samples by dataset until `means` is called.
 
         losses = SourceLosses.of(config, device=device)
         for batch in loader:                                # of DataConfig(return_dataset_ids=True)
@@ -24,18 +24,18 @@ class SourceLosses:
             if step % 10 == 0:
                 log(losses.means(prefix="train/loss/"))
 
-    Sums are float64, and nothing waits for a device before `means`.
+    Sums are float64. No call waits for a device before `means`.
 
     Args:
-        names: of the datasets, by their ids.
-        device: where sums are kept, and on which ranks talk.
+        names: names of the datasets, in the order of their ids.
+        device: the device of the sums, which the ranks add up there.
 
-    Raises ConfigError where no name is given.
+    Raises ConfigError if there are no names.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu") -> None:
         if not names:
-            raise ConfigError("losses by source need the names of the datasets, and none is given")
+            raise ConfigError("losses by source need at least one dataset name; names is empty")
         self.names = list(names)
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
 
@@ -43,22 +43,26 @@ class SourceLosses:
     def of(
         cls, config: DataConfig, *, split: str = "train", device: torch.device | str = "cpu"
     ) -> SourceLosses:
-        """Of the datasets of a config's split, over all phases, by the last parts of their
-        prefixes. Raises ConfigError where the config gives the split nothing.
+        """Make one for the datasets of a config's split in all phases.
+
+        Their names are the last parts of their prefixes. Raises ConfigError if the split has no data.
         """
         return cls(source_names(config, split), device)
 
     def add(self, dataset_id: Tensor, losses: Tensor, mask: Tensor | None = None) -> None:
-        """Add a micro-batch: dataset_id int64 [batch], the loss of each token [batch, S], and what
-        counts of it, [batch, S]: tokens with 0 do not, whatever their loss. None: all tokens count.
+        """Add a micro-batch: dataset_id int64 [batch], the loss of each token [batch, S], and their
+        weights, mask [batch, S].
+
+        A token with weight 0 does not count, even if its loss is infinite. None: all tokens count.
         """
         mask = torch.ones_like(losses) if mask is None else mask
         add_losses_by_source(self._sums, dataset_id, losses, mask.to(losses.device))
 
     def means(self, group: Any = None, *, prefix: str = "") -> dict[str, float]:
-        """{prefix + name: mean loss} of each dataset that had tokens since this was asked last, over
-        all ranks of a group (None: all there are). Collective where torch.distributed runs: call it
-        on all of them.
+        """{prefix + name: mean loss} of each dataset that had tokens since the last call.
+
+        The means are over all ranks of a group; None: all ranks. Under torch.distributed the call is
+        collective: make it on all of them.
         """
         sums = self._sums
         self._sums = torch.zeros_like(sums)
@@ -71,18 +75,19 @@ class SourceLosses:
         return means
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Set all sums to 0."""
         self._sums = torch.zeros_like(self._sums)
 
 
 def add_losses_by_source(sums: Tensor, dataset_id: Tensor, losses: Tensor, mask: Tensor) -> None:
-    """Add (loss, tokens) of a micro-batch to those of its datasets, sums float64 [datasets, 2]; losses and
-    mask [batch, S].
+    """Add the losses and weights of a micro-batch to the sums of its datasets.
+
+    sums: float64 [datasets, 2], (loss, tokens) of each. losses, mask: [batch, S].
     """
-    counted = mask.detach().double()
-    # chosen, not multiplied: 0 times an infinite loss is none
-    loss_of_token = torch.where(counted != 0, losses.detach().double() * counted, 0.0)
-    loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
+    weights = mask.detach().double()
+    # `where`, because 0 times an infinite loss is not 0
+    loss_of_token = torch.where(weights != 0, losses.detach().double() * weights, 0.0)
+    loss_and_tokens = torch.stack((loss_of_token.sum(1), weights.sum(1)), 1)
     sums.index_add_(
         0, dataset_id.to(sums.device, non_blocking=True), loss_and_tokens.to(sums.device)
     )

@@ -1,5 +1,6 @@
-"""Bringing whole files to the page cache in the background, for orders that read small scattered
-ranges of them.
+"""The stager fetches whole files into the page cache in the background.
+
+It serves orders that read small scattered ranges of the files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from streammega.storage.thread_pool import Cancelled
 log = logging.getLogger(__name__)
 
 THREADS = 4
-"""In the background. Range reads, many more at once, serve what is needed now."""
+"""Background threads. Many more range reads at once serve the samples that are needed now."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,19 @@ class _Part:
 
 
 class Stager:
-    """Threads that read files into the cache, part by part, beginning to end, while range reads
-    serve what is needed now.
+    """Threads that read files into the cache from beginning to end, part by part.
 
-    Readers on one node share the work: a part that another is fetching is passed over and looked at
-    again afterwards.
+    Readers on one node share the work. A stager postpones a part that another reader is fetching,
+    and checks it again at the end.
     """
 
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
         self._closed = threading.Event()
-        self._longest_leave = min(CLOSE_TIMEOUT, storage.read_timeout)
+        self._close_timeout = min(CLOSE_TIMEOUT, storage.read_timeout)
         self._policy = RetryPolicy.of(storage)
         self._parts = _parts_of(files, storage.max_request_bytes)
-        self._passed_over: deque[_Part] = deque()
+        self._postponed: deque[_Part] = deque()
         self._lock = process_lock()
         self._threads = [
             threading.Thread(target=self._run, name="streammega-stage", daemon=True)
@@ -75,24 +75,22 @@ class Stager:
                 return
 
     def _next(self) -> _Part | None:
-        """The next part that nobody fetches; in the end those that were passed over, which are
-        waited for.
-        """
+        """The next part that no other reader is fetching; after the last, the postponed parts."""
         with self._lock:
             for part in self._parts:
                 if self._closed.is_set():
                     return None
                 if not part.store.cached.is_fetched_elsewhere(part.low, part.high):
                     return part
-                self._passed_over.append(part)
-            return self._passed_over.popleft() if self._passed_over else None
+                self._postponed.append(part)
+            return self._postponed.popleft() if self._postponed else None
 
     def _stage(self, part: _Part) -> None:
         if self._closed.is_set():
             return
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
-            """Read a part from the object, and count it."""
+            """Read a part from the object and count its bytes."""
             store = part.store.inner
             store.fetch_into(part.file.key, [(start, stop)], [out], part.file.etag)
             with self._lock:
@@ -101,24 +99,24 @@ class Stager:
         part.store.cached.prefetch(part.low, part.high, fetch, self._closed.is_set)
 
     def close(self) -> None:
-        """Stop after the parts under way; those of an endpoint that hangs are not
-        waited for long.
-        """
+        """Stop after the parts that are being fetched, but wait only briefly for them."""
         self._closed.set()
-        deadline = time.monotonic() + self._longest_leave
-        here = threading.current_thread()  # the collector may close it in one of its own threads
+        deadline = time.monotonic() + self._close_timeout
+        here = (
+            threading.current_thread()
+        )  # the garbage collector may call `close` in a stager thread
         for thread in self._threads:
             if thread is not here:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
-    """All bytes of the files that are cached, in parts of `part_bytes`."""
+    """All bytes of the cached files, in parts of at most `part_bytes`."""
     for file in files:
         if not isinstance(file.store, CachedStore):
             continue
         cached = file.store.cached
-        # no part crosses a chunk: each is a file of the cache
+        # no part crosses the end of a chunk, because each chunk is a file of the cache
         for chunk in range(0, cached.size, cached.chunk_bytes):
             end = min(chunk + cached.chunk_bytes, cached.size)
             for low in range(chunk, end, part_bytes):

@@ -44,10 +44,10 @@ COUNTERS = frozenset(
 
 @dataclass
 class Stats:
-    """Counters of one loader, over all of its iterations. Times in seconds.
+    """Counters of one loader, over all of its iterations. Times are in seconds.
 
-    `stager`, `at_hand` and what begins with an underscore is of the engine that runs; `attach`
-    takes what the one before it had counted.
+    `stager`, `is_batch_ready`, `_stores` and `_fetchers` belong to the running engine. `attach` adds
+    the counts of the engine before it to the totals.
     """
 
     batches: int = 0
@@ -62,24 +62,25 @@ class Stats:
     ready: int = 0
     staged_bytes: int = 0
     stager: Stager | None = None
-    at_hand: Callable[[], bool] | None = None
-    """Of the engine that runs: whether its next batch is there."""
+    is_batch_ready: Callable[[], bool] | None = None
+    """Tells whether the next batch of the running engine is ready."""
     field_bytes: int = 0
-    """Of the fields that were made together: of those handed out last, and of those before."""
-    # each is changed by one thread alone
+    """Bytes for the fields of the latest batches and of those before them (see `MemoryPlan`)."""
+    # only one thread changes each of them
     _gathered_bytes: int = 0
     _released_bytes: int = 0
-    _most_ready: int = 0
+    _max_ready_bytes: int = 0
     _stores: list[CachedStore] = field(default_factory=list)
     _fetchers: list[Fetcher] = field(default_factory=list)
     _done: Counters = field(default_factory=Counters)
 
     def attach(self, fetcher: Fetcher | None, files: Sequence[TokenFile]) -> None:
-        """Count what a fetcher does, and the cached stores of files; those before are added up and
-        let go.
+        """Count the work of a fetcher and of the cached stores of files from now on.
+
+        The counts of the last fetcher and stores are added to the totals.
         """
-        for former in self._fetchers:
-            _add(self._done, former.counters)
+        for last_fetcher in self._fetchers:
+            _add(self._done, last_fetcher.counters)
         self._done.fetched_bytes += self._fetched_by_stores()
         self.cached_bytes += self._hits_of_stores()
         self.staged_bytes = self._all_staged_bytes()
@@ -99,40 +100,42 @@ class Stats:
         return sum(store.fetched_bytes for store in self._stores)
 
     def _all_staged_bytes(self) -> int:
-        """Of former iterations, and of the one that runs."""
+        """Staged bytes of all iterations, including the running one."""
         running = self.stager.staged_bytes if self.stager else 0
         return self.staged_bytes + running
 
     def batches_delivered(self, batches: int, waited: float, ready: int) -> None:
-        """Batches were handed out together after their caller had waited for the first; `ready`
-        more groups are made.
+        """Count batches that were handed out together.
+
+        waited: seconds that the caller waited for the first of them. ready: groups that wait in the
+        queue.
         """
         self.batches += batches
         self.wait += waited
         self.waits.append(waited)
-        # the others were there when the first one was
+        # all of them were ready together with the first
         self.waits.extend(itertools.repeat(0.0, batches - 1))
         self.ready = ready
 
     def hold_ready(self, nbytes: int) -> None:
-        """So many bytes were gathered, and wait to be handed out."""
+        """Count gathered bytes that wait to be handed out."""
         self._gathered_bytes += nbytes
-        self._most_ready = max(self._most_ready, self.ready_bytes)
+        self._max_ready_bytes = max(self._max_ready_bytes, self.ready_bytes)
 
     def release_ready(self, nbytes: int) -> None:
-        """So many bytes of them are no longer needed."""
+        """Count gathered bytes that are no longer needed."""
         self._released_bytes += nbytes
 
     def release_all_ready(self) -> None:
-        """An iteration ended: nothing waits to be handed out."""
+        """Count all gathered bytes as released, because the iteration ended."""
         self._released_bytes = self._gathered_bytes
 
     def step(self, seconds: float) -> None:
-        """The caller was away for so long."""
+        """Count the seconds that the caller spent on a batch."""
         self.busy += seconds
 
     def summary(self) -> dict[str, Any]:
-        """All figures, by name."""
+        """All counters and derived figures by name, as `StreamLoader.stats` returns them."""
         counted = Counters()
         _add(counted, self._done)
         in_flight = 0
@@ -172,12 +175,12 @@ class Stats:
             "requests_in_flight": in_flight,
             "requests_queued": queued,
             "held_bytes": held + self.ready_bytes,
-            "most_held_bytes": most_held + self._most_ready + self.field_bytes,
+            "most_held_bytes": most_held + self._max_ready_bytes + self.field_bytes,
             "seconds": time.monotonic() - self.began,
         }
 
     def line(self) -> str:
-        """The figures that matter, in one line."""
+        """One line for the log with the main figures."""
         now = self.summary()
         megabytes = {
             name: now[name] / 1e6 for name in ("fetched_bytes", "cache_hit_bytes", "held_bytes")
@@ -195,7 +198,7 @@ class Stats:
 
 
 def _percentiles(seconds: Collection[float], *percents: float) -> list[float]:
-    """Percentiles of some seconds; 0 where there are none."""
+    """Percentiles of the seconds; 0 if there are no seconds."""
     percentiles: list[float] = np.percentile(np.array(seconds or [0.0]), percents).tolist()
     return percentiles
 

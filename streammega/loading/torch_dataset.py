@@ -1,4 +1,4 @@
-"""Micro-batches of one rank as a torch IterableDataset, and its position."""
+"""A torch IterableDataset of the micro-batches of one rank, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from streammega.loading.worker_state import IterationStart, IterationState
 from streammega.loading.worker_transfer import (
     WorkerBatch,
     batch_of_ids,
-    ids_tell_fields,
-    is_sent_unseen,
+    fields_follow_from_ids,
+    only_torch_sees_batches,
 )
 from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
@@ -40,37 +40,38 @@ AHEAD = 2
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
-    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
-    [micro_batch_size, S]; in the stream order only tokens and labels, if every label has a loss and
-    positions only count up (see `fields` of DataConfig). With reset_attention_mask also "cu_seqlens", the bounds of documents,
-    int32 [micro_batch_size, most documents + 1]; with return_dataset_ids "dataset_id", int64
-    [micro_batch_size]; with inter_document_masking "cu_seqlens" and
-    "max_seqlen" as it says.
+    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, all
+    [micro_batch_size, S].
 
-    Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one
-    pass over the data (whole global batches only), and every pass has the same samples in the same
-    order.
+    In the stream order a batch has only tokens and labels, if every label has a loss and positions
+    only count up (see `fields` of DataConfig). With reset_attention_mask it also has "cu_seqlens", the
+    bounds of documents, int32 [micro_batch_size, most documents + 1]. With return_dataset_ids it has
+    "dataset_id", int64 [micro_batch_size]. With inter_document_masking it has "cu_seqlens" and
+    "max_seqlen", which that setting describes.
 
-    **Where an iteration begins**: where `load_state_dict` or `seek` put the dataset, if it is the
-    first one since, and at the first sample otherwise, also after one that was left in the middle.
-    An iteration from the end of the data gives nothing, with a warning. One that
-    is held while the dataset is put elsewhere, or that ended by an error, raises StateError.
+    Every rank reads its part of the same global batches, whatever dp_size is. An iteration reads the
+    data once, in whole global batches. Every iteration has the same samples in the same order.
+
+    **Where an iteration begins**: the first iteration after `load_state_dict` or `seek` begins at
+    their sample. All others begin at the first sample, even after one that was left in the middle. An
+    iteration that begins at the end of the data yields nothing and logs a warning. An iterator raises
+    StateError after the dataset was moved, and after it ended by an error.
 
     **Workers**: under a torch DataLoader (`batch_size=None`) all of this holds for any number of
-    workers, forked, spawned or persistent. Worker 0 reads everything and the others give nothing,
-    so one worker is enough, and a transform that wraps the dataset runs in that one process.
-    torchdata's StatefulDataLoader keeps the state, which fits any number of ranks and workers.
-    With a plain DataLoader only the caller knows what was taken: `state_dict(num_batches)`.
+    workers, forked, spawned or persistent. Worker 0 reads everything and the others yield nothing. So
+    one worker is enough, and a transform that wraps the dataset runs in that one process. torchdata's
+    StatefulDataLoader keeps the state, which fits any number of ranks and workers. With a plain
+    DataLoader only the caller knows how many batches were taken: call `state_dict(num_batches)`.
 
     Args:
-        config: what is read.
+        config: the data and its order.
         split: "train", "valid" or "test".
         micro_batch_size: samples of one batch of this rank.
         global_batch_size: samples of one optimizer step over all ranks; a multiple of
             micro_batch_size * dp_size.
         dp_rank, dp_size: this data-parallel rank.
-        rampup_batch_size: (start, increment, samples): the global batch grows from start to global_batch_size
-            over so many samples.
+        rampup_batch_size: (start, increment, samples): the global batch grows from start to
+            global_batch_size, in steps of increment, over this many samples.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
     """
@@ -108,7 +109,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         self.steps.check()
         check_fields(self.samples)
         self._consumed = 0  # the cursor
-        self._placed = 0  # where `seek` or `load_state_dict` put it last
+        self._last_seek = 0  # where `seek` or `load_state_dict` last moved the cursor
         self._state = IterationState()
 
     def __len__(self) -> int:
@@ -137,22 +138,20 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     @property
     def consumed_samples(self) -> int:
-        """The next global sample: how many were handed out, over all ranks."""
+        """Samples handed out so far, over all ranks: the next global sample."""
         return self._consumed
 
     @property
     def is_where_it_was_put(self) -> bool:
-        """Whether no batch was handed out since `seek` or `load_state_dict`, or since there is the
-        dataset.
-        """
-        return self._consumed == self._placed
+        """Whether no batch was handed out since the last `seek` or `load_state_dict`, or at all."""
+        return self._consumed == self._last_seek
 
     def tokens_before(self, sample: int) -> int:
-        """Tokens of all global samples before one, whatever phases make of their length."""
+        """Tokens of all global samples before this one. Phases may change their length."""
         return self.steps.tokens_before(sample)
 
     def sequence_length_at(self, sample: int) -> int:
-        """Tokens of a global sample, which phases may change."""
+        """Tokens of a global sample. Phases may change it."""
         return self.steps.sequence_length_at(sample)
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -162,8 +161,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self.steps.sample_ids(consumed)
 
     def dataset_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which dataset each sample of this rank's micro-batch in the micro-step at `consumed` is of,
-        int64 [..., micro_batch_size]: its place in the blend. Of the order alone: nothing is read.
+        """The dataset of each sample of this rank's micro-batch in the micro-step at `consumed`.
+
+        int64 [..., micro_batch_size], numbered as in the blend. The order alone says it: this reads
+        no token.
         """
         sample_ids = self.sample_ids(consumed)
         if sample_ids.size:
@@ -172,21 +173,21 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return dataset_of_samples(self.samples, extents).reshape(sample_ids.shape)
 
     def sample_joins(self, consumed: int) -> SampleJoins:
-        """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
-        run of tokens to another: arrays `sample`, its row, and `column` of the first token of the
-        other run. None but after a phase that changes the length or lanes. Of the order alone:
-        nothing is read.
+        """Where two runs of tokens meet within a sample of the micro-batch in the micro-step at
+        `consumed`.
+
+        Arrays: `sample`, the row in the micro-batch, and `column`, the first token of the second run.
+        Joins occur only after a phase that changes the length or lanes. The order alone says where:
+        this reads no token.
         """
         return self.steps.sample_joins(consumed)
 
     def batch(self, consumed: int) -> Batch:
-        """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
+        """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
         return self.steps.batch(consumed)
 
     def positions(self) -> Iterator[int]:
-        """The micro-steps that are left, as values of `consumed`, without those
-        that are excluded.
-        """
+        """The micro-steps from the cursor on, as values of `consumed`, without excluded samples."""
         return self.steps.positions(self._consumed)
 
     def advance(self, consumed: int) -> None:
@@ -196,17 +197,17 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
-            nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch passes over the others
+            nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch skips workers without batches
             return Iteration(batch for batch in nothing)
         begun = self._state.begin()
         self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
-        return Iteration(self._batches(self.steps, begun, is_sent_unseen(self)))
+        return Iteration(self._batches(self.steps, begun, only_torch_sees_batches(self)))
 
     def _batches(
-        self, steps: MicroSteps, begun: IterationStart, unseen: bool
+        self, steps: MicroSteps, begun: IterationStart, is_sent_unread: bool
     ) -> Generator[Batch, None, None]:
-        """unseen: no program looks at batches before they leave this worker."""
+        """is_sent_unread: no code but torch's reads batches before they leave this worker."""
         if begun.start and begun.start == steps.num_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, "
@@ -217,79 +218,79 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         in_worker = torch.utils.data.get_worker_info() is not None
 
         def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
-            """What reads one phase."""
-            as_ids = unseen and ids_tell_fields(steps)
+            """Make the engine that reads one phase."""
+            as_ids = is_sent_unread and fields_follow_from_ids(steps)
             return Engine(steps, positions, AHEAD, start=start, ids_only=as_ids)
 
         batches = iterate_batches(steps, begun.start, make_engine, lambda: self._state.check(begun))
         with closing(batches):
             for consumed, batch, engine in batches:
-                given: Any = batch
+                output: Any = batch
                 if engine.ids_only:
-                    given = batch_of_ids(batch, engine.steps)
+                    output = batch_of_ids(batch, engine.steps)
                 elif in_worker:
-                    given = WorkerBatch(batch)
+                    output = WorkerBatch(batch)
                 if self._state.is_latest(begun):
                     self.advance(consumed)
-                yield given
-                del batch, given  # their memory is free as soon as the caller lets go
+                yield output
+                del batch, output  # the caller alone decides when their memory is free
         self._state.check(begun)
         if not in_worker and self._state.is_latest(begun):
-            self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
+            self.steps = self.steps.from_origin(0)  # the next iteration begins at the first sample
             self._consumed = 0
             self._state.finish()
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by DataLoaders that accelerate prepared; passes are all alike, so there is nothing
-        to set.
+        """Do nothing, because all iterations are alike. DataLoaders that accelerate prepared call it.
 
-        Raises ConfigError for a dataset of one of several ranks: such a DataLoader deals out what
-        one process reads.
+        Raises ConfigError if the dataset is for one of several ranks: such a DataLoader would divide
+        the part of one rank among all ranks.
         """
         if self.dp_size > 1:
             raise ConfigError(
-                f"this dataset reads the part of data-parallel rank {self.dp_rank} of "
-                f"{self.dp_size} alone, but accelerate prepared its DataLoader and would deal "
-                "that part out to all ranks: the others' samples would never be seen. "
-                "Take streammega.integrations.accelerate.StreamDataLoader, which prepare leaves as "
-                "it is; iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
-                "accelerator.register_for_checkpointing(loader); "
-                "or give the dataset neither dp_rank nor dp_size"
+                f"this dataset reads only the part of data-parallel rank {self.dp_rank} of "
+                f"{self.dp_size}, but accelerate prepared its DataLoader and would divide that part "
+                "among all ranks: no rank would read the other samples. Use "
+                "streammega.integrations.accelerate.StreamDataLoader, which prepare does not change. "
+                "Or iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
+                "accelerator.register_for_checkpointing(loader). "
+                "Or give the dataset neither dp_rank nor dp_size"
             )
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample, whole micro-steps of these ranks from the start of a global
-        batch.
+        """Continue at a global sample.
+
+        From the start of its global batch there must be whole micro-steps of these ranks.
         """
-        consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
+        consumed_samples = operator.index(consumed_samples)  # numpy integers are not JSON
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
         steps.attach(consumed_samples)
         steps.check_position(consumed_samples)
         steps.check_ahead(consumed_samples)
-        self._put(consumed_samples, steps)
+        self._move_to(consumed_samples, steps)
 
     @property
     def generation(self) -> int:
-        """How often `seek` and `load_state_dict` have put the dataset somewhere."""
+        """How often `seek` and `load_state_dict` have moved the dataset."""
         return self._state.generation
 
     def state_dict(self, num_batches: int | None = None, *others: Any) -> dict[str, Any]:
-        """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset",
-        "order", "fingerprint"}.
+        """The position at which to go on, the same on every rank: {"version", "consumed_samples",
+        "batch_offset", "order", "fingerprint"}.
 
-        Counts what was handed out; after the last batch of an iteration that has ended, the
-        position is the first sample. Under a DataLoader with workers only the caller knows what was
-        handed out: pass `num_batches`, the micro-batches taken from the iteration that began last.
-        In a worker, where torchdata's StatefulDataLoader asks, it counts what the worker gave.
+        It counts the batches that were handed out. After an iteration has ended, the position is the
+        first sample. Under a DataLoader with workers only the caller knows how many were handed out:
+        pass `num_batches`, the micro-batches taken from the latest iteration. In a worker, where
+        torchdata's StatefulDataLoader calls it, it counts the batches of the worker.
 
         Raises StateError for other arguments, which Composer passes.
         """
         if others:
             arguments = ", ".join(map(repr, (num_batches, *others)))
             raise StateError(
-                f"state_dict({arguments}) is a call of Composer's, which counts samples; this "
-                f"dataset counts micro-batches. Give Composer an IterableDataset around this one "
-                f"that has no state_dict, and save state_dict(num_batches=...) in a callback"
+                f"state_dict({arguments}) is how Composer calls it, which counts samples, but this "
+                f"dataset counts micro-batches. Wrap it for Composer in an IterableDataset without "
+                f"state_dict, and save state_dict(num_batches=...) in a callback"
             )
         if torch.utils.data.get_worker_info() is not None:
             return self.state_at(self._consumed)
@@ -299,9 +300,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             return steps.state(steps.after(start, num_batches))
         if self._state.in_worker:
             raise StateError(
-                "a worker process reads ahead of what the DataLoader handed out, "
-                "so the position is not known here; "
-                "pass state_dict(num_batches=<micro-batches taken from this iteration>), "
+                "a worker process reads ahead of the batches that the DataLoader handed out, "
+                "so this process does not know the position. "
+                "Pass state_dict(num_batches=<micro-batches taken from this iteration>), "
                 "save the state of torchdata's StatefulDataLoader, "
                 "or use StreamLoader, which needs no workers"
             )
@@ -312,9 +313,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self.steps.state(consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the sample after the last that was handed out.
+        """Continue after the last sample that was handed out before the state was saved.
 
-        Raises StateError for another order, and changes nothing.
+        Raises StateError for a state of another order, and then changes nothing.
         """
         saved = parse_state(state)
         steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
@@ -330,13 +331,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             )
         steps.check_position(saved.consumed)
         steps.check_ahead(saved.consumed)
-        self._put(saved.consumed, steps)
+        self._move_to(saved.consumed, steps)
 
-    def _put(self, consumed: int, steps: MicroSteps) -> None:
-        """Go somewhere."""
+    def _move_to(self, consumed: int, steps: MicroSteps) -> None:
+        """Move the cursor to `consumed`. steps: the micro-steps to read from there on."""
         self.steps = steps
         self._consumed = consumed
-        self._placed = consumed
+        self._last_seek = consumed
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:  # the others read nothing
             self._state.put(consumed, steps.lanes, steps.schedule.origin)

@@ -2,11 +2,11 @@
 
 torch sends each field as a file in shared memory, which takes a millisecond a field and 28 bytes a
 token. Two or four bytes a token are enough for most batches: labels are the tokens one place later, the
-loss mask is ones, and positions count up. Such fields are sent as ids, and made where they arrive.
+loss mask is ones, and positions count up. Such fields are sent as ids, and the receiver makes them.
 
-Where a program in the worker may look at batches, they are dicts of all fields, and the values decide
-how they are sent, because the program may have written to them. torch sends all other fields. Where
-nobody looks, the worker makes no fields: it gathers ids and sends them.
+If user code in the worker may read batches, they are dicts of all fields. Their values then decide how
+they are sent, because the code may have changed them; torch sends all other fields. If only torch
+reads batches, the worker makes no fields: it gathers ids and sends them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files, field_names, masks_by_files
 
 NARROW = (np.uint16, np.uint32)
-"""What ids are sent as, where they fit."""
+"""The dtypes in which ids are sent, if they fit."""
 
 
 class IdBatch:
-    """Ids [samples, S + 1] that no program looks at in the worker. They arrive as a dict of fields."""
+    """Ids [samples, S + 1] for a batch that no user code reads in the worker.
+
+    The receiver gets a dict of fields.
+    """
 
     def __init__(self, ids: Tensor, names: Sequence[str] = tuple(PLAIN_FIELDS)) -> None:
         self._ids = ids
@@ -44,22 +47,22 @@ class IdBatch:
         return _unpack, (dict.fromkeys(self._names), self._ids.numpy(), self._names)
 
 
-def is_sent_unseen(dataset: object) -> bool:
-    """Whether no program looks at batches in this worker. Only `__iter__` of `dataset` may ask.
+def only_torch_sees_batches(dataset: object) -> bool:
+    """Whether no user code reads batches in this worker. Only `__iter__` of `dataset` may call it.
 
-    That is so where torch itself iterates over `dataset`, and has no `collate_fn` of a user.
+    This holds if torch itself iterates over `dataset` and the user set no `collate_fn`.
     """
     worker = get_worker_info()
     if worker is None or worker.dataset is not dataset:
         return False
-    # torch says nowhere what it does with batches, but to the object that begins the iteration
+    # torch has no API for this: only the object that calls `__iter__` knows the collate function
     fetcher = sys._getframe(2).f_locals.get("self")
     collate = getattr(fetcher, "collate_fn", None)
     return collate is default_convert and getattr(fetcher, "auto_collation", None) is False
 
 
-def ids_tell_fields(steps: MicroSteps) -> bool:
-    """Whether the fields of all batches can be made of ids, but for padding."""
+def fields_follow_from_ids(steps: MicroSteps) -> bool:
+    """Whether the fields of all batches can be made from ids alone, if no id is padding."""
     config = steps.config
     names = field_names(steps.samples)
     if "position_ids" in names and (config.reset_position_ids or config.inter_document_masking):
@@ -76,7 +79,7 @@ def ids_tell_fields(steps: MicroSteps) -> bool:
 
 
 def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
-    """What a worker gives for {"ids", "valid"}: ids, or where there is padding among them, fields.
+    """The batch that a worker sends for {"ids", "valid"}: ids, or fields if some ids are padding.
 
     Raises FormatError for an id outside of the vocabulary.
     """
@@ -88,7 +91,7 @@ def batch_of_ids(fields: Batch, steps: MicroSteps) -> IdBatch | WorkerBatch:
 
 
 def _all_are_tokens(ids: Tensor, valid: Tensor, steps: MicroSteps) -> bool:
-    """Whether all ids can be widened as they are: none is padding, none has to be refused."""
+    """Whether all ids are tokens of the vocabulary and none is padding."""
     config = steps.config
     stored = ids.numpy()
     if (valid.numpy() < stored.shape[1]).any():
@@ -98,12 +101,12 @@ def _all_are_tokens(ids: Tensor, valid: Tensor, steps: MicroSteps) -> bool:
         return True
     padding, lowest, highest = scan_ids(stored, pad)
     if config.vocab_size is not None and not 0 <= lowest <= highest < config.vocab_size:
-        return False  # they are refused where fields are made of them
+        return False  # making their fields raises the error
     return not padding
 
 
 class WorkerBatch(dict[str, Any]):
-    """A batch in a worker. It takes little room when it is pickled, and arrives as a plain dict."""
+    """A batch in a worker. Its pickle is small, and the receiver gets a plain dict."""
 
     def __copy__(self) -> WorkerBatch:
         """torch copies what a worker gives before it is sent."""
@@ -122,20 +125,21 @@ class WorkerBatch(dict[str, Any]):
                 if is_like_tokens and (field.numpy() == plain).all():
                     made.append(name)
         for name, value in sent.items():
-            sent[name] = None if name in made else _without_rest(value)
+            sent[name] = None if name in made else _without_unused_memory(value)
         return _unpack, (sent, ids, made)
 
 
 def _unpack(sent: dict[str, Any], ids: NDArray[Any] | None, made: Sequence[str]) -> dict[str, Any]:
-    """The fields, in their order; those that are made of ids in memory of their own."""
+    """The fields in their order. Fields made from ids have their own memory."""
     if ids is not None:
         sent |= plain_fields(ids, ids.shape[1] - 1, made, recycled_memory())
     return sent
 
 
 def _ids_of(tokens: Any, labels: Any) -> NDArray[Any] | None:
-    """Ids [samples, S + 1] of tokens and labels; None where labels are not the tokens one place
-    later, or do not fit.
+    """The ids [samples, S + 1] of tokens and labels.
+
+    None if labels are not the tokens one place later, or if the ids do not fit a dtype of NARROW.
     """
     if not (_is_plain(tokens, torch.int64) and _is_plain(labels, torch.int64)):
         return None
@@ -150,7 +154,7 @@ def _ids_of(tokens: Any, labels: Any) -> NDArray[Any] | None:
 
 
 def _is_plain(field: Any, dtype: torch.dtype) -> bool:
-    """Whether a field is an ordinary tensor of the host, whose values are all that it is."""
+    """Whether a field is an ordinary tensor in host memory: its values are its whole state."""
     return (
         type(field) is Tensor
         and field.dtype == dtype
@@ -161,8 +165,8 @@ def _is_plain(field: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _without_rest(value: Any) -> Any:
-    """A tensor without what else lies in its memory, which torch would send with it."""
+def _without_unused_memory(value: Any) -> Any:
+    """Copy a tensor that is a part of a larger memory. torch would send all of that memory."""
     is_ordinary = type(value) is Tensor and value.device.type == "cpu"
     if not is_ordinary or value.layout != torch.strided or value.requires_grad:
         return value

@@ -27,7 +27,7 @@ from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import SampleJoins, joins_of_config
 
 VALID_BYTES = 4
-"""Of an int32. torch views bytes as int32 only where they begin on a multiple of it."""
+"""Bytes of an int32. torch views bytes as int32 only if they begin on a multiple of it."""
 
 FIRST = ("tokens", "position_ids")
 """Fields of the first pipeline stage."""
@@ -36,14 +36,13 @@ LAST = ("labels", "loss_mask")
 BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
 """Fields of the first and of the last stage, where the config asks for them."""
 MIDDLE = ("position_ids", *BOTH)
-"""Fields of stages between them, where they are asked for."""
+"""Fields of the stages between them, with `every_stage`."""
 
 
 class RankBatch(dict[str, Tensor]):
     """The fields of a micro-batch, by name.
 
-    longest: tokens of its longest document, where the host knows it without asking the device; else
-    None.
+    longest: tokens of its longest document; None if only the device knows it.
     """
 
     longest: int | None = None
@@ -51,20 +50,21 @@ class RankBatch(dict[str, Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """Micro-batches of samples of one length, which phases may change, and where their values are
-    in a message: the same on all ranks of a group.
+    """The shapes of micro-batches of one sequence length, and the layout of their messages.
+
+    Phases may change the length. All ranks of a group have the same layout.
     """
 
     config: DataConfig
-    """With this length."""
+    """The config with this sequence length."""
     bounds: Bounds
-    """Tokens [start, stop) of each sample that this rank keeps."""
+    """Tokens [start, stop) of each part of a sample that this rank keeps."""
     rows: int
     width: int
     """Ids of a row."""
     ids_dtype: torch.dtype
     has_modes: bool
-    """Whether a message says which tokens have a loss."""
+    """Whether a message contains which tokens have a loss."""
 
     @cached_property
     def ids_stop(self) -> int:
@@ -73,17 +73,17 @@ class BatchSpec:
 
     @cached_property
     def valid_start(self) -> int:
-        """The first multiple of VALID_BYTES after the ids: of 16 bits, their number may be odd."""
+        """The first multiple of VALID_BYTES after the ids: the number of 16-bit ids may be odd."""
         return -(-self.ids_stop // VALID_BYTES) * VALID_BYTES
 
     @cached_property
     def learned_start(self) -> int:
-        """Where the counts end."""
+        """The byte after the counts."""
         return self.valid_start + VALID_BYTES * self.rows
 
     @cached_property
     def message_size(self) -> int:
-        """Bytes."""
+        """Bytes of a message."""
         return self.learned_start + (self.rows * self.width if self.has_modes else 0)
 
     def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -98,7 +98,7 @@ class BatchSpec:
         return ids, valid, learned
 
     def pack(self, raw: Batch, message: Tensor) -> None:
-        """Write a micro-batch of the loader's into a message."""
+        """Write a micro-batch of the loader into a message."""
         ids, valid, learned = self.unpack(message)
         ids.copy_(raw["ids"])
         valid.copy_(raw["valid"])
@@ -108,17 +108,17 @@ class BatchSpec:
 
 @dataclass
 class PendingBatch:
-    """A micro-batch under way.
+    """A micro-batch that is being sent or copied.
 
-    On the CPU that is its message, or in a group of one its fields; on CUDA its fields, and the
-    event after which they are there. A stage that needs no field has neither.
+    On the CPU it has a message, or in a group of one rank the fields. On CUDA it has the fields and
+    the event after which they are ready. On a stage that needs no field it has none of them.
     """
 
     consumed: int
-    """The cursor after it."""
+    """The cursor after this micro-batch."""
     spec: BatchSpec
     joins: SampleJoins | None = None
-    """Of its samples, as the config asks for them."""
+    """The joins within its samples, as `sample_joins` of the config treats them."""
     message: Tensor | None = None
     work: dist.Work | None = None
     """The broadcast of the message; None: the group has no other rank."""
@@ -135,11 +135,11 @@ class BatchBroadcast:
         if not loader.ids_only:
             raise ConfigError(
                 "get_batch sends ids in their stored width: make the loader with ids_only=True, "
-                "or by open_loader"
+                "or with open_loader"
             )
         if loader.device is not None:
             raise ConfigError(
-                "get_batch brings ids to the device itself, and reads them on the host before: "
+                "get_batch reads ids on the host and copies them to the device itself: "
                 "leave out prefetch_to"
             )
         config = loader.dataset.config
@@ -148,22 +148,22 @@ class BatchBroadcast:
         self._device = device
         self._reads_parts = bool(loader.bounds)
         self._specs: dict[int, BatchSpec] = {}
-        asked = config.field_names
+        field_names = config.field_names
         self._fields = tuple(
             name
             for name in stage_fields(ranks, every_stage)
-            if name.removesuffix("_whole") in asked
+            if name.removesuffix("_whole") in field_names
         )
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
-        # now, since a loader of another rank's parts is refused here
+        # called now, because it refuses a loader that reads the parts of another rank
         self._spec_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = side_stream(device)
-        # The shape of cu_seqlens depends on the ids. A host that does not know how many documents
-        # there are would have to wait for the device to count them.
+        # The shape of cu_seqlens depends on the number of documents. A host that does not know it
+        # would have to wait until the device has counted them.
         self._sends_counts = (
             device.type != "cpu" and config.reset_attention_mask and has_cpu_backend(self._group)
         )
@@ -171,18 +171,19 @@ class BatchBroadcast:
 
     @property
     def is_shared(self) -> bool:
-        """Whether messages go to other ranks: all of them begin with a micro-batch at the same
-        place of their programs.
+        """Whether messages go to other ranks.
+
+        Then all ranks have to start a micro-batch at the same place of their programs.
         """
         return self._group is not None and bool(self._fields)
 
     @property
     def is_ready(self) -> bool:
-        """Whether `start` would not wait, and no other rank has to know."""
+        """Whether `start` would not wait and involves no other rank."""
         return not self.is_shared and (not self._reads or self._loader.ready)
 
     def start(self) -> PendingBatch:
-        """Take the next micro-batch and send it on its way. Raises StopIteration after the last."""
+        """Take the next micro-batch and begin to send it. Raises StopIteration after the last."""
         raw: Batch | None = None
         if self._reads:
             raw = self._loader.take()
@@ -190,12 +191,12 @@ class BatchBroadcast:
             self._loader.pass_over()
         dataset = self._loader.dataset
         consumed = dataset.consumed_samples
-        # of its own samples: those after it may be of the next phase
+        # the position of its own samples: the cursor may already be in the next phase
         position = consumed - dataset.step_samples
         pending = PendingBatch(consumed, self._spec_of(dataset.sequence_length_at(position)))
         if not self._fields:
             return pending
-        # every rank knows the order, so no message says it
+        # every rank computes the joins from the order, so no message contains them
         if dataset.config.sample_joins != "keep":
             pending.joins = joins_of_config(dataset.sample_joins(position), dataset.config)
         if self._stream is None and self._group is None:
@@ -212,7 +213,7 @@ class BatchBroadcast:
         return pending
 
     def finish(self, pending: PendingBatch) -> RankBatch:
-        """The fields of a micro-batch, ready for use."""
+        """Wait for a micro-batch and return its fields."""
         if pending.event is not None:
             assert pending.batch is not None
             wait_on_stream(pending.batch, pending.event, self._device)
@@ -225,15 +226,16 @@ class BatchBroadcast:
         return self._derive_message(pending, pending.message)
 
     def _spec_of(self, length: int) -> BatchSpec:
-        """That of samples of so many tokens, made once. Rows are samples with the token after them,
-        or parts of samples, each with its next.
+        """The spec for samples of `length` tokens, made once.
+
+        A row is a sample, or a part of a sample, with the token after it.
         """
         if length not in self._specs:
             bounds = _kept_bounds(self._loader, self._ranks, length)
             rows = self._loader.dataset.micro_batch_size
             row_length = length
             if self._reads_parts:
-                start, stop = bounds[0]  # parts are of one length
+                start, stop = bounds[0]  # all parts have one length
                 rows *= len(bounds)
                 row_length = stop - start
             self._specs[length] = BatchSpec(
@@ -249,8 +251,9 @@ class BatchBroadcast:
     def _broadcast_document_counts(
         self, pending: PendingBatch, raw: Batch | None
     ) -> DocumentCounts:
-        """Counted where the ids are, and sent to the other ranks by the host's transport: no host
-        waits for a device.
+        """Count documents on the rank that reads the ids, and send the counts from host to host.
+
+        So no host waits for a device.
         """
         if raw is None:
             numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
@@ -267,30 +270,30 @@ class BatchBroadcast:
     ) -> None:
         """Copy, broadcast and derive on the side stream.
 
-        The message has memory of this stream too: what the computing stream's host code has let go
-        may still be read by what that stream has to do.
+        The message is allocated on this stream too. Memory that host code has freed on the computing
+        stream may still be read by work that is queued there.
         """
         with torch.cuda.stream(self._stream):
             message = self._make_message(pending.spec, raw).to(self._device, non_blocking=True)
             work = self._broadcast(message)
             if work is not None:
-                work.wait()  # of NCCL: the stream waits, not this thread
+                work.wait()  # with NCCL the stream waits, not this thread
             pending.batch = self._derive_message(pending, message, counts)
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()
 
     def _make_message(self, spec: BatchSpec, raw: Batch | None) -> Tensor:
-        """A micro-batch as bytes; without one, room for it."""
+        """The message of a micro-batch; without one, an empty message to receive."""
         size = spec.message_size
         on_device = self._stream is not None
         if raw is None and on_device:
-            # the broadcast fills it: nothing to copy there
+            # the broadcast fills it on the device, so nothing is copied
             return torch.empty(size, dtype=torch.uint8, device=self._device)
-        # only from pinned memory is the copy to the device asynchronous
+        # the copy to the device is asynchronous only from pinned memory
         message = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
         if raw is not None:
             if on_device:
-                # Fields made on a device are not checked there, since the host would wait for that.
+                # checked here, because the host would have to wait for a check on the device
                 check_ids(raw["ids"].numpy(), spec.config, self._fields)
                 if bool((raw["valid"] < raw["ids"].shape[1]).any()):
                     check_mask_is_there(self._fields)
@@ -338,19 +341,20 @@ class BatchBroadcast:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """On which the next micro-batch is made while this one is computed: one for a device, since the
-    allocator keeps what was freed on a stream for that stream.
+    """The stream on which the next micro-batch is made while the device computes with this one.
+
+    Each device has one, because torch's allocator reuses memory only on the stream that freed it.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Bounds:
-    """Tokens [start, stop) of the parts of a sample of so many tokens that a rank keeps.
+    """Tokens [start, stop) of each part of a sample that a rank keeps. length: tokens of a sample.
 
-    Raises ConfigError where the loader reads the parts of another rank.
+    Raises ConfigError if the loader reads the parts of another rank.
     """
     kept = zigzag_bounds(length, ranks.at["cp"], ranks.layout.cp)
-    # with each part a loader reads the token after it, the label of the last
+    # with each part the loader reads the token after it, which is the part's last label
     read = [(start, stop - 1) for start, stop in loader.bounds_of(length)]
     if read and read != kept:
         raise ConfigError(
@@ -361,16 +365,16 @@ def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Bounds:
 
 
 def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
-    """The device that is meant: where nothing says so, one on which the ranks can talk."""
+    """The given device; without one, the current CUDA device if only there the ranks can communicate,
+    else the CPU.
+    """
     if device is None and not has_cpu_backend(ranks.group("tp")):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")
 
 
 def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
-    """The fields that this rank's pipeline stage needs; none in the middle, unless every stage is
-    asked for its positions.
-    """
+    """The fields that this rank's pipeline stage needs. A middle stage needs some with `every_stage`."""
     fields: list[str] = []
     if ranks.is_first_stage:
         fields += [*FIRST, *BOTH]
@@ -378,5 +382,5 @@ def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
         fields += [*LAST, *BOTH]
     if every_stage:
         fields += MIDDLE
-    # each once: a stage may be the first and the last
+    # without duplicates: one stage may be the first and the last
     return tuple(dict.fromkeys(fields))

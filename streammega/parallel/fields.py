@@ -32,12 +32,12 @@ def needs_whole_samples(config: DataConfig) -> bool:
 
 
 class DocumentCounts(NamedTuple):
-    """What shapes of a micro-batch's document bounds depend on: known where its ids are read."""
+    """The numbers that set the shapes of a micro-batch's document bounds. The reading rank knows them."""
 
     max_documents: int
-    """Of a sample."""
+    """Most documents in a sample."""
     max_kept_documents: int
-    """Within what a rank keeps of a sample."""
+    """Most documents in the parts of a sample that a rank keeps."""
     longest: int
     """Tokens of the longest document of all samples."""
 
@@ -45,20 +45,18 @@ class DocumentCounts(NamedTuple):
 def documents_of(
     ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, joins: SampleJoins | None = None
 ) -> DocumentCounts:
-    """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the
-    host.
-    """
+    """Count, on the host, the documents in ids [samples, S + 1] as the device will count them."""
     length = config.sequence_length
     tokens = ids[:, :length].numpy().astype(np.int64)
     if int(valid.min()) < length:
-        # what lies after the valid ids is padding, whatever was stored there
+        # all ids after the valid ones are padding, whatever value is stored there
         is_padding = np.arange(length) >= valid.numpy()[:, None]
         tokens[is_padding] = config.effective_pad_id
     eod_id = NO_ID if config.eod_id is None else config.eod_id
-    whole = cu_seqlens(with_ends(tokens, eod_id, joins), eod_id)
-    kept = whole if len(bounds) == 1 else split_cu_seqlens(whole, bounds)
-    longest = int(whole.diff(dim=1).max())
-    return DocumentCounts(whole.shape[1] - 1, kept.shape[1] - 1, longest)
+    of_samples = cu_seqlens(with_ends(tokens, eod_id, joins), eod_id)
+    of_parts = of_samples if len(bounds) == 1 else split_cu_seqlens(of_samples, bounds)
+    longest = int(of_samples.diff(dim=1).max())
+    return DocumentCounts(of_samples.shape[1] - 1, of_parts.shape[1] - 1, longest)
 
 
 def rank_fields(
@@ -159,8 +157,8 @@ def _fields(
     if ids.device.type == "cpu":
         batch = fields_of_ids(ids, valid, config, names=names, joins=joins)
     else:
-        most = documents.max_documents if documents else None
-        batch = device_fields(ids, valid, config, names, max_documents=most, joins=joins)
+        max_documents = documents.max_documents if documents else None
+        batch = device_fields(ids, valid, config, names, max_documents=max_documents, joins=joins)
     if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch
@@ -187,19 +185,20 @@ def split_batch(batch: Batch, parts: Bounds, max_documents: int | None = None) -
 
 
 def split_cu_seqlens(cu_seqlens: Tensor, parts: Bounds, max_documents: int | None = None) -> Tensor:
-    """Bounds of the documents within the kept parts laid end to end, int32 [samples, n], rows
-    filled up with their length.
+    """Bounds of the documents within the kept parts laid end to end, int32 [samples, n].
 
-    Three steps: every bound is moved to where it lies among the kept tokens, one of a document that
-    no part has to the end of a part next to it; ends of parts that bound no document are struck
-    out; of equal bounds one stays. All rows at once, since on a device a loop over rows or bounds
-    would be a kernel for each.
+    Each row is filled up with the number of kept tokens.
+
+    First every bound moves to its place among the kept tokens; a bound outside of all parts moves to
+    the nearest end of each part. Then ends of parts that bound no document are dropped, and of equal
+    bounds one stays. All rows are computed at once: a loop would launch a kernel for each.
 
     Args:
         cu_seqlens: int32 [samples, m], rising from 0 to S.
         parts: [start, stop) of each kept part of a sample, in their order. The join between two
             parts bounds a document, unless the parts are neighbours in the sample.
-        max_documents: of a row, n - 1; None: asked of the device, which the host then waits for.
+        max_documents: most documents in a row, which is n - 1; None: the host waits for the device to
+            count them.
     """
     kept_length = sum(stop - start for start, stop in parts)
     bounds = _shift_to_parts(cu_seqlens, parts)
@@ -211,10 +210,9 @@ def split_cu_seqlens(cu_seqlens: Tensor, parts: Bounds, max_documents: int | Non
 
 
 def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
-    """Every bound as each of the parts sees it, counted from the first kept token, [samples, m *
-    parts].
+    """Every bound clamped to each of the parts, counted from the first kept token.
 
-    What lies before a part is moved to its start, and what lies after it to its end.
+    Returns [samples, m * parts]. A bound before a part moves to its start, one after it to its end.
     """
     shifted = []
     kept_before = 0

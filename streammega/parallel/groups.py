@@ -54,9 +54,7 @@ class Ranks:
         return self._groups.get(tuple(self.members(name)))
 
     def members(self, name: str) -> list[int]:
-        """Global ranks of the named group of this rank. Raises ConfigError for one that is none of
-        GROUPS.
-        """
+        """Global ranks of this rank's group of that name. Raises ConfigError if GROUPS has no such name."""
         if name not in self._members:
             known = ", ".join(map(repr, GROUPS))
             raise ConfigError(f"Ranks makes no group {name!r}; it has {known}")

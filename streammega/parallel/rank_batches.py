@@ -23,22 +23,22 @@ from streammega.samples.fields import Batch
 
 
 def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoader:
-    """The StreamLoader of a rank: its data-parallel share, and of each sample only the parts it
-    keeps, if no field needs more.
+    """Open the StreamLoader of a rank for its data-parallel share.
+
+    It reads only the parts of each sample that the rank keeps, unless a field needs whole samples.
 
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
-    Every rank opens one, since the cursor is the same everywhere; only ranks that read will fetch
-    tokens.
+    Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens.
     """
     layout = ranks.layout
     dp_rank = ranks.at["dp"]
     cp_rank = ranks.at["cp"]
-    # a length that cannot be cut is named on every rank
+    # every rank raises the error for a length that cannot be cut
     for segment in config.segments(options.get("split", "train")):
         zigzag_bounds(segment.sequence_length, cp_rank, layout.cp)
     if layout.cp > 1 and not needs_whole_samples(config):
         options |= {"cp_rank": cp_rank, "cp_size": layout.cp}
-    # ids are copied into a message on the host, which is pinned where that serves
+    # ids are copied into a message on the host, and only the message is pinned
     options.setdefault("pin_memory", False)
     return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
 
@@ -50,7 +50,7 @@ def get_batch(
     *,
     every_stage: bool = False,
 ) -> Batch:
-    """The next micro-batch of this rank: the fields that its pipeline stage needs, of the tokens
+    """Take the next micro-batch of this rank: the fields that its pipeline stage needs, for the tokens
     that it keeps.
 
     Collective over the tensor-parallel group, whose rank 0 reads and sends the ids as one message.
@@ -62,8 +62,8 @@ def get_batch(
         loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every
             rank: save its state on any.
         ranks: this rank's place and groups.
-        device: where the fields are wanted; None: the CPU, or the current CUDA device where the
-            group can only talk there.
+        device: the device of the fields; None: the CPU, or the current CUDA device if the group can
+            only communicate there.
         every_stage: also fields for the stages in the middle.
 
     Raises StopIteration after the last micro-batch, on every rank.
@@ -73,8 +73,9 @@ def get_batch(
 
 
 def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool = False) -> int:
-    """How often each token is read, over all ranks: by each stage that needs it, and by each cp
-    rank where whole samples are.
+    """How often all ranks together read each token.
+
+    Each stage that needs it reads it. If fields need whole samples, each cp rank reads it too.
     """
     reading_stages = layout.pp if every_stage else min(layout.pp, 2)
     reading_cp_ranks = layout.cp if needs_whole_samples(config) else 1
@@ -82,23 +83,22 @@ def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool
 
 
 class RankBatches:
-    """Iterates the micro-batches that `get_batch` would give, each prepared while the one before is
-    used.
+    """Iterates the micro-batches of `get_batch`, and prepares each while the one before it is used.
 
-    On CUDA the next micro-batch's copy to the device and its fields are made on a side stream,
-    while the device computes. `next` waits for the micro-batch that it returns, never for a later
-    one. It begins with the next ones if they are there already; ranks that share messages cannot
-    each decide that, and begin where they are asked, or all of them in `prepare`. The state counts
-    what was handed out.
+    On CUDA a side stream copies the next micro-batch and makes its fields while the device computes.
+    `next` waits for the micro-batch that it returns, never for a later one. It starts later ones if
+    their bytes have been read already. Ranks that share messages cannot decide that alone: they start
+    a micro-batch in its own `next`, or all of them in `prepare`. The state counts micro-batches that
+    were handed out.
 
     `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then
-    begins the next pass, and with a loader for evaluation it always begins at the first sample, by
-    the rule of StreamLoader. An error of storage is raised where its micro-batch is due; `next`
-    then tries it again. After moving the loader itself: StateError.
+    begins the next pass. With a loader for evaluation `iter` begins at the first sample, by the rule
+    of StreamLoader. A storage error is raised when its micro-batch is due, and the following `next`
+    tries again. If the loader itself is moved, `next` raises StateError.
 
     Args:
         loader, ranks, device, every_stage: as in get_batch.
-        ahead: micro-batches prepared ahead of the caller, at most.
+        ahead: most micro-batches to prepare ahead of the caller.
     """
 
     def __init__(
@@ -115,24 +115,24 @@ class RankBatches:
         self._broadcast = BatchBroadcast(loader, ranks, rank_device(device, ranks), every_stage)
         self._ahead = ahead
         self._pending: deque[PendingBatch] = deque()
-        """Micro-batches under way, the next one first."""
+        """Micro-batches that were started and not handed out, the next one first."""
         self._exhausted = False
-        """Whether the loader has no more in this pass."""
+        """Whether the loader has no more micro-batches in this pass."""
         self._failed: StreammegaError | None = None
-        """What a micro-batch failed of that was begun ahead, until it is due."""
-        # weak: batches of handles that are gone must not be kept
+        """The error of a micro-batch that was started ahead, until it is due."""
+        # weak references, so that batches of unused handles are freed
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
-        self._placed: int
-        """Where the loader was put last, in samples."""
+        self._last_seek: int
+        """The sample to which the loader was last moved."""
         self._consumed: int
-        """Samples handed out: the loader is ahead of it by what is under way."""
+        """Samples handed out. The loader is ahead of it by the pending micro-batches."""
         self._generation: int
-        """Of the dataset's cursor, to notice when it was moved elsewhere."""
+        """The dataset's generation when the loader was last moved here; another one is an error."""
         self._record_position()
 
     def __iter__(self) -> Iterator[Batch]:
         ended = self._exhausted and not self._pending
-        evaluated = self.loader.evaluation and self._consumed != self._placed
+        evaluated = self.loader.evaluation and self._consumed != self._last_seek
         if ended or evaluated:
             self._move(lambda: self.loader.seek(0), "another pass began")
         return self
@@ -140,8 +140,8 @@ class RankBatches:
     def __next__(self) -> Batch:
         if self.loader.dataset.generation != self._generation:
             raise StateError(
-                "the loader was moved under its RankBatches; use load_state_dict of RankBatches, "
-                "or make another"
+                "the loader of these RankBatches was moved directly; use load_state_dict of "
+                "RankBatches, or make new RankBatches"
             )
         error = self._failed
         self._failed = None
@@ -157,22 +157,22 @@ class RankBatches:
         return batch
 
     def prepare(self) -> None:
-        """Begin with the micro-batches after those handed out, also if that takes waiting for them.
+        """Start the next micro-batches, and wait for their bytes if necessary.
 
-        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway,
-        for instance before reading a norm back from the device: all of them, at the same place of
-        their programs. What fails is raised by the `next` that is due.
+        It is for ranks that share messages (tensor-parallel ranks). Call it on all of them at the same
+        place of their programs, where they wait anyway: for instance before reading a norm back from
+        the device. An error is raised by the `next` whose micro-batch failed.
         """
         if self._broadcast.is_shared and self._ahead and self._failed is None:
             self._start_ahead(self._ahead)
 
     def handles(self, count: int) -> list[Iterator[Batch]]:
-        """Iterators that each give every micro-batch: one for each virtual pipeline stage of this
-        rank, on one cursor.
+        """Make iterators that each yield every micro-batch, on one cursor: one for each virtual
+        pipeline stage of this rank.
 
-        A micro-batch counts as handed out when the first of them takes it; it is kept until the
-        last has. Handles made before `load_state_dict`, `close` or another pass raise StateError:
-        what they kept is of another place.
+        A micro-batch counts as handed out when the first iterator takes it, and is kept until the
+        last has taken it. After `load_state_dict`, `close` or the start of another pass, older
+        iterators raise StateError, because they keep micro-batches of another position.
         """
         queues: list[deque[Batch]] = [deque() for _ in range(count)]
         handles = [_Handle(self, queue, queues) for queue in queues]
@@ -196,19 +196,19 @@ class RankBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last micro-batch that was handed out, on any layout.
 
-        A state that is refused changes nothing.
+        Raises StateError for a state of another order, and then changes nothing.
         """
         self._move(lambda: self.loader.load_state_dict(state), "load_state_dict moved them")
 
     def close(self) -> None:
-        """End reading ahead. What was prepared and not handed out will be read again."""
+        """End reading ahead. Micro-batches that were prepared and not handed out are read again later."""
         self._move(lambda: self.loader.seek(self._consumed), "they were closed")
 
     def _move(self, move: Callable[[], None], reason: str) -> None:
-        """Move the loader; if that is not refused, forget what was prepared."""
+        """Move the loader. If that raises no error, drop the pending micro-batches."""
         move()
         for pending in self._pending:
-            # its message is under way on every rank, and must be received on this one too
+            # every rank has started its message, so this rank has to receive it
             self._broadcast.finish(pending)
         self._pending.clear()
         self._exhausted = False
@@ -219,29 +219,27 @@ class RankBatches:
         self._record_position()
 
     def _record_position(self) -> None:
-        """Begin to count where the loader was put."""
-        self._placed = self.loader.consumed_samples
-        self._consumed = self._placed
+        """Begin to count at the loader's cursor."""
+        self._last_seek = self.loader.consumed_samples
+        self._consumed = self._last_seek
         self._generation = self.loader.dataset.generation
 
     def _start_ready(self) -> None:
-        """Begin with later micro-batches, as long as none has to be waited for."""
+        """Start later micro-batches, as long as this needs no waiting."""
         while len(self._pending) < self._ahead:
             if self._exhausted or self._failed is not None or not self._broadcast.is_ready:
                 return
             self._start_ahead(len(self._pending) + 1)
 
     def _start_ahead(self, count: int) -> None:
-        """As `_start`, for micro-batches that were not asked for yet: an error is kept until one
-        is due.
-        """
+        """Start micro-batches ahead of the caller. Keep an error until its micro-batch is due."""
         try:
             self._start(count)
         except StreammegaError as error:
             self._failed = error
 
     def _start(self, count: int) -> None:
-        """Begin with micro-batches until `count` are under way, or the stream ends."""
+        """Start micro-batches until `count` are pending, or the data ends."""
         while len(self._pending) < count and not self._exhausted:
             try:
                 self._pending.append(self._broadcast.start())
@@ -252,7 +250,8 @@ class RankBatches:
 class _Handle(Iterator[Batch]):
     """One of several iterators over the same micro-batches.
 
-    queue: what others took and this one did not yet; it is among `queues`, those of all of them.
+    queue: micro-batches that another handle took and this one did not yet. queues: the queues of all
+    handles, including this one.
     """
 
     def __init__(
@@ -266,7 +265,7 @@ class _Handle(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._reason is not None:
             raise StateError(
-                f"this handle is of batches that are gone: {self._reason}; make others by handles()"
+                f"the batches of this handle are gone: {self._reason}; make new handles by handles()"
             )
         if not self._queue:
             batch = next(self._batches)
@@ -275,6 +274,6 @@ class _Handle(Iterator[Batch]):
         return self._queue.popleft()
 
     def stop(self, reason: str) -> None:
-        """Forget what was kept; `next` then raises the reason."""
+        """Drop the kept micro-batches. `next` then raises StateError with the reason."""
         self._reason = reason
         self._queue.clear()

@@ -440,9 +440,7 @@ def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
     assert "a.origins: has another checksum than the manifest says" in problem
     assert not verify(str(tmp_path / "b")).problems
     config = DataConfig(blend=str(tmp_path / "a"), sequence_length=2, split="1,0,0", order="stream")
-    with pytest.raises(
-        FormatError, match=r"has the origins of 6 documents, and its .idx has 5"
-    ):
+    with pytest.raises(FormatError, match=r"has the origins of 6 documents, and its .idx has 5"):
         Provenance(config).trace([0])
 
 

@@ -257,7 +257,7 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ConfigError, match=words):
             next(stream)
     for passes in (1, None):
-        with pytest.raises(FormatError, match=r"less than one global batch|no text with an id"):
+        with pytest.raises(FormatError, match=r"less than one global batch|has a text with an id"):
             next(stream_of({"a": [""], "b": []}, passes=passes))
 
 

@@ -308,21 +308,23 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
         plans.append(plan)
         assert plan.ready_bytes + plan.fetch_bytes == memory
         assert plan.open_bytes <= 0.75 * plan.fetch_bytes
-        assert plan.open_bytes >= lanes * sum(blocks[dataset] for dataset in plan.whole)
+        assert plan.open_bytes >= lanes * sum(blocks[dataset] for dataset in plan.block_datasets)
         assert plan.window_batches >= plan.group_batches >= plan.field_batches >= 1
         assert plan.ready_groups * plan.group_batches >= ahead
-        assert plan.unfit == len(blocks) - len(plan.whole)
-        if plan.unfit:
+        assert plan.num_without_room == len(blocks) - len(plan.block_datasets)
+        if plan.num_without_room:
             enough = plan_memory(
                 plan.enough_bytes, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512
             )
-            assert enough.unfit == 0 < plan.enough_bytes - memory
+            assert enough.num_without_room == 0 < plan.enough_bytes - memory
     small, large = plans
     if small is not None:
         assert large is not None
-        holds_more = len(large.whole) > len(small.whole)  # beside smaller groups, it may be
+        holds_more = len(large.block_datasets) > len(
+            small.block_datasets
+        )  # beside smaller groups, it may be
         assert large.open_bytes >= small.open_bytes or holds_more
-        assert large.group_batches >= small.group_batches or large.whole
+        assert large.group_batches >= small.group_batches or large.block_datasets
 
 
 @pytest.mark.guarantee("pieces-held-whole")
@@ -356,7 +358,7 @@ def lookahead_with_room(server: Running, cache: Path, samples: int) -> tuple[Loo
 def test_training_starts_with_the_first_parts(server: Running, tmp_path: Path) -> None:
     """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
     lookahead, group_batches = lookahead_with_room(server, tmp_path, 3000)
-    lookahead.keep_pace(0.0)
+    lookahead.record_pace(0.0)
     planned = []
     for _ in range(6):
         before = lookahead.batches
@@ -810,12 +812,12 @@ def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
 ) -> None:
     """A plan of one slab costs nearly as much as one of thirty-two."""
     lookahead, group_batches = lookahead_with_room(server, tmp_path, 300_000)
-    lookahead.keep_pace(0.0)
-    while not lookahead.is_far:
+    lookahead.record_pace(0.0)
+    while not lookahead.has_enough_planned:
         lookahead.plan_window()
     full = lookahead.batches
     assert lookahead.take_group() is not None
-    while bool(lookahead.is_far):
+    while bool(lookahead.has_enough_planned):
         lookahead.take_group()
     least = lookahead.batches
     lookahead.plan_window()
@@ -829,9 +831,9 @@ def test_a_slow_caller_is_not_read_far_ahead_of(server: Running, tmp_path: Path)
     planned = []
     for seconds in (0.0, 1e6):
         lookahead, _ = lookahead_with_room(server, tmp_path, 100_000)
-        lookahead.keep_pace(seconds)
+        lookahead.record_pace(seconds)
         lookahead.plan()
-        while not lookahead.is_far:
+        while not lookahead.has_enough_planned:
             lookahead.plan_window()
         planned.append(lookahead.batches)
     assert planned[0] >= 8 * planned[1] > 0

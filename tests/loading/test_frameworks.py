@@ -250,7 +250,9 @@ def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_
     with accelerator_of(rank, 2) as accelerator:
         dataset = StreamingDataset(config, **sizes)
         loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
-        message = "this dataset reads the part of data-parallel rank .*register_for_checkpointing"
+        message = (
+            "this dataset reads only the part of data-parallel rank .*register_for_checkpointing"
+        )
         with pytest.raises(ConfigError, match=message):
             next(iter(loader))
 

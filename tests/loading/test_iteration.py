@@ -293,7 +293,7 @@ def test_what_virtual_stages_kept_is_not_given_after_a_load(config: DataConfig) 
     first, second = batches.handles(2)
     assert number(first, 2) == number(second, 2) == EVERY[:2]
     loader.seek(0)
-    with pytest.raises(StateError, match="moved under its RankBatches"):
+    with pytest.raises(StateError, match="loader of these RankBatches was moved"):
         next(first)
 
 
@@ -451,7 +451,7 @@ def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: 
     """It counts samples, and says whether they are those since the first."""
     dataset = StreamingDataset(config, **SIZES)
     asked: Any = dataset.state_dict
-    with pytest.raises(StateError, match=r"state_dict\(4096, True\) is a call of Composer"):
+    with pytest.raises(StateError, match=r"state_dict\(4096, True\) is how Composer calls it"):
         asked(4096, True)
 
 

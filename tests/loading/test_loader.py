@@ -414,7 +414,9 @@ def test_data_settings_that_cannot_work_are_refused(
 @pytest.mark.guarantee("inter-document-masking")
 def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) -> None:
     masked = replace(config, order="megatron", num_samples=(48, 0, 0), inter_document_masking=True)
-    with pytest.raises(ConfigError, match="ids_only batches tell nothing of sequences"):
+    with pytest.raises(
+        ConfigError, match="ids_only batches do not contain the bounds of sequences"
+    ):
         StreamLoader(masked, micro_batch_size=1, global_batch_size=2, ids_only=True)
     ids = torch.zeros(1, masked.sequence_length, dtype=torch.int64)
     with pytest.raises(ConfigError, match="which ids do not tell"):
@@ -564,7 +566,7 @@ def test_a_dropped_loader_unmaps_its_files_without_a_collection_of_garbage(
 ) -> None:
     settings = dict(KINDS_OF_LOADERS[kind])
     if ids_only and "inter_document_masking" in settings:
-        pytest.skip("ids tell nothing of sequences")
+        pytest.skip("ids do not contain the bounds of sequences")
     if "exclude_documents" in settings:
         settings["exclude_documents"] = [f"{first_prefix(config)}#5"]
     before = mapped_below()

@@ -545,7 +545,9 @@ def test_a_range_is_excluded_in_batches_of_another_size_from_a_checkpoint_on(
             loader.take()
         state = loader.state_dict()
     skipping = replace(config, exclude_samples=[(88, 120)])
-    with pytest.raises(ConfigError, match="let a phase that begins at the checkpoint's sample"):
+    with pytest.raises(
+        ConfigError, match="add a phase with the new one that begins at the checkpoint's sample"
+    ):
         StreamLoader(skipping, micro_batch_size=16, global_batch_size=16)
     larger = PhaseConfig(first_sample=40, global_batch_size=16)
     with StreamLoader(
