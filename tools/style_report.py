@@ -14,6 +14,7 @@ message or a page of docs has a word of PRIVATE_WORDS or PRIVATE_NAMES: a reader
 
     a module of fewer than 60 code lines that only one other module imports: it belongs into that one
     a Protocol that no two classes implement: one class is enough
+    a word that --words prints
 
 unless `tools/style_exceptions.txt` names it, and for an exception there that is no longer needed: the list only gets shorter.
 """
@@ -129,6 +130,7 @@ def main() -> int:
     if not options.gate:
         return 0
     wrong = list(complaints(modules, EXCEPTIONS.read_text().splitlines()))
+    wrong += [*private_words(modules), *private_words_of_pages()]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.style_report import complaints, count_code_lines, read_modules
+from tools.style_report import complaints, count_code_lines, private_words, read_modules
 
 REPORT = Path(__file__).parents[2] / "tools" / "style_report.py"
 SOURCE = '''"""A module."""
@@ -126,6 +126,20 @@ def test_a_protocol_of_one_class_is_refused(tmp_path: Path) -> None:
 def test_the_list_of_exceptions_only_gets_shorter(tmp_path: Path) -> None:
     (complaint,) = refused(tmp_path, {"a.py": "x = 1\n"}, "a.py")
     assert "is in order by now; remove it from style_exceptions.txt" in complaint
+
+
+def test_words_that_a_reader_has_to_learn_are_listed_by_place(tmp_path: Path) -> None:
+    source = """
+# whoever calls it
+def read(most, path):
+    '''Of a file, the lines.'''
+    lines = f"{path} lies there"
+    own = [name for name in lines if name.most]  # a use of a name is no new name
+    return own, "None if there is none; told apart"
+"""
+    found = private_words(read_modules(write_package(tmp_path, {"read.py": source})))
+    listed = sorted(place.partition(":")[2] for place in found)
+    assert listed == ["2: whoever", "3: most", "4: Of ...", "5: lies", "6: own"]
 
 
 def test_the_package_passes_the_gate() -> None:

@@ -82,6 +82,7 @@ def config_of(a: Result) -> Any:
         num_samples=(a.get("num_samples", 500_000), 0, 0),
         storage=storage,
         index_cache_dir=a["index_cache"],
+        **({"fields": a["fields"]} if "fields" in a else {}),
         **a.get("data", {}),
     )
 
