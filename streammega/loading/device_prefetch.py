@@ -1,4 +1,4 @@
-"""Batches on a device: while it computes with one, the next is copied there on a stream of its own."""
+"""Copies batches to a device on a separate stream while the device computes with the batch before."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from streammega.samples.fields import Batch
 
 @dataclass(frozen=True)
 class CopiedBatch:
-    """A batch whose copy to the device was asked for, and the event after it; None: it is there."""
+    """A batch whose copy to the device was started. event: after the copy; None: the copy is done."""
 
     batch: Batch
     event: torch.cuda.Event | None = None
 
 
 class Copier:
-    """Puts batches on a device. On CUDA it copies on a stream of its own, which the caller's stream waits
-    for when it is given the batch; elsewhere, where nothing is known of streams, it waits for each copy.
+    """Copies batches to a device.
 
-    Pinned memory of the host needs no keeping: torch's allocator holds a block until the copies from
-    it are done. Of memory that is not pinned the copy is made before `to` returns.
+    On CUDA it copies on its own stream, and `finish` makes the caller's stream wait for the copy. On
+    other devices it waits for each copy.
+
+    The caller may drop a host batch at once: torch's allocator keeps pinned memory until the copies
+    from it are done. From memory that is not pinned, `to` returns only after the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """In the thread that will take the batches."""
+        """Make it in the thread that takes the batches."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._device = self._stream.device  # with its number, which "cuda" has not
+            self._device = self._stream.device  # has the device number, which "cuda" lacks
 
     def start(self, batch: Batch) -> CopiedBatch:
-        """Ask for the copy of a batch, which may be dropped right after."""
+        """Start to copy a batch. The caller may drop the batch right after."""
         if self._stream is None:
             return CopiedBatch({name: field.to(self._device) for name, field in batch.items()})
         with torch.cuda.stream(self._stream):
@@ -49,7 +51,7 @@ class Copier:
         return CopiedBatch(on_device, event)
 
     def finish(self, copied: CopiedBatch) -> Batch:
-        """The batch, for what the caller now asks of its current stream."""
+        """Return the batch, ready for work that the caller queues on its current stream."""
         if copied.event is not None:
             wait_on_stream(copied.batch, copied.event, self._device)
         return copied.batch
@@ -58,25 +60,25 @@ class Copier:
 def wait_on_stream(
     batch: Mapping[str, Tensor], event: torch.cuda.Event, device: torch.device
 ) -> None:
-    """Have the current stream of a device, not this thread, wait for a batch that another stream made."""
+    """Make the device's current stream wait for a batch of another stream. This thread does not wait."""
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
     for field in batch.values():
-        # The allocator knows the other stream only, on which the memory was asked for: it would give
-        # the memory away there while this stream still reads.
+        # The allocator only knows the stream that allocated the memory. Without this it would reuse
+        # the memory there while the current stream still reads.
         field.record_stream(current)
 
 
 class DeviceBatches(Iterator[tuple[int, Batch]]):
-    """(consumed, batch) of an iterator, each batch on a device, the next one under way already.
+    """Iterates (consumed, batch) with each batch on a device.
 
-    The next one is begun before a batch is handed out, if `is_ready` says that it need not be
-    waited for. What ends the iterator, its end or an error, is raised where it is due.
+    Before it returns a batch it starts the copy of the next one, if `is_ready` says that the next one
+    needs no waiting. The end of the iterator or its error is raised after the batches before it.
 
     Args:
-        batches: what is copied, in this order.
-        is_ready: whether the next of them, their end, or an error is there.
-        copier: to where.
+        batches: the batches to copy, in this order.
+        is_ready: whether the next batch, its error, or the end is there.
+        copier: copies them to the device.
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class DeviceBatches(Iterator[tuple[int, Batch]]):
             self._start()
         consumed, copied = self._under_way.popleft()
         batch = self._copier.finish(copied)
-        del copied  # not referred to here while the caller computes
-        # one is enough: its copy takes less than a step, or the copies are what limits the run
+        del copied  # this frame must not keep the batch while the caller computes
+        # one copy ahead is enough: if copies take longer than a step, more of them would not help
         if self._ended is None and self._is_ready():
             self._start_ahead()
         return consumed, batch
@@ -113,7 +115,7 @@ class DeviceBatches(Iterator[tuple[int, Batch]]):
         self._under_way.append((consumed, self._copier.start(batch)))
 
     def _start_ahead(self) -> None:
-        """As `_start`, for a batch that was not asked for yet: its error is kept until then."""
+        """Start the next copy ahead of the caller. Keep its error until that batch is due."""
         try:
             self._start()
         except Exception as error:  # StopIteration too

@@ -1,7 +1,7 @@
-"""Where the iterations of a dataset begin, in memory that it shares with its DataLoader workers.
+"""The start of a dataset's next iteration, in memory that it shares with its DataLoader workers.
 
-The first iteration after `put` begins there, every other one at the first sample. Worker 0 reads,
-in a process that the dataset does not see, so it notes in shared memory what it has begun.
+The first iteration after `put` begins at the sample of `put`, every other one at the first sample.
+Worker 0 reads in another process than the dataset, so it records its iterations in shared memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from streammega.errors import StateError
 
 POSITION = np.dtype(
     [
-        # how often the dataset was put somewhere
+        # how often `put` was called
         ("generation", np.int64),
-        # where: a global sample, the lanes of its order (0: its own), and where steps are counted from
+        # arguments of the last `put`: global sample, lanes (0: as in the config), and the sample from
+        # which global batches are counted
         ("start", np.int64),
         ("lanes", np.int64),
         ("origin", np.int64),
-        # the generation whose iteration began at `start`; -1: none did
+        # the generation whose iteration began at `start`; -1: no iteration did
         ("taken", np.int64),
-        # of the iteration that began last: where, and whether a worker runs it (1 or 0)
+        # the start of the latest iteration, and whether a worker runs it (1 or 0)
         ("running", np.int64),
         ("in_worker", np.int64),
     ]
@@ -35,8 +36,10 @@ NOT_TAKEN = -1
 
 
 class IterationStart(NamedTuple):
-    """An iteration begins at global sample `start`, in the order of `lanes` (0: as it is), with
-    steps from `origin`.
+    """The start of an iteration, as a global sample.
+
+    lanes: lanes of the order; 0: as in the config. origin: the sample from which global batches are
+    counted.
     """
 
     generation: int
@@ -46,9 +49,9 @@ class IterationStart(NamedTuple):
 
 
 class IterationState:
-    """Where a dataset was put, and which iteration of it began last.
+    """The position that `put` set, and the latest iteration.
 
-    Forked and spawned workers share it; any other copy has its own.
+    Forked and spawned workers share the state with the dataset. Any other copy has its own.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class IterationState:
         self._shared["taken"] = NOT_TAKEN
         self._owner = os.getpid()
         self._known: int | None = 0
-        """The generation that this copy knows; None: a worker that began before follows any."""
+        """The generation that this copy knows; None: this worker has begun once and accepts any."""
         self._latest: IterationStart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +73,7 @@ class IterationState:
 
     @property
     def generation(self) -> int:
-        """How often the dataset was put somewhere."""
+        """How often `put` was called."""
         self._leave_parent()
         return self._get("generation")
 
@@ -81,15 +84,13 @@ class IterationState:
 
     @property
     def running(self) -> tuple[int, int]:
-        """(start, origin) of the iteration that began last, or of the next if none did since
-        `put`.
-        """
+        """(start, origin) of the latest iteration; after `put`, of the iteration that comes next."""
         start = self._get("running")
-        # a pass from the first sample counts its steps from there
+        # an iteration from the first sample counts its global batches from there
         return start, self._get("origin") if start else 0
 
     def put(self, start: int, lanes: int, origin: int) -> None:
-        """The next iteration begins at `start`."""
+        """Set that the next iteration begins at `start`."""
         self._leave_parent()
         shared = self._shared
         shared["start"] = start
@@ -100,12 +101,12 @@ class IterationState:
         shared["in_worker"] = 0
         if get_worker_info() is None:
             self._known = self.generation + 1
-            shared["generation"] = self._known  # last: who sees it sees the others
+            shared["generation"] = self._known  # last, so that a reader of it reads the new values
 
     def begin(self) -> IterationStart:
         """Begin an iteration, in worker 0 or without workers.
 
-        Raises StateError if the dataset was put elsewhere while the worker started.
+        Raises StateError if `put` was called while the worker started.
         """
         generation = self.generation
         in_worker = get_worker_info() is not None
@@ -128,11 +129,11 @@ class IterationState:
         return begun
 
     def is_latest(self, begun: IterationStart) -> bool:
-        """Whether no other iteration began in this process since."""
+        """Whether no other iteration began in this process after this one."""
         return self._latest is begun
 
     def check(self, begun: IterationStart) -> None:
-        """Raise StateError if the dataset was put elsewhere since an iteration began."""
+        """Raise StateError if `put` was called after an iteration began."""
         if self.generation != begun.generation:
             raise StateError(
                 "the dataset was given another position, by seek or load_state_dict, "
@@ -141,13 +142,11 @@ class IterationState:
             )
 
     def finish(self) -> None:
-        """The iteration that began last, in this process, gave all it had."""
+        """Record that the latest iteration of this process has reached the end of the data."""
         self._shared["running"] = 0
 
     def _leave_parent(self) -> None:
-        """In a fork that is no worker, such as a rank that was forked with its loader: memory of
-        its own from now on.
-        """
+        """Stop sharing memory in a forked process that is not a worker, such as a forked rank."""
         process = os.getpid()
         if process == self._owner or get_worker_info() is not None:
             return
@@ -156,9 +155,9 @@ class IterationState:
         self._share_memory()
 
     def _share_memory(self) -> None:
-        """Put the numbers into shared memory, if they are not there."""
+        """Move the numbers into shared memory, if they are not there yet."""
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
-        # as numpy: they are looked at for every batch
+        # a numpy view, because it is faster to read for every batch
         self._shared: NDArray[np.void] = self._memory.numpy().view(POSITION)
 
     def _get(self, name: str) -> int:

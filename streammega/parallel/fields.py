@@ -81,11 +81,10 @@ def rank_fields(
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
         parts: the rows are the parts, already.
         names: of the fields; None: those of the config.
-        documents: of these ids; None: where they are needed, the host waits for the device to count
-            them.
-        learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all
-            are.
-        joins: of the whole samples, that have no loss on the label over them.
+        documents: the counts of these ids; None: if they are needed, the host waits for the device
+            to count documents.
+        learned: bool for each of `ids`; a label that is not learned has no loss. None: all have.
+        joins: joins of the whole samples; the label over a join has no loss.
     """
     names = config.field_names if names is None else names
     if parts:
@@ -97,8 +96,9 @@ def rank_fields(
 
 
 def _in_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
-    """Joins of samples as joins of their parts, each a row: in the part that has the
-    label. None: no part has any.
+    """Convert joins of samples to joins of their parts, with each part as a row.
+
+    A join belongs to the part that has its label. None: no part has a join.
     """
     rows = []
     columns = []
@@ -122,7 +122,7 @@ def _fields_of_parts(
     learned: Tensor | None,
     joins: SampleJoins | None,
 ) -> Batch:
-    """The fields of rows that are parts of samples; those of a sample are laid end to end."""
+    """The fields of rows that are parts of samples. The parts of a sample are laid end to end."""
     if needs_whole_samples(config):
         raise ConfigError(
             "document bounds need whole samples: open the loader without cp_rank and cp_size, "
