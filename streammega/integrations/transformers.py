@@ -131,9 +131,8 @@ class StreamTrainerMixin:
         _check(stream)
         if "rampup_batch_size" in (stream_options or {}):
             raise ConfigError("the steps of the Trainer have one size: leave out rampup_batch_size")
-        used = {"tokens", "labels", "loss_mask", "cu_seqlens", DATASET_ID}
-        if stream.reset_position_ids or stream.inter_document_masking:
-            used.add("position_ids")  # these models count from 0 by themselves
+        # TRL's trainer needs position_ids, though its models count from 0 by themselves
+        used = {"tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", DATASET_ID}
         self._stream = with_used_fields(stream, used)
         self._stream_options = dict(stream_options or {})
         self._stream_valid: StreamDataLoader | None = None

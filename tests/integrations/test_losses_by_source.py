@@ -371,7 +371,7 @@ def test_names_are_those_of_all_phases_and_of_the_split(config: DataConfig) -> N
     assert SourceLosses.of(config).names == list(NAMES)
     assert SourceLosses.of(config, split="valid").names == ["web", "code"]
     assert source_names(config, "test") == []
-    with pytest.raises(ConfigError, match="names of the datasets"):
+    with pytest.raises(ConfigError, match="at least one dataset name"):
         SourceLosses.of(config, split="test")
 
 
