@@ -100,7 +100,7 @@ def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
 def test_batches_of_ids_alone_are_refused(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.dataset_ids"):
         StreamLoader(config, ids_only=True, **SIZES)
-    with pytest.raises(ConfigError, match="names of the datasets"):
+    with pytest.raises(ConfigError, match="at least one dataset name"):
         SourceLosses([])
 
 
