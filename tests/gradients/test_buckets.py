@@ -206,6 +206,17 @@ def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
     assert all(grad.isfinite().all() for grad in grads), "the next step is sound again"
 
 
+@pytest.mark.guarantee("gradient-finite-large")
+@on_ranks(2)
+def test_a_finite_gradient_whose_square_is_not_is_no_error(rank: int) -> None:
+    module = torch.nn.Linear(4, 1, bias=False)
+    model = BucketedDataParallel(module)
+    model(torch.full((1, 4), 1e25)).sum().backward()
+    model.finish_grad_sync()
+    assert module.weight.grad is not None
+    assert module.weight.grad.isfinite().all()
+
+
 @pytest.mark.guarantee("bad-gradient-ends")
 @on_ranks(2)
 def test_a_bad_shared_gradient_is_named_where_it_came_from(rank: int) -> None:
