@@ -83,9 +83,10 @@ class FieldsConfig:
     """When given, a token id at or past it is an error."""
     fields: Sequence[str] | None = None
     """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
-    None: "tokens" and "labels" in the stream order, if every label has a loss and positions only count
-    up; otherwise "loss_mask" and "position_ids" too. Other settings add theirs. A field that the training
-    needs cannot be left out: "loss_mask" where some labels have no loss.
+    None: "tokens", "labels", "loss_mask", "position_ids", and those that other settings add. Batches of
+    a StreamLoader or StreamingDataset in the stream order leave out "loss_mask" and "position_ids" if
+    every label has a loss and positions only count up. A field that the training needs cannot be left
+    out: "loss_mask" where some labels have no loss.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Changes in the middle of a run: phases, appended data, and samples and documents to skip."""
+"""Changes in the middle of a run: phases, appended data, and samples and documents to exclude."""
 
 from __future__ import annotations
 

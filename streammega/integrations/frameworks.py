@@ -66,14 +66,16 @@ def class_on_demand(
 
 
 def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:
-    """The config with all fields that a framework uses, and no others; as it is with `fields` of its own.
+    """The config with all fields that a framework uses, and no others. A config that names `fields` stays.
 
-    loss_mask is for where some labels have no loss: without position_ids, the default leaves both out
-    if they can be.
+    Where the framework needs no position_ids, the default of the stream order stays: it leaves the
+    loss_mask out too if every label has a loss, which data may decide.
     """
-    may_be_plain = config.order == "stream" and config.has_plain_fields
-    if config.fields is not None or (may_be_plain and "position_ids" not in used):
+    if config.fields is not None:
         return config
+    if config.order == "stream" and config.has_plain_fields and "position_ids" not in used:
+        keeps_mask = config.create_attention_mask and "attention_mask" in used
+        return replace(config, create_attention_mask=keeps_mask)
     return replace(config, fields=[name for name in config.field_names if name in used])
 
 

@@ -214,7 +214,7 @@ class StreamTrainerMixin:
         if split_blend(self._stream, "valid") is None:
             raise ConfigError(
                 "the stream has no valid split to evaluate: give its DataConfig one by split or "
-                "valid_blend, or the Trainer an eval_dataset"
+                "blend_per_split, or the Trainer an eval_dataset"
             )
         micro_batch_size = self.args.eval_batch_size
         loader = StreamDataLoader(

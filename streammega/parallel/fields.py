@@ -195,7 +195,7 @@ def split_cu_seqlens(cu_seqlens: Tensor, parts: Bounds, max_documents: int | Non
 
     Args:
         cu_seqlens: int32 [samples, m], rising from 0 to S.
-        parts: [start, stop) of each kept part of a sample, in their order. The join between two
+        parts: [start, stop) of each kept part of a sample, in their order. The border between two
             parts bounds a document, unless the parts are neighbours in the sample.
         max_documents: most documents in a row, which is n - 1; None: the host waits for the device to
             count them.
@@ -226,18 +226,18 @@ def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
 def _drop_part_boundaries(
     bounds: Tensor, cu_seqlens: Tensor, parts: Bounds, kept_length: int
 ) -> Tensor:
-    """Bounds among the kept tokens without the joins of neighbours at which no document begins:
+    """Bounds among the kept tokens without the borders of neighbours at which no document begins:
     those become the kept length.
 
     Both neighbours see bounds there in any case: one those after its end, the other those before
     its start.
     """
-    join = 0
+    border = 0
     for (start, stop), (next_start, _) in pairwise(parts):
-        join += stop - start
+        border += stop - start
         if next_start == stop:
             document_begins = (cu_seqlens == next_start).any(1, keepdim=True)
-            bounds = bounds.masked_fill((bounds == join) & ~document_begins, kept_length)
+            bounds = bounds.masked_fill((bounds == border) & ~document_begins, kept_length)
     return bounds
 
 

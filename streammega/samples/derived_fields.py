@@ -187,7 +187,7 @@ def check_mask_is_there(names: Sequence[str]) -> None:
     if "labels" in names and "loss_mask" not in names:
         raise ConfigError(
             "some labels have no loss (padding, eod_mask_loss, modes, documents that are excluded, or "
-            "joins), but fields leaves out loss_mask, which says where: add 'loss_mask' to fields"
+            "joins), but batches have no loss_mask, which says where: add 'loss_mask' to fields"
         )
 
 

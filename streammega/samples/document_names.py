@@ -42,9 +42,8 @@ class DocumentNames:
 
     - `NAME#NUMBER` or `NAME:NUMBER`: the number, from 0, in a dataset or in one shard. NAME is the
       whole name of either, or its end (`web` for `s3://bucket/web`).
-    - an id or URL, or the place where the document came from (`corpus.jsonl:12`), if its shard
-    keeps
-      these.
+    - an id or URL, or the place where the document came from (`corpus.jsonl:12`), if its
+      shard keeps these.
 
     Args:
         prefixes: the names of the datasets, by number.

@@ -1,7 +1,7 @@
 """Documents that training does not see from some sample on: which columns of samples they have.
 
 The order of samples does not change: eod_id replaces the tokens of such documents, and there is no
-loss on them. What a sample skips depends on its number, on the lists that begin at or before it,
+loss on them. What is excluded from a sample depends on its number, on the lists that begin at or before it,
 and on where documents are.
 """
 
