@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import IndexedDataset, StorageConfig
+from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Input, Skipped, Slice
-from streammega.errors import ConvertError
+from streammega.errors import ConvertError, FormatError
 from tests.support.typed import all_tokens
 
 
@@ -103,3 +103,11 @@ def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(
     end = len(whole.rstrip(b"\0")) // 512 * 512
     with pytest.raises(ConvertError):
         texts(whole[: data.draw(st.integers(1, end))])
+
+
+@pytest.mark.parametrize("kind", ["bin", "zst", "tar"])
+def test_bytes_beyond_the_lengths_are_an_error_in_every_kind(kind: Any, tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(str(tmp_path / "web"), np.uint16, kind=kind)
+    pieces = [memoryview(b"abcd"), memoryview(b"efgh")]
+    with pytest.raises(FormatError, match="8 bytes do not belong to these lengths"):
+        writer.add_documents(iter(pieces), np.array([2]), np.array([1]))
