@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +149,11 @@ class WorkDir:
                 raise
             yield
             return
-        lock = filelock.FileLock(os.path.join(self.url, LOCK))
+        path = os.path.join(self.url, LOCK)
+        lock = filelock.FileLock(path)
         try:
             lock.acquire(timeout=0)
+            held = os.stat(path).st_ino
         except filelock.Timeout:
             raise ConvertError(
                 f"{self.url}: another conversion to this output is running; wait for it, or choose "
@@ -160,9 +162,11 @@ class WorkDir:
         try:
             yield
         finally:
+            # Removed while it is locked, and only if it is not the next job's, made after `remove`.
+            with suppress(OSError):
+                if os.stat(path).st_ino == held and os.listdir(self.url) == [LOCK]:
+                    shutil.rmtree(self.url, ignore_errors=True)
             lock.release()
-            if os.path.isdir(self.url) and set(os.listdir(self.url)) <= {LOCK}:
-                shutil.rmtree(self.url, ignore_errors=True)
             # Of a run that was killed at its very end.
             shutil.rmtree(f"{self.url}{REMOVED}", ignore_errors=True)
 

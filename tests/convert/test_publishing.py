@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from streammega import IndexedDataset
+from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
+from streammega.convert.work_dir import WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.storage.backends.fsspec import FsspecStore, FsspecWriter
 from streammega.storage.backends.local import LocalStore, LocalWriter
@@ -334,3 +335,14 @@ def test_an_output_without_a_name_is_refused(
     with pytest.raises(ConfigError, match=r"cannot be the name of a dataset|give a name in it"):
         convert(["in.txt"], output, tokenizer="bytes", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_job_that_ends_leaves_the_work_folder_of_the_next_one_alone(tmp_path: Path) -> None:
+    folder = WorkDir(str(tmp_path / "work"), StorageConfig())
+    with ExitStack() as first:
+        first.enter_context(folder.lock())
+        folder.remove()
+        with folder.lock():  # the next job makes it anew
+            first.close()
+            with pytest.raises(ConvertError, match="another conversion"), folder.lock():
+                pass
