@@ -340,7 +340,7 @@ class ConvertOptions:
         # An end by too many errors is gone on from by the same command with a higher limit.
         del settings["include"], settings["exclude"], settings["hf_split"], settings["max_errors"]
         if not self.provenance:
-            # What was begun before there were origins goes on.
+            # Without provenance, id_field changes nothing in the output.
             del settings["provenance"], settings["id_field"]
         return digest_of_json(settings)
 
@@ -354,7 +354,7 @@ class ExecutionConfig:
         "memory_bytes": "shuffle_memory_bytes",
         "engine": "backend",
         "work": "work_dir",
-        "restart": "resume",
+        "restart": "resume=False",
     }
     """Settings of earlier versions, and their names now."""
 

@@ -338,6 +338,8 @@ def merge_settings(
     """Put fields of options and execution that were given by name in their places."""
     of_options: dict[str, Any] = {}
     of_execution: dict[str, Any] = {}
+    if "text_key" in settings and "text_keys" in settings:
+        raise ConfigError("text_key and text_keys both name the keys of the text; give one of them")
     for name, value in settings.items():
         if name == "text_key":
             of_options["text_keys"] = (value,)
