@@ -76,10 +76,13 @@ def verify(
     if repair:
         with ProgressDisplay("repairing"):
             repaired = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
+        if not as_json:  # at once: the check may fail, or be stopped
+            for shard in repaired:
+                typer.echo(f"repaired: {shard}")
     with ProgressDisplay("looking for shards") as progress:
         checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
     state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
-    report = {"repaired": repaired, **asdict(checked)}
+    report = {"repaired": repaired, **asdict(checked)} if as_json else asdict(checked)
     show_report(report, summary=f"{checked.name}: {state}", as_json=as_json)
     if checked.problems:
         raise typer.Exit(1)
