@@ -127,8 +127,9 @@ class RetryPolicy:
                 note += "; this endpoint never answered (connect_deadline)"
             if error.args:
                 # An inner policy may have appended its note already.
-                message = str(error.args[0]).partition(" [failed after")[0]
-                error.args = (message + note, *error.args[1:])
+                message, _, inner_note = str(error.args[0]).partition(" [failed after")
+                hint = "" if never_answered else inner_note.partition("]")[2]
+                error.args = (message + note + hint, *error.args[1:])
             raise error from None
         if elapsed >= WARN_AFTER_S:
             setting = "retry_timeout" if deadline == self.deadline else "connect_deadline"
@@ -146,7 +147,7 @@ class RetryPolicy:
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds; after the last try its error is raised.
 
-        Within a call of another policy it ends with that one. A pause ends at once, by
+        Within a call of another policy in the same thread it ends with that one. A pause ends at once, by
         `thread_pool.Cancelled`, when `stop` is set or this thread's work is not wanted any more.
         """
         began = time.monotonic()
@@ -166,10 +167,10 @@ class RetryPolicy:
                     # A refusal is an answer, too.
                     if not error.silent:
                         self.note_answer()
-                    if error.throttled:
-                        _thread.refusals = getattr(_thread, "refusals", 0) + 1
                     failures += 1
                     pause = policy.next_pause(error, failures, time.monotonic() - began)
+                    if error.throttled:  # one that is raised is counted where it is caught
+                        _thread.refusals = getattr(_thread, "refusals", 0) + 1
                 interruptible_pause(pause, stop)
         finally:
             _thread.end = outer_end
