@@ -174,10 +174,11 @@ class Trainer:
             self.run_log.write(position["record"])
 
     def run(self) -> None:
-        """Train until `iters`, saving and evaluating at their intervals and at the end.
+        """Train until `train_iters`, saving and evaluating at their intervals and at the end.
 
         Raises Terminated after SIGTERM or Ctrl-C, KeyboardInterrupt where a second Ctrl-C wants the
-        end at once, and DataEnded. All but KeyboardInterrupt come after a last save.
+        end at once, and DataEnded. Terminated comes after a last save, DataEnded too if
+        `save_interval` is set.
         """
         train = self.config.train
         is_first_rank = self.ranks.rank == 0

@@ -4,7 +4,7 @@ preprocess, datatrove, `cat`; and training from what it makes.
 
 Sides take turns, several runs each; ratios are those of medians. What a figure needs is made when
 it is first needed, and kept: see `corpus.py`. Each figure can be run alone
-(`--figures merge`), and the table is printed line by line; what goes on meanwhile goes to stderr.
+(`--figures zst`), and the table is printed line by line; what goes on meanwhile goes to stderr.
 """
 
 from __future__ import annotations
