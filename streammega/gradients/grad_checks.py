@@ -91,7 +91,10 @@ def _largest_magnitudes(grads: list[Tensor]) -> Sequence[Tensor]:
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     if not grads[0].is_cuda:
         # on a CPU a fifth of the time of the norm of infinite order
-        return [torch.stack(torch.aminmax(grad)).abs().max().to(wide) for grad in grads]
+        extremes = [torch.aminmax(grad) for grad in grads]
+        lowest = torch.stack([extreme.min for extreme in extremes])
+        highest = torch.stack([extreme.max for extreme in extremes])
+        return torch.maximum(highest, -lowest).to(wide).unbind()
     return torch._foreach_norm(grads, torch.inf, dtype=wide)
 
 
