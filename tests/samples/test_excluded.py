@@ -713,13 +713,18 @@ def test_a_document_is_excluded_in_every_dataset_that_holds_its_shard(
     assert all(stretches == per_file[0] for stretches in per_file.values())
 
 
+def write_pair_without_ids_of_b(folder: Path) -> None:
+    """Shards a and b, of which b has lost its origins."""
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        write_shard(f"{folder}/{name}", rng, 20)
+    (folder / "b.origins").unlink()
+
+
 def test_the_warning_of_names_comes_once_however_often_a_run_opens_its_datasets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rng = np.random.default_rng(0)
-    for name in ("a", "b"):
-        write_shard(f"{tmp_path}/{name}", rng, 20)
-    (tmp_path / "b.origins").unlink()
+    write_pair_without_ids_of_b(tmp_path)
     config = config_of(
         tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"], exclude_documents=["id-1"]
     )
@@ -731,15 +736,16 @@ def test_the_warning_of_names_comes_once_however_often_a_run_opens_its_datasets(
 def test_shards_in_which_ids_are_not_looked_for_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rng = np.random.default_rng(0)
-    for name in ("a", "b"):
-        write_shard(f"{tmp_path}/{name}", rng, 20)
-    (tmp_path / "b.origins").unlink()
+    write_pair_without_ids_of_b(tmp_path)
     config = config_of(tmp_path, blend=[f"{tmp_path}/a", f"{tmp_path}/b"])
-    for names, told in ((["b#1", "a:3"], False), (["id-1", "b#1"], True), ({"a": ["id-1"]}, False)):
+    for names, warns in (
+        (["b#1", "a:3"], False),
+        (["id-1", "b#1"], True),
+        ({"a": ["id-1"]}, False),
+    ):
         caplog.clear()
         excluded_of(replace(config, exclude_documents=names))
-        assert (f"no document of {tmp_path}/b, since 1 shards" in caplog.text) == told
+        assert (f"no document of {tmp_path}/b, since 1 shards" in caplog.text) == warns
 
 
 TOML = """
