@@ -59,7 +59,7 @@ class StorageConfig:
     """Settings of earlier versions, and their names now."""
 
     transport: Transport = "auto"
-    """`auto` uses obstore for s3, oss, gs, az and http(s), and fsspec for other schemes. For oss,
+    """`auto` uses obstore where it serves the scheme (docs/storage.md), and fsspec elsewhere. For oss,
     `fsspec` means oss2.
     """
     local_io: Literal["mmap", "pread"] = "mmap"

@@ -18,10 +18,10 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError
 from streammega.storage.backends.fsspec import driver_options
 from streammega.storage.object_file import ObjectReader, open_object
-from streammega.storage.open import BUCKET_SCHEMES, OBSTORE_SCHEMES, is_remote, open_store
+from streammega.storage.open import OTHER_NAMES, SCHEMES, is_in_a_bucket, is_remote, open_store
 from streammega.storage.store import ObjectInfo, Store
 
-_UNCHAINED_SCHEMES = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
+_UNCHAINED_SCHEMES = {*SCHEMES, *OTHER_NAMES, "memory", "abfs", "abfss", "hdfs"}
 """Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
 
 
@@ -31,7 +31,7 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
     Over our store for the schemes of object stores, its own driver for all else.
     """
     scheme, _, path = url.partition("://")
-    if scheme.lower() in BUCKET_SCHEMES and path:
+    if is_in_a_bucket(url) and path:
         store, key = open_store(url, config)
         # Keys of obstore's stores lack the bucket, for each serves one. Keys of drivers have it.
         bucket, _, _ = path.partition("/")

@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from streammega.config import StorageConfig
@@ -35,34 +35,44 @@ _LAZY_SCHEMES = {"mock": "streammega.dataset.mock"}
 This layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_CLIENT_ENV_PREFIXES = (
-    "AWS_",
-    "OSS_",
-    "ALIBABA_CLOUD_",
-    "AZURE_",
-    "IDENTITY_",  # of Azure, as are the next
-    "MSI_",
-    "GOOGLE_",
-    "GCS",
-    "GCE_METADATA_",
-    "GCLOUD_",
-    "CLOUDSDK_",
-    "STORAGE_EMULATOR_",
-    "HADOOP_",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
+
+
+class Scheme(NamedTuple):
+    """How URLs of a scheme are served.
+
+    obstore: the class that serves one bucket or host. driver: the class for `transport="fsspec"`.
+    environment: prefixes of the variables that their clients read. has_fallback: whether the driver
+    reads where obstore refuses a server's answers. is_bucket: whether it can be listed and written.
+    """
+
+    obstore: type[ObstoreStore]
+    driver: type[FsspecStore | Oss2Store]
+    environment: tuple[str, ...]
+    has_fallback: bool
+    is_bucket: bool = True
+
+
+_GOOGLE = ("GOOGLE_", "GCS", "GCE_METADATA_", "GCLOUD_", "CLOUDSDK_", "STORAGE_EMULATOR_")
+SCHEMES = {
+    "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), has_fallback=True),
+    "oss": Scheme(OssStore, Oss2Store, ("OSS_", "ALIBABA_CLOUD_"), has_fallback=True),
+    "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, has_fallback=False),
+    "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), has_fallback=False),
+    "http": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
+    "https": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
+}
+"""Every scheme that obstore serves. fsspec's drivers serve all others, by `FsspecStore`."""
+OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
+_CLIENT_ENVIRONMENT = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     "HOME",  # whose .aws, .azure and so on are read
+    *(prefix for known in SCHEMES.values() for prefix in known.environment),
 )
 """Prefixes of environment variables that clients read.
 
 A store is shared only between openings for which these are equal. Otherwise a program that changes
 them would still write to the earlier endpoint or account.
 """
-_OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
-BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
-OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -80,7 +90,13 @@ def scheme_of(url: str) -> str:
     if not is_remote(url):
         return ""
     scheme = url.partition("://")[0].lower()
-    return _OTHER_NAMES.get(scheme, scheme)
+    return OTHER_NAMES.get(scheme, scheme)
+
+
+def is_in_a_bucket(url: str) -> bool:
+    """Whether a store of ours lists and reads a URL, and not a file system of fsspec."""
+    scheme = scheme_of(url)
+    return scheme in _registered or (scheme in SCHEMES and SCHEMES[scheme].is_bucket)
 
 
 def local_path(url: str) -> str:
@@ -117,15 +133,15 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     is_http = scheme in ("http", "https")
     if _by_obstore(scheme, config):
-        if scheme not in OBSTORE_SCHEMES:
+        if scheme not in SCHEMES:
             raise ConfigError(
-                f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or "
-                f"'fsspec' for {scheme}://"
+                f"{url}: transport 'obstore' serves {', '.join(SCHEMES)}; use 'auto' or 'fsspec' "
+                f"for {scheme}://"
             )
         if is_http:
             key = unquote(key)  # which obstore quotes again
         _check_key(url, key)
-    elif scheme != "oss":  # drivers of fsspec serve all buckets
+    elif _driver_of(scheme) is FsspecStore:  # which serves all buckets
         root = ""
         key = url if is_http else rest
     return _shared(scheme, root, config), key
@@ -133,22 +149,23 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 
 def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
     """Make a store. root: the bucket or host; empty where the driver serves all of them."""
-    driver_store = Oss2Store if scheme == "oss" else FsspecStore
+    make_driver_store = partial(_driver_of(scheme), scheme, root, config)
     if not _by_obstore(scheme, config):
-        return driver_store(scheme, root, config)
-    if scheme == "oss":
-        first: Store = OssStore(scheme, root, config)
-    else:
-        first = ObstoreStore(scheme, root, config)
-    if scheme in ("gs", "az"):
-        return first
-    make_second = partial(driver_store, scheme, root, config)
-    return FallbackStore(first, make_second, after_fork=scheme in ("s3", "oss"))
+        return make_driver_store()
+    known = SCHEMES[scheme]
+    store = known.obstore(scheme, root, config)
+    if not known.has_fallback:
+        return store
+    return FallbackStore(store, make_driver_store, after_fork=known.is_bucket)
+
+
+def _driver_of(scheme: str) -> type[FsspecStore | Oss2Store]:
+    return SCHEMES[scheme].driver if scheme in SCHEMES else FsspecStore
 
 
 def _by_obstore(scheme: str, config: StorageConfig) -> bool:
     if config.transport == "auto":
-        return scheme in OBSTORE_SCHEMES
+        return scheme in SCHEMES
     return config.transport == "obstore"
 
 
@@ -195,9 +212,7 @@ def _digest_of(config: StorageConfig) -> bytes:
     if latest_config is not config or latest_environment != environment:
         latest_environment = dict(environment)
         variables = ((os.fsdecode(name), value) for name, value in latest_environment.items())
-        read = sorted(
-            pair for pair in variables if pair[0].upper().startswith(_CLIENT_ENV_PREFIXES)
-        )
+        read = sorted(pair for pair in variables if pair[0].upper().startswith(_CLIENT_ENVIRONMENT))
         # The text of a config leaves its options out.
         options = sorted(config.storage_options.items(), key=str)
         digest = hashlib.blake2b(repr((config, options, read)).encode()).digest()

@@ -24,6 +24,9 @@ from streammega.convert.read.formats import read_slice
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.source import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
+from streammega.storage import open_store
+from streammega.storage.backends.fsspec import FsspecStore
+from streammega.storage.open import register_scheme
 from tests.support.builders import write_tar
 from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running
@@ -246,3 +249,22 @@ def test_a_secret_in_place_of_an_option_is_not_repeated(
     assert "--storage" in error
     assert "KEY=VALUE" in error
     assert "MySecretKey" not in error
+
+
+class ListedWithoutEtags(FsspecStore):
+    """A store that a program has registered."""
+
+    def __init__(self) -> None:
+        super().__init__("memory", "", StorageConfig())
+
+
+@pytest.mark.guarantee("corpora-buckets-read")
+@pytest.mark.parametrize("name", ["a.jsonl", ""])
+def test_a_store_that_was_registered_has_inputs_too(name: str, tmp_path: Path) -> None:
+    register_scheme("registered", ListedWithoutEtags)
+    store, key = open_store("registered://corpus/a.jsonl", StorageConfig())
+    store.put(key, b'{"text": "one"}\n{"text": "another"}\n')
+    report = convert(
+        [f"registered://corpus/{name}"], str(tmp_path / "out"), tokenizer="bytes", workers=1
+    )
+    assert report.documents == 2

@@ -26,6 +26,7 @@ from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
+from streammega.storage.open import SCHEMES
 from streammega.train import signals, watchdog
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
@@ -102,6 +103,24 @@ def test_the_options_of_oss_are_those_of_the_page() -> None:
     table = PAGES["storage"].split("| option | meaning |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == OSS_OPTIONS
+
+
+def test_the_schemes_of_the_page_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (.*?`.*?) \|", PAGES["storage"].split("\n\n")[1], re.M)
+    named = {scheme for row in rows for scheme in re.findall(r"`(\w+)://", row)}
+    assert named - {"file", "hdfs"} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("scheme", [name for name, known in SCHEMES.items() if known.is_bucket])
+def test_every_scheme_of_buckets_has_a_store_under_the_contract(scheme: str) -> None:
+    files = (ROOT / "tests" / "storage").glob("*.py")
+    classes = [node for file in files for node in ast.parse(file.read_text()).body]
+    contracts = [
+        ast.unparse(node)
+        for node in classes
+        if isinstance(node, ast.ClassDef) and "Contract" in ast.unparse(node.bases)  # type: ignore[arg-type]
+    ]
+    assert any(f"{scheme}://" in text or f"'{scheme}'" in text for text in contracts)
 
 
 # The code.

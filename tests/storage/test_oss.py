@@ -43,6 +43,10 @@ TRANSPORTS = ("obstore", "fsspec")
 class OssContract(StoreContract):
     """The contract of every store, and the parts of it that need a bucket."""
 
+    @pytest.fixture
+    def conditions(self) -> set[str]:
+        return {"if_absent"}
+
     @pytest.mark.guarantee("oss-read-written", "sent-bodies-signed")
     def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str, oss: Oss) -> None:
         part = bytes(range(256)) * 4096

@@ -47,6 +47,7 @@ from streammega.storage.backends.remote import (
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
+from streammega.storage.open import SCHEMES
 from streammega.storage.store import (
     Buffer,
     ObjectInfo,
@@ -75,6 +76,11 @@ class StoreContract:
     @pytest.fixture
     def key(self) -> str:
         raise NotImplementedError
+
+    @pytest.fixture
+    def conditions(self) -> set[str]:
+        """Those of `put` that the store or its server keeps."""
+        return {"if_absent", "if_match"}
 
     def test_reads_back_the_ranges_asked_in_their_order(self, store: Store, key: str) -> None:
         data = bytes(range(256)) * 40
@@ -175,6 +181,38 @@ class StoreContract:
         )
         assert store.list(f"{key}-nothing/", recursive=False) == []
 
+    def test_a_listing_between_two_keys_is_that_of_the_folder_or_none(
+        self, store: Store, key: str
+    ) -> None:
+        names = [f"{key}-{name}" for name in "edcba"]
+        for name in names:
+            put(store, name, b"x")
+        whole = store.list(f"{key}-")
+        assert store.list_between(names[4], names[0], 10) in (None, whole[1:4])
+        assert store.list_between(names[4], names[0], 2) is None
+
+    def test_an_object_is_created_only_where_none_is(
+        self, store: Store, key: str, conditions: set[str]
+    ) -> None:
+        assert create_object(store, key, b"first")
+        if "if_absent" in conditions:
+            assert not create_object(store, key, b"second")
+            assert bytes(store.read(key, [(0, 5)])[0]) == b"first"
+
+    def test_an_object_is_replaced_only_if_it_is_the_one_that_was_seen(
+        self, store: Store, key: str, conditions: set[str]
+    ) -> None:
+        put(store, key, b"first")
+        seen = store.info(key).etag
+        assert replace_object(store, key, b"second", seen)
+        assert bytes(store.read(key, [(0, 6)])[0]) == b"second"
+        if "if_match" in conditions:
+            assert not replace_object(store, key, b"third", seen)
+            assert bytes(store.read(key, [(0, 6)])[0]) == b"second"
+            store.delete(key)
+            assert not replace_object(store, key, b"fourth", seen)
+            assert store.list(key) == []
+
     def test_delete_removes_and_forgives(self, store: Store, key: str) -> None:
         put(store, key, b"x")
         store.delete(key)
@@ -196,6 +234,10 @@ class TestLocalStore(StoreContract):
     @pytest.fixture
     def key(self, tmp_path: Path) -> str:
         return str(tmp_path / "folder" / "object")
+
+    @pytest.fixture
+    def conditions(self) -> set[str]:
+        return {"if_absent"}
 
     def test_a_writer_that_fails_leaves_no_temporary_files(self, store: Store, key: str) -> None:
         writer = store.open_writer(key)
@@ -219,6 +261,10 @@ class TestMemoryThroughFsspec(StoreContract):
     def key(self, request: pytest.FixtureRequest) -> str:
         return f"{request.node.name}/object"
 
+    @pytest.fixture
+    def conditions(self) -> set[str]:
+        return {"if_absent"}  # looked up
+
     @pytest.fixture(autouse=True)
     def _always_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drivers that tell no ETag with a body are asked for it now and then; here each time."""
@@ -229,6 +275,12 @@ class S3Contract(StoreContract):
     @pytest.fixture
     def key(self, bucket: str) -> str:
         return "folder/object"
+
+    @pytest.fixture
+    def conditions(self, s3: S3, store: Store) -> set[str]:
+        if s3.name == "rclone":
+            return set()
+        return {"if_absent"} if isinstance(store, FsspecStore) else {"if_absent", "if_match"}
 
     def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str, s3: S3) -> None:
         part = bytes(range(256)) * 4096
@@ -681,27 +733,32 @@ def test_an_endpoint_of_the_environment_is_the_one_of_the_day(
             assert open_store("s3://bucket/key", storage)[0] is store
 
 
-@pytest.mark.parametrize(
-    ("scheme", "name"),
-    [
-        ("s3", "AWS_ENDPOINT_URL_S3"),
-        ("s3", "AWS_REGION"),
-        ("s3", "AWS_DEFAULT_REGION"),
-        ("s3", "AWS_PROFILE"),
-        ("s3", "AWS_DEFAULT_PROFILE"),
-        ("s3", "AWS_CONFIG_FILE"),
-        ("s3", "AWS_SHARED_CREDENTIALS_FILE"),
-        ("s3", "AWS_SECRET_ACCESS_KEY"),
-        ("s3", "https_proxy"),
-        ("oss", "OSS_ENDPOINT"),
-        ("oss", "OSS_REGION"),
-        ("oss", "ALIBABA_CLOUD_ACCESS_KEY_ID"),
-        ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
-        ("az", "AZURE_STORAGE_CONNECTION_STRING"),
-        ("gs", "GOOGLE_APPLICATION_CREDENTIALS"),
-        ("gs", "STORAGE_EMULATOR_HOST"),
-    ],
-)
+VARIABLES = [
+    ("s3", "AWS_ENDPOINT_URL_S3"),
+    ("s3", "AWS_REGION"),
+    ("s3", "AWS_DEFAULT_REGION"),
+    ("s3", "AWS_PROFILE"),
+    ("s3", "AWS_DEFAULT_PROFILE"),
+    ("s3", "AWS_CONFIG_FILE"),
+    ("s3", "AWS_SHARED_CREDENTIALS_FILE"),
+    ("s3", "AWS_SECRET_ACCESS_KEY"),
+    ("s3", "https_proxy"),
+    ("oss", "OSS_ENDPOINT"),
+    ("oss", "OSS_REGION"),
+    ("oss", "ALIBABA_CLOUD_ACCESS_KEY_ID"),
+    ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
+    ("az", "AZURE_STORAGE_CONNECTION_STRING"),
+    ("gs", "GOOGLE_APPLICATION_CREDENTIALS"),
+    ("gs", "STORAGE_EMULATOR_HOST"),
+]
+
+
+def test_every_scheme_of_buckets_has_variables_of_its_clients() -> None:
+    named = {scheme for scheme, _ in VARIABLES}
+    assert named == {scheme for scheme, known in SCHEMES.items() if known.is_bucket}
+
+
+@pytest.mark.parametrize(("scheme", "name"), VARIABLES)
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_stores_are_not_shared_where_the_environment_leads_elsewhere(
     transport: Any, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -893,33 +950,9 @@ def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(
             call()
 
 
-def test_an_object_is_created_only_where_none_is(
-    bucket: str, s3: S3, s3_storage: StorageConfig
-) -> None:
-    store, key = open_store(f"s3://{bucket}/a", s3_storage)
-    assert create_object(store, key, b"first")
-    if s3.name == "moto":  # rclone knows no conditions: whoever needs to know looks again
-        assert not create_object(store, key, b"second")
-        assert bytes(store.read(key, [(0, 5)])[0]) == b"first"
+def test_an_object_is_not_created_in_a_bucket_that_is_not_there(s3_storage: StorageConfig) -> None:
     with pytest.raises(ObjectNotFoundError):
         create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")
-
-
-def test_an_object_is_replaced_only_if_it_is_the_one_that_was_seen(
-    bucket: str, s3: S3, s3_storage: StorageConfig
-) -> None:
-    store, key = open_store(f"s3://{bucket}/a", s3_storage)
-    put(store, key, b"first")
-    seen = store.info(key).etag
-    assert replace_object(store, key, b"second", seen)
-    assert bytes(store.read(key, [(0, 6)])[0]) == b"second"
-    # rclone knows no conditions, nor does s3fs where nothing is to be created.
-    if s3.name == "moto" and s3_storage.transport != "fsspec":
-        assert not replace_object(store, key, b"third", seen)
-        assert bytes(store.read(key, [(0, 6)])[0]) == b"second"
-        store.delete(key)
-        assert not replace_object(store, key, b"fourth", seen)
-        assert store.list(key) == []
 
 
 def test_an_object_without_an_etag_is_replaced_all_the_same(

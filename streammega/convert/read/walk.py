@@ -206,7 +206,9 @@ class Remote:
         if path.endswith("/"):
             return Row(path, MARKERS)
         size = info.get("size")
-        etag = info.get("ETag") or info.get("etag") or info.get("LastModified") or size or ""
+        etag = info.get("ETag") or info.get("etag") or ""
+        if not isinstance(self.system, StoreFiles):  # which compares ETags when it opens a file
+            etag = etag or info.get("LastModified") or size or ""
         size = -1 if size is None else int(size)
         return Row(path, FILE, size, str(etag), f"{path}{self.query}")
 

@@ -65,6 +65,8 @@ _RANGES_REFUSED = (
     "Content-Range header",
 )
 """Texts of errors for answers to range requests that another client may accept."""
+S3_SCHEMES = ("s3", "oss")
+"""Schemes whose servers speak S3."""
 _FALLBACK_SCHEMES = ("s3", "http", "https")
 _OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
 _NO_SIZE = "Content-Length Header missing"
@@ -176,7 +178,7 @@ class ObstoreStore(RemoteStore):
 
     def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
         """By listings that begin after a key, which S3 has."""
-        if self.scheme not in ("s3", "oss"):
+        if self.scheme not in S3_SCHEMES:
             return None
         # The folder of both keys, or the deepest one above both.
         folders = [os.path.dirname(f"/{key}") for key in (after, until)]
@@ -301,7 +303,7 @@ class ObstoreStore(RemoteStore):
         retry = _retry_config(policy)
         stores = library.store
         try:
-            if self.scheme in ("s3", "oss"):
+            if self.scheme in S3_SCHEMES:
                 return stores.S3Store(self.root, retry_config=retry, **self._s3_arguments())
             url = f"{self.scheme}://{self.root}"
             if self.scheme in ("http", "https"):
