@@ -367,7 +367,7 @@ def _check_errors(
     """
     if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
         return
-    read = sum(record.read for record in records)
+    read = sum(record.skipped.records for record in records)
     max_errors = options.most_errors(read)
     errors = sum(record.skipped.errors for record in records)
     if max_errors is None or errors <= max_errors:

@@ -88,8 +88,6 @@ class UnitRecord:
     digest: str
     segments: list[ConvertSegment] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
-    read: int = 0
-    """All records, with those that were left out."""
     source_bytes: int = 0
     documents: int = 0
     tokens: int = 0

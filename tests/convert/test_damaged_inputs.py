@@ -256,6 +256,15 @@ def test_faults_of_all_tasks_are_counted_together(tmp_path: Path) -> None:
         assert merge_tasks(inputs, output, max_errors="2%", **settings).documents == 394
 
 
+def test_records_that_no_reader_could_give_count_as_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\n" + "good\n" * 50 + "too,many\n" * 50)
+    (tmp_path / "b.jsonl").write_text(('{"text": "%s"}\n' % ("x" * 50) + '{"text": "x"}\n') * 50)
+    inputs = [tmp_path / "a.csv", tmp_path / "b.jsonl"]
+    assert convert_to(tmp_path, *inputs, max_errors="50%", max_record_bytes=40).documents == 100
+    with pytest.raises(ConvertError, match="100 records of 200 that were read were skipped"):
+        convert_to(tmp_path, *inputs, max_errors="49%", max_record_bytes=40)
+
+
 @pytest.mark.parametrize("limit", ["-1", "many", "101%", "", "1 %"])
 def test_a_limit_that_is_none_is_refused(limit: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_errors"):

@@ -160,6 +160,29 @@ def test_a_pattern_that_nothing_matches_is_warned_of(
     assert "matches 'c.json*' (--include, --exclude); is it mistyped?" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"shards": ["a"]},
+        {"shards": [{"raw_data": "a"}]},
+        {"chunks": [1], "config": {}},
+        {"shards": 1, "chunks": None},
+        ["shards"],
+    ],
+)
+def test_an_index_of_another_program_is_a_file_like_others(index: Any, tmp_path: Path) -> None:
+    root = tree(tmp_path, ["a.jsonl"])
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert names(root, root) == ["a.jsonl", "index.json"]
+
+
+@pytest.mark.parametrize("options", [{}, {"read_as": "text"}, {"hf_split": "train"}])
+def test_a_list_without_a_name_is_an_error(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("# none yet\n\n")
+    with pytest.raises(ConfigError, match="no inputs are named"):
+        found(f"@{tmp_path}/list", **options)
+
+
 def test_pipes_are_not_opened(tmp_path: Path) -> None:
     root = tree(tmp_path, ["a.jsonl"])
     os.mkfifo(tmp_path / "b.jsonl")

@@ -142,15 +142,16 @@ def test_ids_below_zero_are_refused_and_named(tmp_path: Path) -> None:
         pa.table({"input_ids": pa.array([[1, 2], [5, -1, 3]], pa.list_(pa.int32()))}),
         tmp_path / "t.parquet",
     )
-    with pytest.raises(ConvertError, match=r"t\.parquet.*-1"):
+    with pytest.raises(ConvertError, match=r"t\.parquet, from row 1 on: holds the id -1") as caught:
         convert_files(tmp_path / "out", tmp_path / "t.parquet", text_keys=("input_ids",))
+    assert "is the file whole" not in str(caught.value), "nothing is wrong with the file"
 
 
 def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"ids": pa.array([[1, None, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet"
     )
-    with pytest.raises(ConvertError, match=r"t\.parquet.*null"):
+    with pytest.raises(ConvertError, match=r"^\S*t\.parquet, from row 1 on: .* null; [^;]*$"):
         convert_files(tmp_path / "out", tmp_path / "t.parquet", text_keys=("ids",))
 
 
@@ -224,3 +225,7 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
     report = convert_bytes(tmp_path / 'out', source, chat=True, chat_template=template)  # fmt: skip
     assert report.documents == 2
     assert report.dropped == {"without an answer": 2, "empty": 1}
+    options: dict[str, Any] = {"chat": True, "chat_template": template, "keep_modes": (1,)}
+    dropped = convert_bytes(tmp_path / "answers", source, **options).dropped
+    assert dropped.pop("sequences of other modes") > 0
+    assert dropped == {"without an answer": 2, "empty": 1}, "each document has one reason"

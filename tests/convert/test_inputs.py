@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.support.builders import (
     tar_bytes,
     write_jsonl,
     write_random_pair,
+    write_tar,
 )
 from tests.support.data.make_peers import TEXTS, tokens
 from tests.support.servers import S3
@@ -407,6 +409,13 @@ def zeroed(data: bytes, at: int) -> bytes:
     return data[:at] + bytes(2048) + data[at + 2048 :]
 
 
+def npy(*shape: int) -> bytes:
+    """An array of ids in a file."""
+    with io.BytesIO() as file:
+        np.save(file, np.ones(shape, np.uint16))
+        return file.getvalue()
+
+
 def damaged(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
@@ -441,7 +450,17 @@ BROKEN_FILES: dict[str, tuple[str, bytes, str, int | None]] = {
     "no parquet": ("a.parquet", b"PAR1 nothing", "a.parquet: cannot be read", 0),
     "no arrow": ("a.arrow", b"nothing at all", "a.arrow: cannot be read", 0),
     "no npy": ("a.npy", b"nothing", "a.npy: cannot be read", 0),
+    "a cut llm.c file": (
+        "a.bin.gz",
+        gzip.compress(np.array([20240520, 1, 30, *[0] * 253], "<i4").tobytes() + bytes(52)),
+        "its header says 30 tokens, it holds 26",
+        0,
+    ),
     "odd bytes": ("a.bin", b"\1\0\2", "ends inside a token of 2 bytes", 0),
+    "a cut array": ("a.npy", npy(30)[:-8], "its header says 30 tokens, it holds 26", 0),
+    "half a token": ("a.npy", npy(30)[:-1], "its header says 30 tokens, it holds 29", 0),
+    "two arrays": ("a.npy", npy(30) + npy(4), "its header says 30 tokens, it holds 98", 0),
+    "two tables": ("a.npy", npy(3, 5) + npy(3, 5), "goes on after its array", 3),
 }
 BROKEN = [
     *((*row, {"broken record": 1}) for row in BROKEN_RECORDS.values()),
@@ -545,3 +564,41 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
     np.save(tmp_path / "evil.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ConvertError, match="token arrays are integers"):
         convert_files(tmp_path / "out", tmp_path / "evil.npy")
+
+
+def write_litdata(folder: Path, formats: list[str], *items: list[bytes]) -> None:
+    """A chunk of items of these values; of several, the first is called `text`."""
+    folder.mkdir()
+    stored = [np.array(list(map(len, item)), "<u4").tobytes() + b"".join(item) for item in items]
+    ends = np.cumsum([4 * (len(items) + 2), *map(len, stored)])
+    chunk = np.array([len(items), *ends], "<u4").tobytes() + b"".join(stored)
+    (folder / "chunk.bin").write_bytes(chunk)
+    names = ["text", *map(str, range(1, len(formats)))]
+    spec = json.dumps([1, {"type": "builtins.dict", "context": json.dumps(names)}])
+    config = {"data_format": formats, "data_spec": spec if len(formats) > 1 else None}
+    index = {"chunks": [{"filename": "chunk.bin"}], "config": config}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "column", ["numpy", "tensor", "no_header_tensor:10", "no_header_numpy:9", "jpeg", "pickle"]
+)
+def test_columns_of_litdata_that_are_no_tokens_are_left_out(column: str, tmp_path: Path) -> None:
+    code = {"numpy": 9, "tensor": 10}.get(column)
+    header = b"" if code is None else np.array([code, 1, 4], "<u4").tobytes()
+    write_litdata(tmp_path / "in", ["str", column], [b"text", header + bytes(8)])
+    convert_bytes(tmp_path / "out", tmp_path / "in")
+    assert stored_ids(tmp_path / "out") == as_bytes(["text"])
+    write_litdata(tmp_path / "alone", [column], [header + bytes(8)])
+    with pytest.raises(ConvertError, match=r"chunk\.bin#0: holds neither text nor tokens"):
+        convert_bytes(tmp_path / "none", tmp_path / "alone")
+
+
+def test_packed_members_that_nothing_decompresses_are_no_texts(tmp_path: Path) -> None:
+    members = [("1.txt.lz4", b"packed"), ("2.txt", b"plain")]
+    path = write_tar(tmp_path / "a.tar", *members)
+    with pytest.raises(ConvertError, match=r"a\.tar!1\.txt\.lz4: \.lz4 is not read .*decompress it"):
+        convert_bytes(tmp_path / "out", path)
+    report = convert_bytes(tmp_path / "out", path, on_error="skip")
+    assert stored_ids(tmp_path / "out") == as_bytes(["plain"])
+    assert report.dropped == {"unreadable member": 1}

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, one_per_document
-from streammega.convert.read.compression import compression_of
-from streammega.convert.read.source import Input, Source
+from streammega.convert.read.source import Source
 from streammega.dataset.idx import MAX_TOKENS
 from streammega.errors import ConvertError
 
@@ -36,21 +35,22 @@ def read_raw(source: Source) -> Iterator[Tokens]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
     with source.open() as file:
         head = file.read(LLMC_HEADER_BYTES)
-        dtype = _llmc_dtype(head, source.piece.input)
-        if dtype is not None:
-            head = b""
+        header = _llmc_header(head, source.path)
+        if header is not None:
+            chunks = _token_chunks(file, b"", *header, source.path)
         else:
-            dtype = source.options.array_dtype
             if source.options.input_dtype is None:
                 _check_width(head, source.path)
-        yield from _split_at_eod(_token_chunks(file, head, dtype, source.path), source)
+            chunks = _token_chunks(file, head, source.options.array_dtype, None, source.path)
+        yield from _split_at_eod(chunks, source)
 
 
-def _llmc_dtype(head: bytes, file: Input) -> np.dtype[Any] | None:
-    """The dtype that llm.c's header says; None: the file begins with tokens.
+def _llmc_header(head: bytes, path: str) -> tuple[np.dtype[Any], int] | None:
+    """The dtype and the number of tokens that llm.c's header says; None: the file begins with
+    tokens.
 
     The header is int32 words: a magic, a version, the number of tokens, and zeros. Raises
-    ConvertError for an unknown header, and for a file of another size than its header says.
+    ConvertError for an unknown header.
     """
     if len(head) < LLMC_HEADER_BYTES:
         return None
@@ -61,18 +61,11 @@ def _llmc_dtype(head: bytes, file: Input) -> np.dtype[Any] | None:
         if magic in LLMC_DATES and not words[3:].any():
             kinds = ", ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
             raise ConvertError(
-                f"{file.path}: begins with a header of llm.c, of kind {magic} and version "
-                f"{version}; known are {kinds}"
+                f"{path}: begins with a header of llm.c, of kind {magic} and version {version}; "
+                f"known are {kinds}"
             )
         return None
-    actual = (file.size - LLMC_HEADER_BYTES) // dtype.itemsize
-    # the size of a compressed file says nothing of its tokens
-    if actual != num_tokens and not compression_of(file.path):
-        raise ConvertError(
-            f"{file.path}: its header says {num_tokens:,} tokens, it holds {actual:,}; copy it "
-            f"again"
-        )
-    return dtype
+    return dtype, num_tokens
 
 
 def _check_width(head: bytes, path: str) -> None:
@@ -101,7 +94,7 @@ def read_npy(source: Source) -> Iterator[Tokens]:
     with source.open() as file:
         shape, dtype = _npy_header(file, path)
         if len(shape) == 1:
-            yield from _split_at_eod(_token_chunks(file, b"", dtype, path), source)
+            yield from _split_at_eod(_token_chunks(file, b"", dtype, shape[0], path), source)
             return
         rows, row_tokens = shape
         rows_at_once = max(1, SCAN_TOKENS // max(1, row_tokens))
@@ -114,6 +107,8 @@ def read_npy(source: Source) -> Iterator[Tokens]:
             yield one_per_document(ids, np.full(whole_rows, row_tokens, np.int32), ids.nbytes, path)
             if whole_rows < count:
                 raise ConvertError(f"{path}: the array ends early; copy it again")
+        if file.read(1):
+            raise ConvertError(f"{path}: goes on after its array; save one array a file")
 
 
 def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -139,17 +134,26 @@ def load_npy(file: Any, path: str) -> NDArray[Any]:
 
 
 def _token_chunks(
-    file: Any, head: bytes, dtype: np.dtype[Any], path: str
+    file: Any, head: bytes, dtype: np.dtype[Any], expected: int | None, path: str
 ) -> Iterator[NDArray[Any]]:
-    """The tokens of `head`, which was read already, and of the rest of the file."""
+    """The tokens of `head`, which was read already, and of the rest of the file.
+
+    expected: how many tokens the header says. Raises ConvertError where there are others.
+    """
     cut_token = b""
+    count = 0
     rest = iter(lambda: file.read(SCAN_TOKENS * dtype.itemsize), b"")
     for data in itertools.chain([head], rest):
         data = cut_token + data
         tokens = len(data) // dtype.itemsize
         if tokens:
             yield np.frombuffer(data, dtype, tokens)
+        count += tokens
         cut_token = data[tokens * dtype.itemsize :]
+    if expected not in (None, count):
+        raise ConvertError(
+            f"{path}: its header says {expected:,} tokens, it holds {count:,}; copy it again"
+        )
     if cut_token:
         raise ConvertError(
             f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"

@@ -143,6 +143,7 @@ def read_slice(
         for item in FORMATS[piece.input.format].read(source):
             if isinstance(item, Tokens):
                 documents += len(item.documents)
+                skipped.records += len(item.documents)
                 last = (
                     item.with_origins(path) if options.provenance and item.origins is None else item
                 )
@@ -155,6 +156,7 @@ def read_slice(
                 source.fault("too large", too_large(document.where, options))
                 continue
             documents += 1
+            skipped.records += 1
             last = item
             yield item
     except FileNotFoundError:
@@ -169,7 +171,7 @@ def read_slice(
         if options.on_error == "stop":
             raise ConvertError(message) from None
         kept = f"{pluralize(documents, 'document')} of it, read before that, kept"
-        skipped.add("unreadable file", f"{message}; {kept}")
+        source.fault("unreadable file", f"{message}; {kept}")
 
 
 def _is_too_large(document: RawDocument, options: ConvertOptions) -> bool:

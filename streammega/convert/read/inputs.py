@@ -69,7 +69,7 @@ def find_inputs(
     Raises ObjectNotFoundError for an input that is not there; ConvertError for a folder without
     files, for what cannot be listed (unless `on_error` is "skip"), for a file whose suffix names no
     format (unless `read_as` says it), and for files of several splits (unless `hf_split` names
-    one); ConfigError for a `read_as` without a file.
+    one); ConfigError for no inputs, and for a `read_as` without a file.
     """
     storage = storage or StorageConfig()
     options = options or ConvertOptions()
@@ -79,6 +79,10 @@ def find_inputs(
     for item in _listed(inputs):
         with _plain_errors(item, storage):
             files += _found_by(item, storage, options, skipped, own_output)
+    if not files:
+        raise ConfigError(
+            "no inputs are named; name files or folders (a list of them may be empty)"
+        )
     unmatched = {*options.include, *options.exclude} - skipped.matched_patterns
     if unmatched:
         log.warning(
@@ -334,17 +338,15 @@ def _loader_index(data: bytes) -> tuple[str, set[str]] | None:
     """
     try:
         index: Any = json.loads(data)
-    except ValueError:
-        return None
-    if not isinstance(index, dict):
-        return None
-    shards, chunks = index.get("shards"), index.get("chunks")
-    # our manifests list shards, too
-    if isinstance(shards, list) and index.get("format") != MANIFEST_FORMAT:
-        files = [shard.get(name) or {} for shard in shards for name in ("raw_data", "zip_data")]
-        return "mds", {str(file.get("basename")) for file in files}
-    if isinstance(chunks, list) and "config" in index:
-        return "litdata", {str(chunk.get("filename")) for chunk in chunks}
+        shards, chunks = index.get("shards"), index.get("chunks")
+        # our manifests list shards, too
+        if isinstance(shards, list) and index.get("format") != MANIFEST_FORMAT:
+            files = [shard.get(name) or {} for shard in shards for name in ("raw_data", "zip_data")]
+            return "mds", {str(file.get("basename")) for file in files}
+        if isinstance(chunks, list) and "config" in index:
+            return "litdata", {str(chunk.get("filename")) for chunk in chunks}
+    except (ValueError, AttributeError):
+        pass  # no JSON, or a list or text where both have an object
     return None
 
 

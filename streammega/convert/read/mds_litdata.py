@@ -23,13 +23,14 @@ from streammega.convert.read.source import Input, Slice, Source, escapes_folder
 from streammega.errors import ConvertError
 from streammega.storage.file_system import open_file
 
-# litdata numbers dtypes by their place in these lists.
-LITDATA_TORCH = (
-    *("float32", "float32", "float64", "float64", "complex64", "complex64"),
-    *("complex128", "complex128", "float16", "float16", "bfloat16", "uint8", "int8"),
-    *("int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16"),
+# The numbers by which litdata knows dtypes of integers: no others are token ids.
+LITDATA_TORCH = {
+    **{11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32"},
+    **{16: "int32", 17: "int64", 18: "int64", 20: "uint16"},
+}
+LITDATA_NUMPY = dict(
+    enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 )
-LITDATA_NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 SUFFIX_OF_MDS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
 """How MDS calls compressions, and the suffixes of such files."""
 MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -102,7 +103,11 @@ def keep_folder(
 
 
 def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | Tokens:
-    """A record, a text, or an array of tokens; bytes are tokens of input_dtype."""
+    """A record, a text, or an array of tokens; bytes are tokens of input_dtype. Raises ConvertError
+    for None, which is neither.
+    """
+    if item is None:
+        raise ConvertError(f"{where}: holds neither text nor tokens; leave its folder out")
     if isinstance(item, dict):
         item = _tokens_of(item, options)
     if isinstance(item, bytes):
@@ -217,24 +222,28 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
 
 
 def _litdata_value(data: bytes, data_format: str) -> Any:
+    """A text, a number, bytes or an array of integers; None of anything else, pickles too."""
     name, _, number = data_format.partition(":")
     if name in ("str", "text"):
         return data.decode()
     if name == "bytes":
         return data
-    if name == "no_header_tensor":
-        return np.frombuffer(data, np.dtype(LITDATA_TORCH[int(number)]).newbyteorder("<"))
-    if name == "no_header_numpy" and int(number) < len(LITDATA_NUMPY):
-        return np.frombuffer(data, np.dtype(LITDATA_NUMPY[int(number)]).newbyteorder("<"))
-    if name in ("numpy", "tensor"):
-        # a number of a dtype, how many dimensions, and the size of each come first
-        code, dimensions = np.frombuffer(data, "<u4", 2).tolist()
-        dtypes = LITDATA_NUMPY if name == "numpy" else LITDATA_TORCH
-        dtype = np.dtype(dtypes[code]).newbyteorder("<")
-        return np.frombuffer(data, dtype, offset=WORD_BYTES * (2 + dimensions))
     if name == "int":
         return int.from_bytes(data, "little", signed=True)
-    return None  # neither text nor tokens; pickles among them
+    if name in ("numpy", "tensor"):
+        # the number of a dtype, how many dimensions, and the size of each come first
+        code, dimensions = np.frombuffer(data, "<u4", 2).tolist()
+        start = WORD_BYTES * (2 + dimensions)
+    elif name in ("no_header_numpy", "no_header_tensor"):
+        code, start = int(number), 0
+    else:
+        return None
+    dtype = (LITDATA_NUMPY if name.endswith("numpy") else LITDATA_TORCH).get(code)
+    return (
+        None
+        if dtype is None
+        else np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=start)
+    )
 
 
 def _litdata_names(spec: str | None) -> list[str]:

@@ -72,6 +72,8 @@ class Skipped:
     messages: list[str] = field(default_factory=list)
     errors: int = 0
     """How many faults; other documents may be left out without being one."""
+    records: int = 0
+    """All records that were read, with those that were skipped."""
     members: dict[str, int] = field(default_factory=dict)
     """Members of archives that are not documents, by what they are."""
     bytes_read: int = 0
@@ -127,6 +129,7 @@ class Source:
         """Raise ConvertError, or count a fault of so many documents with `on_error="skip"`."""
         if self.options.on_error == "stop":
             raise ConvertError(message)
+        self.skipped.records += count
         self.skipped.add(kind, message, count)
 
 

@@ -63,9 +63,11 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
                     source.skipped.note_read(read)
                     yield from _rows(batch, paths, source, row)
                     row += batch.num_rows
+            except ConvertError as error:  # of values, not of the file
+                source.fault("unreadable row", str(error), stop_row - row)
+            except StreammegaError:
+                raise
             except Exception as error:  # of pyarrow, of codecs
-                if isinstance(error, StreammegaError) and not isinstance(error, ConvertError):
-                    raise
                 where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
                 message = unreadable(source.path, error, source.storage, where)
                 source.fault("unreadable row", message, stop_row - row)
@@ -319,11 +321,10 @@ def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
         column = column.fill_null([])
     lengths = np.diff(np.asarray(column.offsets))
     flat = column.flatten()
+    where = f"{path}, from row {first + 1:,} on"
     if flat.null_count:
-        raise ConvertError(
-            f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out"
-        )
-    return one_per_document(np.asarray(flat), lengths, size, path)
+        raise ConvertError(f"{where}: a list of ids holds a null; leave such rows out")
+    return one_per_document(np.asarray(flat), lengths, size, where)
 
 
 def _is_token_list(kind: Any) -> bool:

@@ -167,7 +167,14 @@ def _documents_of(
     suffix = document_suffix(member.name)
     file: Any = archive.extractfile(member)
     compression = compression_of(member.name)
-    if compression and COMPRESSIONS[compression].start is not None:
+    if compression:
+        if COMPRESSIONS[compression].start is None:
+            source.fault(
+                "unreadable member",
+                f"{where}: {compression} is not read within an archive; decompress it, or pack it "
+                f"as .gz or .zst",
+            )
+            return
         file = PieceReader(decompressed(file, compression))
     try:
         if suffix in JSON_LINES_SUFFIXES:

@@ -67,7 +67,6 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
 
     for batch in batches_of(job, number, skipped):
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
-        record.read += len(batch.documents if isinstance(batch, Tokens) else batch)
         writer.add(tokens)
         note(tokens.source_bytes, len(tokens.tokens))
     writer.flush()
@@ -224,7 +223,7 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
         if not is_wanted.all():
             batch = batch.take_sequences(is_wanted)
     sizes = batch.document_tokens
-    drop("empty", sizes == 0)
+    drop("empty", kept & (sizes == 0))
     drop("too short", kept & (sizes < options.min_tokens))
     max_tokens = options.max_tokens
     if max_tokens is not None and options.max_tokens_policy == "drop":
