@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
 from streammega.storage.thread_pool import pause as interruptible_pause
+from streammega.storage.thread_pool import thread_state
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ WARN_EVERY_S = 30.0
 
 
 _thread = threading.local()
-"""`end`: when the call of a policy that this thread is in must end. `refusals`: see below."""
+"""`refusals`: see `take_refusals`."""
 _answered: set[bytes] = set()
 """Endpoints that answered this process or its parent, with any answer."""
 
@@ -147,15 +148,16 @@ class RetryPolicy:
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds; after the last try its error is raised.
 
-        Within a call of another policy in the same thread it ends with that one. A pause ends at once, by
-        `thread_pool.Cancelled`, when `stop` is set or this thread's work is not wanted any more.
+        Within a call of another policy it ends with that one, also in a thread of a pool. A pause
+        ends at once, by `thread_pool.Cancelled`, when `stop` is set or this thread's work is not
+        wanted any more.
         """
         began = time.monotonic()
-        outer_end: float = getattr(_thread, "end", math.inf)
+        outer_end = thread_state.retry_end
         policy = self
         if outer_end < began + self.deadline:
             policy = replace(self, deadline=outer_end - began)
-        _thread.end = began + policy.deadline
+        thread_state.retry_end = began + policy.deadline
         failures = 0
         try:
             while True:
@@ -173,7 +175,7 @@ class RetryPolicy:
                         _thread.refusals = getattr(_thread, "refusals", 0) + 1
                 interruptible_pause(pause, stop)
         finally:
-            _thread.end = outer_end
+            thread_state.retry_end = outer_end
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)

@@ -8,6 +8,7 @@ and its requests in flight end by themselves.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -22,7 +23,18 @@ IDLE_TIMEOUT = 10.0
 """Seconds after which a thread without work ends."""
 POLL_SECONDS = 0.2
 """Seconds between two checks whether the work that waits was itself cancelled, and for signals."""
-_thread_state = threading.local()
+
+
+class _ThreadState(threading.local):
+    """What holds for the work of a thread, and for what it gives to other threads."""
+
+    stop: threading.Event | None = None
+    """Set when the batch of this thread is cancelled."""
+    retry_end = math.inf
+    """When the retries of the outermost `RetryPolicy.call` end, by `time.monotonic`."""
+
+
+thread_state = _ThreadState()
 
 
 class Cancelled(Exception):
@@ -34,6 +46,7 @@ class Batch:
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self.stop = threading.Event()
+        self._retry_end = thread_state.retry_end
         self._calls = calls
         self._futures: list[Future[Any]] = [Future() for _ in calls]
 
@@ -42,20 +55,19 @@ class Batch:
         future = self._futures[number]
         if self.stop.is_set():
             return
-        _thread_state.stop = self.stop
+        thread_state.stop = self.stop
+        thread_state.retry_end = self._retry_end
         try:
             future.set_result(self._calls[number]())
         except BaseException as error:
             future.set_exception(error)
-        finally:
-            _thread_state.stop = None
 
     def wait(self) -> list[Any]:
         """All results, in order.
 
         Raises the error of the first call that has one, as soon as all before it are done.
         """
-        outer_stop = _current_stop()
+        outer_stop = thread_state.stop
         results = []
         try:
             for future in self._futures:
@@ -106,8 +118,16 @@ class Pool:
             self._busy += len(calls)
             new_threads = max(0, min(self._max_threads, self._busy) - self._threads)
             self._threads += new_threads
-        for _ in range(new_threads):
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        for number in range(new_threads):
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            except RuntimeError:  # the system has no more threads: those that there are do the work
+                with self._lock:
+                    self._threads -= new_threads - number
+                    if self._threads == 0:
+                        batch.stop.set()
+                        raise
+                break
         return batch
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -151,14 +171,8 @@ def parallel_map(
 
 def pause(seconds: float, stop: threading.Event | None = None) -> None:
     """Sleep. Raises Cancelled as soon as `stop` is set or the batch of this thread is cancelled."""
-    stop = stop or _current_stop()
+    stop = stop or thread_state.stop
     if stop is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
         raise Cancelled
-
-
-def _current_stop() -> threading.Event | None:
-    """The stop of the batch that this thread works on."""
-    stop: threading.Event | None = getattr(_thread_state, "stop", None)
-    return stop

@@ -40,6 +40,7 @@ from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.retry import MAX_PAUSE, MAX_SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
+from streammega.storage.thread_pool import Pool
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
 
@@ -122,6 +123,17 @@ def test_a_call_within_another_is_not_tried_beyond_the_end_of_that_one(
     with pytest.raises(EndpointError):
         inner.call(failing(EndpointError("down"), clock))
     assert clock.now - began == pytest.approx(3), "alone it has its own time"
+
+
+def test_a_call_in_a_thread_of_a_pool_ends_with_the_call_that_waits_for_it(clock: Clock) -> None:
+    inner = RetryPolicy(deadline=300)
+
+    def read_in_threads() -> list[str]:
+        return Pool(1).map(lambda _: inner.call(failing(EndpointError("down"), clock)), [None])
+
+    with pytest.raises(EndpointError, match="failed after"):
+        RetryPolicy(deadline=2).call(read_in_threads)
+    assert clock.now == pytest.approx(2, abs=0.01)
 
 
 @pytest.mark.guarantee("passing-faults-waited")

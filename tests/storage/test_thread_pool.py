@@ -110,3 +110,32 @@ class TestPool:
             time.sleep(0.02)
         assert threading.active_count() <= before
         assert pool.map(str, [1]) == ["1"], "and come again"
+
+    @pytest.mark.parametrize("allowed", [0, 1])
+    def test_a_system_without_more_threads_is_an_error_or_slower_and_never_a_hang(
+        self, allowed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = threading.Thread.start
+        started: list[threading.Thread] = []
+
+        def limited(thread: threading.Thread) -> None:
+            if len(started) >= allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        pool = thread_pool.Pool(4)
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        if allowed:
+            assert pool.map(str, range(9)) == [str(number) for number in range(9)]
+        else:
+            with pytest.raises(RuntimeError, match="new thread"):
+                pool.map(str, range(9))
+        monkeypatch.undo()
+        results: list[str] = []
+        caller = threading.Thread(
+            target=lambda: results.extend(pool.map(str, range(9))), daemon=True
+        )
+        caller.start()
+        caller.join(10)
+        assert results == [str(number) for number in range(9)]
