@@ -42,6 +42,8 @@ REMOVED = ".removed"
 """Ends the name of a work folder that is being removed."""
 FREE_WITHIN = 10.0
 """Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
+LOOK_SECONDS = 1.0
+"""Seconds in which a conversion gets a lock that somebody holds for the moment of a look."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class WorkDir:
         path = os.path.join(self.url, LOCK)
         lock = filelock.FileLock(path)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=LOOK_SECONDS)
             held = os.stat(path).st_ino
         except filelock.Timeout:
             raise ConvertError(
@@ -228,7 +230,7 @@ def is_locked(output: str) -> bool:
     if not os.path.exists(lock):
         return False
     try:
-        with filelock.FileLock(lock, timeout=0):
+        with filelock.FileLock(lock, timeout=LOOK_SECONDS):
             return False
     except filelock.Timeout:
         return True

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
 import fsspec
 import numpy as np
 import pytest
@@ -335,6 +337,20 @@ def test_an_output_without_a_name_is_refused(
     with pytest.raises(ConfigError, match=r"cannot be the name of a dataset|give a name in it"):
         convert(["in.txt"], output, tokenizer="bytes", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_conversion_begins_although_a_task_looks_at_its_lock_at_that_moment(
+    tmp_path: Path,
+) -> None:
+    folder = WorkDir(str(tmp_path / "work"), StorageConfig())
+    folder.make()
+    look = filelock.FileLock(tmp_path / "work" / "lock", thread_local=False)
+    look.acquire()
+    timer = threading.Timer(0.2, look.release)
+    timer.start()
+    with folder.lock():
+        pass
+    timer.join()
 
 
 def test_a_job_that_ends_leaves_the_work_folder_of_the_next_one_alone(tmp_path: Path) -> None:
