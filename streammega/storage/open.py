@@ -77,11 +77,11 @@ them would still write to the earlier endpoint or account.
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
     """Serve URLs of a scheme by the store that `make` returns. Keys are what follows `scheme://`."""
-    _registered[scheme] = make
+    _registered[scheme_of(f"{scheme}://")] = make
 
 
 def is_remote(url: str) -> bool:
-    """Whether a URL has a scheme other than file://."""
+    """Whether a URL has a scheme other than file:// and local://."""
     return "://" in url and not url.startswith(("file://", "local://"))
 
 
@@ -121,12 +121,12 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     if not is_remote(url):
         local: Store = LocalStore() if config.local_io == "mmap" else PreadStore(config)
         return local, local_path(url)
-    scheme, _, rest = url.partition("://")
+    scheme = scheme_of(url)
+    rest = url.partition("://")[2]
     if scheme in _LAZY_SCHEMES and scheme not in _registered:
         importlib.import_module(_LAZY_SCHEMES[scheme])
     if scheme in _registered:
         return _registered[scheme](), rest
-    scheme = scheme_of(url)
     root, _, key = rest.partition("/")
     # A name that begins with a point is a suffix that was appended to "s3://".
     if (not root or root.startswith(".")) and scheme != "memory":

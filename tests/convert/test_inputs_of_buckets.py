@@ -259,12 +259,12 @@ class ListedWithoutEtags(FsspecStore):
 
 
 @pytest.mark.guarantee("corpora-buckets-read")
-@pytest.mark.parametrize("name", ["a.jsonl", ""])
-def test_a_store_that_was_registered_has_inputs_too(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "url", ["registered://corpus/a.jsonl", "registered://corpus/", "Registered://corpus/"]
+)
+def test_a_store_that_was_registered_has_inputs_too(url: str, tmp_path: Path) -> None:
     register_scheme("registered", ListedWithoutEtags)
     store, key = open_store("registered://corpus/a.jsonl", StorageConfig())
     store.put(key, b'{"text": "one"}\n{"text": "another"}\n')
-    report = convert(
-        [f"registered://corpus/{name}"], str(tmp_path / "out"), tokenizer="bytes", workers=1
-    )
+    report = convert([url], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report.documents == 2
