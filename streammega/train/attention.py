@@ -4,7 +4,7 @@ ranks. Exact.
 Every rank gathers the keys and values of all ranks. Its queries are two parts of the sequence in
 zig-zag: the two parts of any rank cost the same together. Between forward and backward a layer keeps
 only the keys and values of its own rank. Backward gathers the others again (a ring would send them
-again too), and sums the gradients of each key over ranks.
+again too). A reduce-scatter then gives each rank the gradients of its own keys and values.
 
 Kernels get no attention mask, except on the CPU for parts of one document, where all layers share one.
 """
@@ -344,14 +344,17 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The gradients of this rank's keys and values, summed over ranks: queries of every rank have
-        seen them.
+        seen them. gloo reduces for each rank in turn, and sends no less than by an all-reduce.
         """
         context: ContextParallel = ctx.context
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=context.group)
-        parts = grad.chunk(2 * context.size, SEQUENCE)
-        first, second = zigzag_parts(context.rank, context.size)
-        return torch.cat((parts[first], parts[second]), SEQUENCE), None
+        parts = grad.contiguous().chunk(2 * context.size, SEQUENCE)
+        of_ranks: list[Tensor] = []
+        for rank in range(context.size):
+            first, second = zigzag_parts(rank, context.size)
+            of_ranks.append(torch.cat((parts[first], parts[second]), SEQUENCE))
+        total = torch.empty_like(of_ranks[context.rank])
+        dist.reduce_scatter(total, of_ranks, group=context.group)
+        return total, None
 
 
 class _GatherAgain:

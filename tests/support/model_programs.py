@@ -170,6 +170,21 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
     return found
 
 
+def collectives_of_backward(rank: int) -> dict[str, int]:
+    """The collectives of backward through attention of two context-parallel ranks, by name."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    context = attention.ContextParallel(dist.group.WORLD, rank, 2)  # type: ignore[arg-type]
+    q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
+    mixed = attention.attend(
+        q, k, v, Visibility(zigzag_bounds(16, rank, 2), 16), context, gather_again=False
+    )
+    with CommDebugMode() as collectives:
+        mixed.sum().backward()
+    return {str(name): count for name, count in collectives.get_comm_counts().items()}
+
+
 def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     """How far losses, and gradients of a weighted sum of them, lie from those of whole logits; and
     whether ranks agree.

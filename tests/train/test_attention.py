@@ -16,7 +16,7 @@ from streammega.train import attention
 from streammega.train.attention import Visibility, _attend_to_all
 from tests.support.builders import write_run_file
 from tests.support.gang import Gang
-from tests.support.model_programs import gathered_again, steps_of
+from tests.support.model_programs import collectives_of_backward, gathered_again, steps_of
 
 DOCUMENTS = [[0, 5, 100, 130, 260, 261, 400, 512, 512]]
 """Of one sample: within a part, over several parts, of one token; and a bound that only fills the
@@ -176,3 +176,7 @@ def test_queries_see_the_keys_before_them_of_their_document(
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 def test_keys_that_are_gathered_again_are_those_of_forward(gang: Gang, documents: Any) -> None:
     assert gang.run(2, gathered_again, documents) == [[0, 1, 1], [0, 1, 1]]
+
+
+def test_backward_sends_each_rank_the_gradients_of_its_own_keys_alone(gang: Gang) -> None:
+    assert gang.run(2, collectives_of_backward) == [{"c10d.reduce_scatter_": 1}] * 2
