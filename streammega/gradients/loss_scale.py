@@ -39,11 +39,12 @@ class LossScale:
         Raises GradientError where they are not finite at the smallest scale.
         """
         bad = torch.zeros((), device=device)
-        # a norm is finite if all elements are; it needs one pass and no array of flags
-        norms = [torch.linalg.vector_norm(grad) for grad in grads]
-        if norms:
-            is_finite = torch.stack(norms).isfinite()
-            bad = (~is_finite).any().float()
+        # Not the 2-norm, whose squares may overflow. torch has no largest element of an empty tensor.
+        largest = [
+            torch.linalg.vector_norm(grad, torch.inf).float() for grad in grads if grad.numel()
+        ]
+        if largest:
+            bad = (~torch.stack(largest).isfinite()).any().float()
         # over all ranks of the world: they have one scale, so all of them step, or none
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)

@@ -330,6 +330,16 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(rank: int) -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float16, 6e4), (torch.float32, 1e38)], ids=str
+)
+def test_finite_gradients_whose_norm_overflows_are_good(dtype: torch.dtype, value: float) -> None:
+    scale = LossScale(2.0)
+    grads = [torch.full((4,), value, dtype=dtype), torch.ones(2), torch.empty(0)]
+    assert scale.unscale(grads, torch.device("cpu"))
+    assert float(grads[0][0]) == pytest.approx(value / 2, rel=1e-3)
+
+
 @pytest.mark.guarantee("run-diverged-ends")
 def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
     scale = LossScale(2.0)
