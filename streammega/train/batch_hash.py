@@ -102,13 +102,13 @@ def loader_hashes(config: RunConfig) -> list[str]:
     """
     hashes: list[str] = []
     digests: dict[int, int] = {}
-    before = 0
     with open_plain(config) as loader:
+        dataset = loader.dataset
         for batch in loader:
-            sample_ids = loader.dataset.sample_ids(before).tolist()
+            consumed = loader.consumed_samples
+            sample_ids = dataset.sample_ids(consumed - dataset.step_samples).tolist()
             digests.update(zip(sample_ids, sample_digests(batch).tolist(), strict=True))
-            before = loader.consumed_samples
-            if before % config.train.global_batch_size == 0:
+            if dataset.steps.schedule.offset_at(consumed) == 0:
                 hashes.append(global_batch_hash(digests))
                 digests = {}
             if len(hashes) == config.train.train_iters:

@@ -540,6 +540,7 @@ def test_the_global_batch_ramps_up(run_file: str) -> None:
     assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
     assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
     assert config.num_samples()[0] == records[-1]["samples"][1] == config.schedule.samples_after(16)
+    assert [record["batch_hash"] for record in records] == loader_hashes(config)
 
 
 @pytest.mark.guarantee("later-phase-never")
