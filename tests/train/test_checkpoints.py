@@ -836,6 +836,34 @@ def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(moto
     assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
 
 
+@pytest.mark.guarantee("out-dir-may")
+def test_an_older_damaged_record_keeps_no_files_of_removed_checkpoints(moto: S3) -> None:
+    place = place_in_bucket(moto)
+    for step in (2, 4, 6):
+        publish_values(place, step)
+    folders = {step: place.find(step).name for step in (2, 4, 6)}
+    place.touch("step-00000002.json")  # which is no record
+    place.remove(4)
+    place.remove(2)
+    assert place.steps() == [6]
+    assert [place.exists(f"{folders[step]}/__0_0.distcp") for step in (2, 4, 6)] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_damaged_record_that_was_set_aside_does_not_end_a_rewind(moto: S3) -> None:
+    place = place_in_bucket(moto)
+    for step in (4, 6):
+        publish_values(place, step)
+        place.quarantine(step, "rewound")
+    place.touch("step-00000006.rewound.json")  # which is no record
+    place.prune_quarantined(1)
+    assert not place.exists("step-00000006.rewound.json")
+    assert place.exists("step-00000004.rewound.json")
+
+
 def publish_values(place: Any, step: int) -> None:
     """A checkpoint of one small file."""
     name = place.begin(step)

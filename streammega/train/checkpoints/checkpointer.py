@@ -261,7 +261,7 @@ class Checkpointer:
         for old_step in self.store.steps()[: -self._keep]:
             try:
                 self.store.remove(old_step)
-            except (OSError, StateError, StorageError) as error:
+            except (OSError, StorageError) as error:
                 log.warning(
                     "%s: step %d cannot be removed (%s); the new one is whole",
                     self.store.url,

@@ -122,7 +122,7 @@ class CheckpointStore:
         """The name of a new folder. Removes files of killed saves, which no record names."""
         try:
             self._remove_orphans("step-")
-        except (StorageError, DamagedError) as error:
+        except StorageError as error:
             log.warning(
                 "%s: what killed saves left there could not be removed: %s", self.url, error
             )
@@ -170,9 +170,14 @@ class CheckpointStore:
 
     def prune_quarantined(self, keep: int) -> None:
         """Remove checkpoints that were set aside, except the last `keep`."""
-        names = [name for name in self._record_names() if _SET_ASIDE.fullmatch(name)]
-        time_of = {name: float(self._read_record(name).get("set_aside", 0.0)) for name in names}
-        for name in sorted(names, key=lambda name: time_of[name])[:-keep]:
+        time_of: dict[str, float] = {}
+        for name in self._record_names():
+            if _SET_ASIDE.fullmatch(name):
+                try:
+                    time_of[name] = float(self._read_record(name).get("set_aside", 0.0))
+                except DamagedError:
+                    time_of[name] = 0.0
+        for name in sorted(time_of, key=time_of.__getitem__)[:-keep]:
             self._remove(name)
 
     def touch(self, name: str) -> None:
@@ -224,9 +229,18 @@ class CheckpointStore:
 
     def _remove(self, name: str) -> None:
         """Remove a record, and the files that no other record names."""
-        folder = self._read_record(name)["files"]
+        folder = self._folder_of(name)
         self.delete(f"{name}.json")
         self._remove_orphans(folder)
+
+    def _folder_of(self, name: str) -> str:
+        """The folder that a record names. A damaged one counts as naming all folders of its step."""
+        try:
+            folder: str = self._read_record(name)["files"]
+            return folder
+        except DamagedError:
+            step_name, _, _ = name.partition(".")
+            return f"{step_name}-"
 
     def _remove_orphans(self, folder_prefix: str) -> None:
         """Remove the files that no record names, of folders whose names start so.
@@ -234,7 +248,7 @@ class CheckpointStore:
         One folder may be named twice, by what was killed while it set a checkpoint aside. A record
         of all that was written for a step names the files of later checkpoints of it too.
         """
-        named = tuple(self._read_record(name)["files"] for name in self._record_names())
+        named = tuple(self._folder_of(name) for name in self._record_names())
         orphans: list[str] = []
         for info in self._store.list(self._files.key(folder_prefix)):
             folder, _, _ = info.key.removeprefix(f"{self._prefix}/").partition("/")
