@@ -43,7 +43,7 @@ REMOVED = ".removed"
 FREE_WITHIN = 10.0
 """Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
 LOOK_SECONDS = 1.0
-"""Seconds in which a conversion gets a lock that somebody holds for the moment of a look."""
+"""Seconds in which a conversion gets a lock that a task holds for the moment of a look."""
 
 
 @dataclass(frozen=True)

@@ -597,7 +597,9 @@ def test_columns_of_litdata_that_are_no_tokens_are_left_out(column: str, tmp_pat
 def test_packed_members_that_nothing_decompresses_are_no_texts(tmp_path: Path) -> None:
     members = [("1.txt.lz4", b"packed"), ("2.txt", b"plain")]
     path = write_tar(tmp_path / "a.tar", *members)
-    with pytest.raises(ConvertError, match=r"a\.tar!1\.txt\.lz4: \.lz4 is not read .*decompress it"):
+    with pytest.raises(
+        ConvertError, match=r"a\.tar!1\.txt\.lz4: \.lz4 is not read .*decompress it"
+    ):
         convert_bytes(tmp_path / "out", path)
     report = convert_bytes(tmp_path / "out", path, on_error="skip")
     assert stored_ids(tmp_path / "out") == as_bytes(["plain"])
