@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from streammega.cli.options import Overrides, RunFile
+from streammega.config import ORDERS
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
@@ -49,8 +50,8 @@ def prepare(
             )
             count += 1
             progress.begin(f"preparing, {count} datasets done")
-    if data.order == "stream":
-        typer.echo("the stream order needs no indices")
+    if not ORDERS[data.order].has_indices:
+        typer.echo(f"the {data.order} order needs no indices")
         return
     where = ""
     if data.index_publish_url:
@@ -176,13 +177,13 @@ def _load(dataset: str) -> None:
     # Read as objects are, and through a cache.
     remote = StorageConfig(local_io="pread", cache_dir=f"{dataset}-cache")
     reads = {"storage": remote, "vocab_size": 1000, "exclude_documents": [f"{dataset}#0"]}
-    for order in ("stream", "megatron", "sequential"):
+    for order, features in ORDERS.items():
         for more in ({}, fields, blend, reads):
             config = DataConfig(**usual | more, order=order)
             for split in ("train", "valid"):
                 for ids_only in (False, True):
                     _take(config, split, ids_only)
-        if order != "stream":
+        if features.has_indices:
             _take(DataConfig(**usual, order=order, inter_document_masking=True), "train", False)
 
 

@@ -16,6 +16,7 @@ import typer
 
 from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split
 from streammega.cli.render import Report, show_report
+from streammega.config import ORDERS
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class TracedRunFile:
             dealt = self._balanced.sample_ids(first, schedule.size_at(sample))
             _, (rank,), _ = np.nonzero(dealt == sample)
             return int(rank)
-        contiguous = config.order == "megatron"
+        contiguous = ORDERS[config.order].has_contiguous_ranks
         return rank_of(sample, first, self.micro_batch_size, ranks, contiguous=contiguous)
 
     @cached_property

@@ -1,7 +1,8 @@
 """Settings, checked once. Frozen and keyword-only, with units in the name or the docstring."""
 
 from streammega.config.blends import MAX_DATASETS, Blend, parse_blend
-from streammega.config.data import FIELD_NAMES, MAX_SAMPLES, DataConfig, FieldsConfig, Order
+from streammega.config.data import FIELD_NAMES, MAX_SAMPLES, DataConfig, FieldsConfig
+from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import ExcludedList, ExcludedNames, FollowConfig, PhaseConfig, Segment
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
@@ -10,6 +11,7 @@ __all__ = [
     "FIELD_NAMES",
     "MAX_DATASETS",
     "MAX_SAMPLES",
+    "ORDERS",
     "Blend",
     "DataConfig",
     "FieldsConfig",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from streammega.config.orders import ORDERS, Order
 from streammega.errors import ConfigError
 
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
@@ -124,9 +125,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def check_schedule(schedule: Any, blend: Blend | None, order: str) -> None:
+def check_schedule(schedule: Any, blend: Blend | None, order: Order) -> None:
     """Raise ConfigError for a malformed blend_schedule, or one that does not fit the blend."""
-    if order != "stream" or blend is None:
+    if ORDERS[order].phases != "continue" or blend is None:
         raise ConfigError("blend_schedule belongs to the stream order and a blend")
     prefixes, _ = parse_blend(blend)
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from streammega.config.blends import Blend, check_schedule, parse_blend
+from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
     ExcludedList,
     ExcludedNames,
@@ -26,7 +27,6 @@ from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder, r
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
-Order = Literal["megatron", "stream", "sequential"]
 MAX_SAMPLES = 1 << 50
 """Most samples of a split: far more than any run has, and all counts of them fit int64."""
 
@@ -431,7 +431,7 @@ class DataConfig(FieldsConfig):
             check_follow(self.order, self.blend_schedule is not None)
 
     def _check_joins(self) -> None:
-        if self.sample_joins != "keep" and self.order != "stream":
+        if self.sample_joins != "keep" and ORDERS[self.order].phases != "continue":
             raise ConfigError(
                 'sample_joins has an effect only in phases, which need order="stream"; set it, or leave '
                 "sample_joins out"
@@ -452,9 +452,9 @@ class DataConfig(FieldsConfig):
                 f"inter_document_masking goes by the bounds of sequences, and {set_too[0]} by "
                 f"eod_id; leave one of them out"
             )
-        if self.order == "stream":
+        if not ORDERS[self.order].has_indices:
             raise ConfigError(
-                "inter_document_masking needs the bounds of every sequence, which the stream order "
+                f"inter_document_masking needs the bounds of every sequence, which the {self.order} order "
                 "does not read; set reset_attention_mask and reset_position_ids, which go by eod_id, "
                 'or order="megatron"'
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
+from streammega.config.orders import ORDERS, Order
 from streammega.config.validate import Ge, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls, redacted_repr
@@ -195,13 +196,13 @@ class Segment(NamedTuple):
 
 def check_phases(
     phases: Sequence[PhaseConfig],
-    order: str,
+    order: Order,
     schedule: Sequence[tuple[int, Sequence[float]]] | None,
 ) -> None:
     """Raise ConfigError for phases that do not follow each other, or do not go with the order and
     the blend_schedule.
     """
-    if order == "sequential":
+    if ORDERS[order].phases is None:
         raise ConfigError(
             'phases belong to the stream order, and to that of Megatron: set order="stream"'
         )
@@ -217,7 +218,7 @@ def check_phases(
                 f"phase {number} begins at sample {phase.first_sample}, and the one before it "
                 f"at {first_before}; phases stand in the order of their first samples"
             )
-        if order == "megatron":
+        if ORDERS[order].phases == "restart":
             _check_megatron_phase(number, phase)
         first_before = max(first_before, phase.first_sample)
     _check_segments_before(phases[0].first_sample, schedule)
@@ -284,9 +285,9 @@ class FollowConfig:
                 )
 
 
-def check_follow(order: str, has_schedule: bool) -> None:
+def check_follow(order: Order, has_schedule: bool) -> None:
     """Raise ConfigError for settings with which `follow` cannot be used."""
-    if order != "stream":
+    if ORDERS[order].phases != "continue":
         raise ConfigError('follow belongs to the stream order: set order="stream"')
     if has_schedule:
         raise ConfigError(

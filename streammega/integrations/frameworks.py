@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
 
 PACKAGES = {
@@ -73,7 +73,8 @@ def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:
     """
     if config.fields is not None:
         return config
-    if config.order == "stream" and config.has_plain_fields and "position_ids" not in used:
+    omits_plain_fields = ORDERS[config.order].omits_plain_fields and config.has_plain_fields
+    if omits_plain_fields and "position_ids" not in used:
         keeps_mask = config.create_attention_mask and "attention_mask" in used
         return replace(config, create_attention_mask=keeps_mask)
     return replace(config, fields=[name for name in config.field_names if name in used])

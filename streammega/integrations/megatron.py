@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import DataConfig, Order, StorageConfig, parse_blend
+from streammega.config import ORDERS, DataConfig, Order, StorageConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import imported, with_used_fields
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
@@ -269,13 +269,19 @@ def datasets_of(
     --multiple-validation-sets valid is a list. Raises ConfigError for arguments that are not served;
     StorageError and FormatError for the files, on ranks that read.
     """
-    _check(args, order)
+    _check(args)
     storage = storage or StorageConfig()
     options: dict[str, Any] = {"order": order}
     if shuffle_block_bytes is not None:
         options["shuffle_block_bytes"] = shuffle_block_bytes
     blends = read_blends(args, storage)
     config = data_config(args, tokenizer, num_samples, storage=storage, blends=blends, **options)
+    transitions = getattr(args, "phase_transition_iterations", None)
+    if transitions and ORDERS[config.order].phases == "continue":
+        raise ConfigError(
+            "--phase-transition-iterations counts samples from the beginning of a phase, so the "
+            f'{config.order} order would restart there; use order="megatron", or leave it out'
+        )
     seat: dict[str, Any] = {
         "dp_rank": place.dp_rank,
         "dp_size": place.dp_size,
@@ -312,17 +318,12 @@ def datasets_of(
     return train, valid, test
 
 
-def _check(args: Any, order: str) -> None:
+def _check(args: Any) -> None:
     """Raise ConfigError for arguments under which other samples than asked would be read."""
     if args.dataloader_type != "external":
         raise ConfigError(
             f"--dataloader-type is {args.dataloader_type}; micro-batches come ready from here: pass "
             f"--dataloader-type external"
-        )
-    if order == "stream" and getattr(args, "phase_transition_iterations", None):
-        raise ConfigError(
-            "--phase-transition-iterations counts samples from the beginning of a phase, so the "
-            'stream order would restart there; use order="megatron", or leave it out'
         )
     full = getattr(args, "full_validation", False)
     if full and not hasattr(args, "eval_micro_batch_size"):
@@ -338,7 +339,7 @@ def _validation_sets(args: Any, config: DataConfig, blends: Blends) -> list[Data
     """What is gone through whole, each dataset by itself where there are several sets."""
     if split_blend(config, "valid") is None:
         return []
-    if config.order == "stream":  # it has no end; all samples once are the same in any order
+    if ORDERS[config.order].is_endless:  # all samples once are the same in any order
         config = replace(config, order="sequential")
     if not getattr(args, "multiple_validation_sets", False):
         return [config]
@@ -376,7 +377,7 @@ def _consumed_samples(args: Any, split: str) -> int:
 
 def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> DataConfig:
     """The config with lanes that do not depend on the ranks, whose number may change."""
-    if config.order != "stream":
+    if not ORDERS[config.order].has_lanes:
         return config
     rounds = -(-MIN_LANES // global_batch_size)
     return replace(config, shuffle_lanes=lanes or rounds * global_batch_size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import check_phases, imported
 from streammega.integrations.megatron import MegatronBatches
@@ -76,7 +76,7 @@ def stream_dataset(
     `shuffle_lanes`, a multiple of the global batch. prefetch: micro-batches made ahead of the step. Raises
     ConfigError.
     """
-    if config.order == "stream" and config.shuffle_lanes is None:
+    if ORDERS[config.order].has_lanes and config.shuffle_lanes is None:
         raise ConfigError(
             "the stream order goes on with other ranks only in the lanes it began in; set shuffle_lanes "
             "in the DataConfig, to a multiple of the global batch of at least 1024"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from streammega.config import DataConfig, StorageConfig
+from streammega.config import ORDERS, DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState
 from streammega.integrations.frameworks import (
@@ -132,8 +132,9 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         "eod_id": end_of_document,
         "reset_position_ids": restarts,
     }
-    has_end = fields["num_samples"] is not None
-    if config.order == "stream" and not _repeats(config) and not has_end:
+    # another name than those of orders is refused by DataConfig
+    is_endless = config.order in ORDERS and ORDERS[config.order].is_endless
+    if is_endless and fields["num_samples"] is None and not _repeats(config):
         if config.part == "train":
             raise ConfigError(
                 "infinite=False or repeat=False asks for an end, which the stream order has only "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
@@ -160,7 +160,7 @@ class MicroSteps:
 
     def _size_change_hint(self) -> str:
         """How a config sets another batch size from a sample on, as the end of a message."""
-        if self.config.order != "stream" or self.split != "train":
+        if ORDERS[self.config.order].phases != "continue" or self.split != "train":
             return ""
         return (
             "; for batches of another size from a checkpoint on, keep the former global_batch_size "
@@ -204,7 +204,7 @@ class MicroSteps:
             self.micro_batch_size,
             self.dp_rank,
             self.dp_size,
-            contiguous=self.config.order == "megatron",
+            contiguous=ORDERS[self.config.order].has_contiguous_ranks,
         )
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import ORDERS
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner
@@ -125,7 +126,7 @@ def plan_reading(
         planner=Planner(
             table, memory.coalesce_gap_bytes, storage.max_request_bytes, prefetched, kept
         ),
-        is_scattered=config.order != "sequential"
+        is_scattered=ORDERS[config.order].is_shuffled
         and (prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES),
     )
 

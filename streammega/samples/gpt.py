@@ -17,7 +17,7 @@ import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import SharedFolder, corrupt_cache_error
@@ -335,7 +335,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def _indices(self) -> GptIndices:
-        if self.config.order == "sequential":
+        if not ORDERS[self.config.order].is_shuffled:
             return self._build(shuffled=False)
         arrays: dict[str, Any] = cached_arrays(
             order_dir(self.config),
@@ -352,7 +352,11 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         return f"{self.key}-GPTDataset-{self.split}"
 
     def index_files(self) -> list[Path]:
-        """The cached files of the three indices, built or fetched now if they are not there."""
+        """The cached files of the three indices, built or fetched now if they are not there. None for
+        samples that are not shuffled: each process builds their indices in memory.
+        """
+        if not ORDERS[self.config.order].is_shuffled:
+            return []
         _ = self._indices
         folder = order_dir(self.config)
         return [folder / f"{self._files_key}-{name}.npy" for name in INDEX_NAMES]

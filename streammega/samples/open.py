@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig, Order
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels import num_threads
@@ -30,22 +30,28 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     """Samples of a split in the config's order. Raises ConfigError before any token is read."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    has_phases = len(config.segments(split)) > 1
-    if has_phases:
+    if len(config.segments(split)) > 1:
         check_in_samples(config.phases)
-    if config.order == "stream":
-        if config.follows(split):
-            return AutoAppendSource(config, split, global_batch_size)
-        return StreamSource(config, split, global_batch_size)
+    return OPENED_BY[config.order](config, split, global_batch_size)
+
+
+def _open_stream(config: DataConfig, split: str, global_batch_size: int) -> SampleSource:
+    if config.follows(split):
+        return AutoAppendSource(config, split, global_batch_size)
+    return StreamSource(config, split, global_batch_size)
+
+
+def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> SampleSource:
+    """A source of Megatron's datasets, whose indices are built."""
     num_samples = config.num_samples[SPLITS.index(split)] if config.num_samples else None
     takes_everything = split == "valid" and config.full_validation
-    if config.order == "megatron" and num_samples is None and not takes_everything:
+    if ORDERS[config.order].needs_num_samples and num_samples is None and not takes_everything:
         raise ConfigError(
-            "the Megatron order depends on the number of samples: "
+            f"the {config.order} order depends on the number of samples: "
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
-    if num_samples is not None and has_phases:
+    if num_samples is not None and len(config.segments(split)) > 1:
         return open_megatron_segments(config, split, num_samples)
     samples = build_split(config, split, num_samples)
     if isinstance(samples, list):
@@ -60,6 +66,13 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
         )
     _ = samples.excluded  # now: raises for names that no document has
     return SampleSource(config, [samples])
+
+
+OPENED_BY: Mapping[Order, Callable[[DataConfig, str, int], SampleSource]] = {
+    "megatron": _open_built,
+    "stream": _open_stream,
+    "sequential": _open_built,
+}
 
 
 def locate(
@@ -104,10 +117,10 @@ class Prepared:
 def prepare(config: DataConfig) -> Iterator[Prepared]:
     """Build the indices of all splits and datasets, several at once; yields each when it is done.
 
-    With `index_publish_url` each is also published there, for nodes to download. The stream order
-    needs no indices.
+    With `index_publish_url` each is also published there, for nodes to download. Yields nothing for
+    an order without indices.
     """
-    if config.order == "stream":
+    if not ORDERS[config.order].has_indices:
         return
     datasets: list[GPTDataset] = []
     for split in _built(config):

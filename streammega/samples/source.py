@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
@@ -345,7 +345,7 @@ def field_names(source: SampleSource | SegmentSource) -> tuple[str, ...]:
     """
     config = source.config
     names = config.field_names
-    if config.fields is not None or config.order != "stream":
+    if config.fields is not None or not ORDERS[config.order].omits_plain_fields:
         return names
     if not config.has_plain_fields or _masks_by_data(source):
         return names

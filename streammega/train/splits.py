@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks, open_loader
@@ -68,9 +68,9 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
     if data.reset_position_ids:  # else they count from 0
         used.add("position_ids")
     data = replace(data, fields=[name for name in data.field_names if name in used])
-    # The stream order has no end. An end counted from the settings would be wrong for a run that began
+    # An endless order needs none. An end counted from the settings would be wrong for a run that began
     # with another global batch.
-    if data.num_samples is None and data.order != "stream":
+    if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
         return replace(data, exclude_samples=())

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import streammega
 from streammega import errors
+from streammega.config import ORDERS, Order
+from streammega.samples.open import OPENED_BY
 
 ROOT = Path(streammega.__file__).parent
 # From the bottom to the top it is the way of the data. Lower may not import higher.
@@ -131,6 +134,27 @@ def test_order_is_pure() -> None:
             if {name.split(".")[0] for name in names} & forbidden:
                 impure.append(f"{path.relative_to(ROOT)} imports {names}")
     assert not impure
+
+
+def test_every_order_has_a_row_and_is_opened() -> None:
+    names = set(get_args(Order))
+    assert set(ORDERS) == names, "config/orders.py: what it can do"
+    assert set(OPENED_BY) == names, "samples/open.py: how it is opened"
+
+
+def test_no_code_compares_an_order_with_a_name() -> None:
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Compare):
+                continue
+            names = {
+                ast.unparse(item).rpartition(".")[2] for item in (node.left, *node.comparators)
+            }
+            constants = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
+            if "order" in names and constants & set(get_args(Order)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "ask ORDERS of config/orders.py, so that another order needs no change here"
 
 
 @pytest.mark.guarantee("public-name-can")

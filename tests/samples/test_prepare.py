@@ -83,6 +83,16 @@ def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> No
     assert dataset[0]["tokens"].shape == (8,)  # type: ignore[index, union-attr]
 
 
+def test_only_indices_that_are_kept_in_files_are_published(blend: Any, tmp_path: Path) -> None:
+    plain = [prefix for prefix, _ in blend]
+    config = config_of(
+        plain, tmp_path, order="sequential", index_publish_url=str(tmp_path / "shared")
+    )
+    assert len(list(prepare(config))) == 6
+    published = [path.name.rpartition("-")[2] for path in (tmp_path / "shared").iterdir()]
+    assert sorted(published) == ["dataset_index.npy"] * 2 + ["dataset_sample_index.npy"] * 2
+
+
 @pytest.mark.guarantee("prepare-builds-indices")
 def test_prepare_as_a_user_runs_it(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
