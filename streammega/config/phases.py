@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
@@ -236,19 +236,21 @@ def _check_segments_before(
             )
 
 
+_MEGATRON_SETTINGS = {
+    *("first_sample", "first_step", "first_token", "blend", "sequence_length", "exclude_documents")
+}
+"""What a phase of the Megatron order may set, as with `--phase-transition-iterations`."""
+
+
 def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
     """Raise ConfigError for settings that Megatron's phase transitions do not change."""
-    if phase.global_batch_size is not None:
-        raise ConfigError(
-            f"phase {number} sets global_batch_size, which is the same in all phases of the Megatron "
-            'order, as with --phase-transition-iterations; leave it out, or set order="stream"'
-        )
-    if phase.shuffle_lanes is not None or phase.restart_datasets:
-        name = "shuffle_lanes" if phase.shuffle_lanes is not None else "restart_datasets"
-        raise ConfigError(
-            f"phase {number} sets {name}, which is of the stream order; in that of Megatron every "
-            "phase begins its datasets again: leave it out"
-        )
+    for item in fields(phase):
+        if item.name not in _MEGATRON_SETTINGS and getattr(phase, item.name) not in (None, ()):
+            raise ConfigError(
+                f"phase {number} sets {item.name}, which is of the stream order; in that of Megatron all "
+                "phases have one batch size and begin their datasets again, as with "
+                '--phase-transition-iterations: leave it out, or set order="stream"'
+            )
 
 
 @refuse_unknown

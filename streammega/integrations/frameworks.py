@@ -30,6 +30,7 @@ def imported(module: str, extra: str) -> Any:
     Raises ConfigError if it is not installed, with the names of its package and its extra. Raises
     ImportError if it is installed, but a module that it needs is not.
     """
+    assert extra in PACKAGES, f"no package for the extra {extra}"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -21,6 +21,14 @@ CASES = {
 """By extra: the module of ours, the class that is asked for, and what is not installed."""
 
 
+FUNCTIONS = {"torchdata", "megatron-bridge"}
+"""Extras of integrations that have no such class."""
+
+
+def test_every_framework_is_asked_for_where_it_is_missing() -> None:
+    assert set(CASES) | FUNCTIONS == set(PACKAGES)
+
+
 def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Make packages and what is imported of them be missing."""
     for package in packages:

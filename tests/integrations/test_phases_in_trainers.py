@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +13,10 @@ from streammega import DataConfig, PhaseConfig
 from streammega.errors import ConfigError
 from streammega.integrations import megatron_bridge
 from streammega.integrations.accelerate import StreamDataLoader
-from streammega.integrations.lightning import StreamDataHooks
-from streammega.integrations.torchtitan import TitanBatch, titan_data
 from streammega.integrations.transformers import StreamTrainerMixin
-from tests.support.trainer_programs import accelerator_of
+from tests.support.adapters import ADAPTERS
+from tests.support.trainer_programs import SIZES, accelerator_of
 
-SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8}
 LENGTH = 16
 
 
@@ -32,10 +30,6 @@ def phased(**phase: int) -> DataConfig:
         shuffle_lanes=16,
         phases=[PhaseConfig(**told)],
     )
-
-
-def by_lightning(config: DataConfig) -> Any:
-    return StreamDataHooks(config, **SIZES)
 
 
 def by_accelerate(config: DataConfig) -> Any:
@@ -53,52 +47,48 @@ def by_transformers(config: DataConfig) -> Any:
     return StreamTrainerMixin.get_train_dataloader(trainer)
 
 
-def by_torchtitan(config: DataConfig) -> Any:
-    asked = SimpleNamespace(
-        blend=config.blend,
-        part="train",
-        split="1,0,0",
-        order="stream",
-        seed=1,
-        global_batch_size=8,
-        num_samples=-1,
-        positions="none",
-        eod_id=-1,
-        infinite=True,
-        repeat=True,
-        settings={"shuffle_lanes": 16, "phases": config.phases},
-    )
-    return titan_data(asked, TitanBatch(length=LENGTH, rows=2, flat=False), None)
-
-
 def by_bridge(config: DataConfig) -> Any:
     return megatron_bridge.stream_dataset(config, micro_batch_size=2)
 
 
+REFUSE: dict[str, tuple[Callable[[DataConfig], Any], str]] = {
+    "lightning": (ADAPTERS["lightning"], "Lightning"),
+    "accelerate": (by_accelerate, "accelerate"),
+    "transformers": (by_transformers, "the Trainer"),
+    "torchtitan": (ADAPTERS["torchtitan"], "torchtitan"),
+    "megatron-bridge": (by_bridge, "Megatron"),
+}
+"""Trainers whose steps have one size: what opens them, and their names in messages."""
+FOLLOW = {
+    *("loader", "prefetch_to", "dcp", "torchdata-node", "torchdata-0-workers"),
+    *(
+        "torchdata-2-workers",
+        "webdataset-stage",
+        "webdataset-texts",
+        "webdataset-lanes",
+        "megatron",
+    ),
+}
+"""Those of ADAPTERS that make no steps, or steps of any size."""
+
+
+def test_every_adapter_follows_phases_or_refuses_them() -> None:
+    assert set(ADAPTERS) | {"megatron-bridge"} == set(REFUSE) | FOLLOW
+
+
 @pytest.mark.guarantee("phases-steps-another")
-@pytest.mark.parametrize(
-    ("opened", "trainer"),
-    [
-        (by_lightning, "Lightning"),
-        (by_accelerate, "accelerate"),
-        (by_transformers, "the Trainer"),
-        (by_torchtitan, "torchtitan"),
-        (by_bridge, "Megatron"),
-    ],
-)
-def test_a_phase_of_another_batch_size_is_refused_where_steps_have_one(
-    opened: Callable[[DataConfig], Any], trainer: str
-) -> None:
+@pytest.mark.parametrize("name", REFUSE)
+def test_a_phase_of_another_batch_size_is_refused_where_steps_have_one(name: str) -> None:
+    opened, trainer = REFUSE[name]
     words = f"phase 1 sets global_batch_size 16, and the steps of {trainer} have one size"
     with pytest.raises(ConfigError, match=words):
         opened(phased(global_batch_size=16))
 
 
 @pytest.mark.guarantee("phases-steps-another")
-@pytest.mark.parametrize("opened", [by_torchtitan, by_bridge])
-def test_a_phase_of_another_length_is_refused_where_samples_have_one(
-    opened: Callable[[DataConfig], Any],
-) -> None:
+@pytest.mark.parametrize("name", ["torchtitan", "megatron-bridge"])
+def test_a_phase_of_another_length_is_refused_where_samples_have_one(name: str) -> None:
+    opened, _ = REFUSE[name]
     with pytest.raises(
         ConfigError, match=r"sequence_length 32, .* takes samples of one length, 16"
     ):
@@ -109,8 +99,15 @@ def test_a_phase_of_another_length_is_refused_where_samples_have_one(
 def test_a_step_is_no_beginning_where_its_samples_are_not_known() -> None:
     with pytest.raises(ConfigError, match="how many samples a step of Megatron has is not known"):
         by_bridge(phased(first_step=3))
-    assert by_torchtitan(phased(first_step=3)).phases[0].first_step == 3
+    ADAPTERS["torchtitan"](phased(first_step=3)).close()
     by_accelerate(phased(sequence_length=32))
+
+
+def test_trainers_follow_or_refuse_every_setting_of_a_phase() -> None:
+    """By `check_phases` of frameworks.py."""
+    checked = {"global_batch_size", "sequence_length", "first_step", "first_token"}
+    followed = {"first_sample", "blend", "shuffle_lanes", "restart_datasets", "exclude_documents"}
+    assert {item.name for item in fields(PhaseConfig)} == checked | followed
 
 
 def test_a_ramp_up_is_refused_by_a_trainer_of_transformers() -> None:

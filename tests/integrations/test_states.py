@@ -4,12 +4,16 @@ iterating began, or in the middle of an accumulation. An old iterator never look
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import streammega.integrations
 from streammega import DataConfig
 from streammega.errors import StateError
 from tests.support.adapters import ADAPTERS, Adapter, StatefulAdapter, is_json, take
@@ -20,6 +24,18 @@ pytestmark = [
 ]
 
 Open = Callable[..., Adapter]
+WITHOUT_STATES = {
+    *("__init__", "frameworks", "megatron_arguments", "megatron_losses", "text_samples"),
+    *("megatron_bridge", "megatron_dataset"),  # Megatron counts samples, and seeks
+}
+"""Files of integrations/ that keep no position."""
+
+
+def test_every_integration_has_an_adapter() -> None:
+    files = Path(streammega.integrations.__file__).parent.glob("*.py")
+    adapters = Path(inspect.getfile(Adapter)).read_text()
+    named = set(re.findall(r"streammega\.integrations\.(\w+) import", adapters))
+    assert {file.stem for file in files} - WITHOUT_STATES == named
 
 
 @pytest.fixture(params=ADAPTERS)

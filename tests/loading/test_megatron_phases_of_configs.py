@@ -215,7 +215,7 @@ def test_indices_of_all_phases_are_built_ahead(data: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        ({"global_batch_size": 24}, "the same in all phases of the Megatron order"),
+        ({"global_batch_size": 24}, "phase 1 sets global_batch_size, which is of the stream order"),
         ({"shuffle_lanes": 24}, "phase 1 sets shuffle_lanes, which is of the stream order"),
         (
             {"restart_datasets": ["web"]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +403,34 @@ def states_of(config: DataConfig, *positions: int) -> list[dict[str, Any]]:
             loader.seek(position)
             states.append(loader.state_dict())
         return states
+
+
+@pytest.mark.guarantee("later-phase-never")
+@pytest.mark.parametrize("name", [item.name for item in fields(PhaseConfig)])
+def test_a_state_notices_every_setting_of_a_phase_that_has_begun(data: Path, name: str) -> None:
+    """But the batch size, which moves no sample."""
+    web, code = f"{data}/web", f"{data}/code"
+    other: dict[str, Any] = {
+        "first_sample": 264,
+        "first_step": 12,
+        "first_token": 264 * LENGTH,
+        "blend": [(web, 0.5), (code, 0.5)],
+        "global_batch_size": 48,
+        "sequence_length": 32,
+        "shuffle_lanes": 96,
+        "restart_datasets": [web],
+        "exclude_documents": ["web#3"],
+    }
+    start = {} if name.startswith("first_") else {"first_sample": 240}
+    before = config_of(data, phases=[PhaseConfig(first_sample=240)], eod_id=0)
+    after = replace(before, phases=[PhaseConfig(**{**start, name: other[name]})])
+    (state,) = states_of(before, 480)
+    with StreamLoader(after, micro_batch_size=4, global_batch_size=BATCH) as loader:
+        if name == "global_batch_size":
+            loader.load_state_dict(state)
+            return
+        with pytest.raises(StateError):
+            loader.load_state_dict(state)
 
 
 @pytest.mark.guarantee("data-come-go", "later-phase-never")

@@ -289,6 +289,7 @@ def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None
 def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
     for extra, package in frameworks.PACKAGES.items():
         assert package in distributions(PROJECT["optional-dependencies"][extra])
+        assert f"[{extra}]" in PAGES["trainers"]
 
 
 @pytest.mark.guarantee("scheme-goes-transport")

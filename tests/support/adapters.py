@@ -154,6 +154,7 @@ class TitanAdapter(Adapter):
         settings = {
             "shuffle_lanes": config.shuffle_lanes,
             "index_cache_dir": config.index_cache_dir,
+            "phases": config.phases,
         }
         given = SimpleNamespace(
             blend=" ".join(map(str, config.blend or ())),

@@ -312,8 +312,10 @@ RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nse
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
         (
             f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart_datasets='a'",
-            "restart_datasets is 'a'; it must be a",
+            "data.phases.restart_datasets is text; it must be a list",
         ),
+        (f"{RUN_WITH}fields='tokens'", "data.fields is text; it must be a list"),
+        (f"{RUN_WITH}storage.storage_options='a'", "storage_options is text; it must be a mapping"),
     ],
 )
 def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:

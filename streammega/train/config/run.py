@@ -9,12 +9,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import dacite
 
 from streammega.config import DataConfig, PhaseConfig, StorageConfig, parse_blend
-from streammega.config.validate import read_toml, unknown_setting
+from streammega.config.validate import field_types, read_toml, unknown_setting
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls, redacted_repr
 from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
@@ -167,22 +167,15 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _check_phases(data: Any, path: str) -> None:
-    """Raise ConfigError for names that no phase has, and for single values where lists are wanted,
-    which dacite would take to pieces.
-    """
+    """Raise ConfigError for what is no list of phases, and for names that no phase has."""
     phases = data.get("phases", []) if isinstance(data, dict) else []
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         raise ConfigError(
             f"{path}: data.phases is no list of phases; write [[data.phases]] before each, in two "
             f"brackets"
         )
-    for number, phase in enumerate(phases, 1):
+    for phase in phases:
         _check_names(phase, PhaseConfig, "data.phases.")
-        prefixes = phase.get("restart_datasets", [])
-        if not isinstance(prefixes, list):
-            raise ConfigError(
-                f"{path}: phase {number}: restart_datasets is {prefixes!r}; it must be a list of prefixes"
-            )
 
 
 def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +223,8 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
-    """Raise ConfigError for names that no setting has, with the nearest that one has.
+    """Raise ConfigError for names that no setting has, with the nearest that one has; and for text in
+    place of a list or mapping, which dacite would take to pieces.
 
     kind: the dataclass of a section, whose name `path` is, with a dot at its end.
     """
@@ -238,6 +232,11 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     for name, value in table.items():
         if name not in hints:
             raise ConfigError(unknown_setting(name, kind, section=path))
+        accepted = field_types(kind)[name]
+        has_parts = any(get_origin(one) is not None for one in accepted.alternatives)
+        takes_text = str in accepted.alternatives or value in accepted.choices
+        if isinstance(value, str) and has_parts and not takes_text:
+            raise ConfigError(f"{path}{name} is text; it must be {accepted.expected}")
         if is_dataclass(hints[name]):
             _check_section(value, hints[name], f"{path}{name}")
         if name == "storage_by_prefix" and isinstance(value, Mapping):
