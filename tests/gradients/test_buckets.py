@@ -330,9 +330,7 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(rank: int) -> No
     ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.float16, 6e4), (torch.float32, 1e38)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.float32, 1e38)], ids=str)
 def test_finite_gradients_whose_norm_overflows_are_good(dtype: torch.dtype, value: float) -> None:
     scale = LossScale(2.0)
     grads = [torch.full((4,), value, dtype=dtype), torch.ones(2), torch.empty(0)]
