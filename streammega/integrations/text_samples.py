@@ -5,8 +5,8 @@ TextStream.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+import sys
 import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,18 +122,20 @@ class TextSamples:
                 )
 
     def _named_shards(self, start: int) -> Iterator[tuple[int, str]]:
-        """Numbers and names of the shards from number `start` on."""
+        """(number, name) of the shards from number `start` on. They are numbered on through all passes,
+        each of which has an order of its own.
+        """
         count = len(self.shards)
-        for pass_number in itertools.count(start // count):
-            if self.passes is not None and pass_number >= self.passes:
-                return
-            for place, shard in enumerate(self._order(pass_number)):
-                number = pass_number * count + place
-                if number >= start:
-                    yield number, self.shards[shard]
+        end = sys.maxsize if self.passes is None else self.passes * count
+        order: Sequence[int] = ()
+        for number in range(start, end):
+            pass_number, place = divmod(number, count)
+            if place == 0 or not order:
+                order = self._order(pass_number)
+            yield number, self.shards[order[place]]
 
     def _order(self, pass_number: int) -> Sequence[int]:
-        """The shards in the order of a pass."""
+        """The indices of the shards in the order of a pass."""
         count = len(self.shards)
         if self.seed is None:
             return range(count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,18 +71,20 @@ class ParallelLayout:
         etp: int | None = None,
         order: str = ORDER,
     ) -> ParallelLayout:
-        """The layout of a world; dp is what the other sizes leave.
+        """The layout of a world; dp is what tp, cp and pp leave. Experts are on the same ranks, so ep
+        and etp leave no less.
 
-        Raises ConfigError if they do not divide it.
+        Raises ConfigError if tp * cp * pp does not divide the world, or experts do not fit it.
         """
-        model_ranks = cls(tp=tp, cp=cp, pp=pp, order=order).world_size
-        if world_size < 1 or world_size % model_ranks:
+        # Checks these sizes before they divide anything.
+        one_copy = cls(tp=tp, cp=cp, pp=pp, order=order)
+        dp, rest = divmod(world_size, one_copy.world_size)
+        if world_size < 1 or rest:
             raise ConfigError(
                 f"{world_size} ranks are not a multiple of tp {tp} x cp {cp} x pp {pp} = "
-                f"{model_ranks}; start another number of ranks, or change one of the sizes"
+                f"{one_copy.world_size}; start another number of ranks, or change one of the sizes"
             )
-        dp = world_size // model_ranks
-        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp, order=order)
+        return replace(one_copy, dp=dp, ep=ep, etp=etp)
 
     @classmethod
     def from_mesh(cls, mesh: Any) -> ParallelLayout:

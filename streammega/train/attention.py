@@ -35,7 +35,7 @@ CAUSAL: dict[str, Any] = (
     if "window_size" in inspect.signature(varlen_attn).parameters
     else {"is_causal": True}
 )
-"""The argument of varlen_attn for causal attention, which torch 2.10 has under another name."""
+"""The argument of varlen_attn for causal attention. torch 2.10 calls it is_causal."""
 SEQUENCE = -3
 """The dimension of tokens in [..., tokens, heads, head_dim]."""
 
@@ -51,30 +51,31 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Packed:
-    """The documents of all samples end to end, as kernels for sequences of several lengths take them.
+    """The documents of all samples end to end, as varlen_attn takes them.
 
-    queries, keys: int32 [documents + 1], on the device. Document n has queries [queries[n],
-    queries[n + 1]) and keys [keys[n], keys[n + 1]); its queries are the tokens of its last keys.
-    most_queries, most_keys: what no document has more of.
+    cu_seq_q, cu_seq_k: int32 [documents + 1], on the device. Document n has queries [cu_seq_q[n],
+    cu_seq_q[n + 1]) and keys [cu_seq_k[n], cu_seq_k[n + 1]); its queries are the tokens of its last
+    keys. max_q, max_k: no document has more queries or keys.
     """
 
-    queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The same for one call for each document, with lengths on the host.
+    """The lengths by which queries and keys are split, on the host, for one call for each document.
 
-    key_lengths: of pieces that are all keys together. with_queries: the indices of the pieces that
-    have queries.
+    query_lengths: of each document that has queries. key_lengths: of consecutive pieces of all keys,
+    which are documents, or keys that no query of the part sees. documents: the indices of those
+    pieces that are documents, one for each of `query_lengths`.
     """
 
     query_lengths: list[int] = field(default_factory=list)
     key_lengths: list[int] = field(default_factory=list)
-    with_queries: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
 
 
 class Visibility:
@@ -85,8 +86,8 @@ class Visibility:
         length: tokens of a sample.
         cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `length`,
             filled up with `length`. None: a sample is one document.
-        longest: tokens of the longest document; None: it is read from the device where it is needed,
-            and the host waits for that.
+        longest: at least the tokens of the longest document; None: it is read from the device where
+            it is needed, and the host waits for that.
     """
 
     def __init__(
@@ -102,54 +103,50 @@ class Visibility:
         self._longest = longest
         self._packed: dict[int, Packed] = {}
         self._pieces: dict[int, Pieces] = {}
-        self._triangle: Tensor | None = None
+        self._largest_bias: Tensor | None = None
 
-    def lower_right(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """The bias [queries, keys] if the queries are the tokens of the last keys: later keys are hidden.
+    def causal_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """The bias [queries, keys] that hides later keys, for queries that are the tokens of the last
+        keys.
 
-        On CUDA it is torch's own, which is no matrix. Elsewhere all layers and lengths share one
-        matrix of the numbers that kernels add. Kernels would turn a matrix of booleans into such
-        numbers in each layer, and keep them for backward.
+        On CUDA it is torch's own, which is no matrix. Elsewhere it is a view of one matrix of 0 and
+        -inf, in the dtype of `like`, that all layers share. Of a matrix of booleans each layer would
+        make such numbers, and keep them for backward.
         """
         if like.is_cuda:
             bias: Tensor = causal_lower_right(queries, keys)
             return bias
-        if self._triangle is None or self._triangle.dtype != like.dtype:
-            self._triangle = self._make_triangle(like)
-        return self._triangle[-queries:, -keys:]
-
-    def _make_triangle(self, like: Tensor) -> Tensor:
-        """The largest bias that is needed. Smaller ones are its lower right corner."""
-        most_keys = self.length if self.cu_seqlens is None else self.longest
-        longest_part = max(stop - start for start, stop in self.parts)
-        last_stop = max(stop for _, stop in self.parts)
-        rows = min(most_keys, longest_part)
-        columns = min(most_keys, last_stop)
-        hidden = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
-        return hidden.triu_(columns - rows + 1)
+        if self._largest_bias is None or self._largest_bias.dtype != like.dtype:
+            # A call is for one part of one document: for its queries in the part, and its keys up to
+            # the end of the part.
+            max_document = self.length if self.cu_seqlens is None else self.longest
+            rows = min(max_document, max(stop - start for start, stop in self.parts))
+            columns = min(max_document, max(stop for _, stop in self.parts))
+            hidden = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
+            # Row i is the token of column i + columns - rows: what is right of it stays hidden.
+            self._largest_bias = hidden.triu_(columns - rows + 1)
+        # The last row and column are the same token in every size. So a smaller bias is a corner.
+        return self._largest_bias[-queries:, -keys:]
 
     def packed(self, number: int) -> Packed:
-        """The documents of part `number`. Those that have no token in it have no queries."""
+        """The documents of part `number`, made once. Those without a token in it have no queries."""
         if number not in self._packed:
-            self._packed[number] = self._pack(number)
+            assert self.cu_seqlens is not None
+            start, stop = self.parts[number]
+            # A document that continues after the part is cut there: its last tokens are then in the part.
+            cut = torch.full_like(self.cu_seqlens[:, :1], stop)
+            bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
+            bounds_in_part = bounds.clamp(start, stop) - start
+            self._packed[number] = Packed(
+                cu_seq_q=_bounds_end_to_end(bounds_in_part, stop - start),
+                cu_seq_k=_bounds_end_to_end(bounds, self.length),
+                max_q=min(self.longest, stop - start),
+                max_k=self.longest,
+            )
         return self._packed[number]
 
-    def _pack(self, number: int) -> Packed:
-        assert self.cu_seqlens is not None
-        start, stop = self.parts[number]
-        # A document that continues after the part is cut there: its last tokens are then in the part.
-        cut = torch.full_like(self.cu_seqlens[:, :1], stop)
-        bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
-        bounds_in_part = bounds.clamp(start, stop) - start
-        return Packed(
-            queries=_bounds_end_to_end(bounds_in_part, stop - start),
-            keys=_bounds_end_to_end(bounds, self.length),
-            most_queries=min(self.longest, stop - start),
-            most_keys=self.longest,
-        )
-
     def pieces(self, number: int) -> Pieces:
-        """The documents that have tokens in part `number`."""
+        """The documents that have tokens in part `number`, found once."""
         if number not in self._pieces:
             self._pieces[number] = self._cut(number)
         return self._pieces[number]
@@ -157,19 +154,22 @@ class Visibility:
     def _cut(self, number: int) -> Pieces:
         part_start, part_stop = self.parts[number]
         pieces = Pieces()
-        reached = 0
+        covered = 0  # keys of all samples end to end that have a piece
         for row, bounds in enumerate(self._bounds):
-            first_key = row * self.length
             for start, stop in pairwise(bounds):
                 # No query of the part sees what comes after the part.
                 seen_stop = min(stop, part_stop)
                 queries = seen_stop - max(start, part_start)
-                if queries > 0:
-                    reached = _add_piece(
-                        pieces, reached, queries, first_key + start, first_key + seen_stop
-                    )
-        all_keys = len(self._bounds) * self.length
-        pieces.key_lengths.append(all_keys - reached)
+                if queries <= 0:
+                    continue
+                first_key = row * self.length + start
+                if first_key > covered:
+                    pieces.key_lengths.append(first_key - covered)
+                pieces.query_lengths.append(queries)
+                pieces.documents.append(len(pieces.key_lengths))
+                pieces.key_lengths.append(seen_stop - start)
+                covered = row * self.length + seen_stop
+        pieces.key_lengths.append(len(self._bounds) * self.length - covered)
         return pieces
 
     @property
@@ -190,18 +190,6 @@ class Visibility:
 def longest_document(cu_seqlens: Tensor) -> Tensor:
     """Tokens of the longest document, int32 [] on the device of the bounds [samples, n]."""
     return cu_seqlens.diff(dim=1).max()
-
-
-def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int) -> int:
-    """Add a document with keys [begin, end). Keys between `reached` and `begin` become a piece without
-    queries. Returns `end`.
-    """
-    if begin > reached:
-        pieces.key_lengths.append(begin - reached)
-    pieces.query_lengths.append(queries)
-    pieces.with_queries.append(len(pieces.key_lengths))
-    pieces.key_lengths.append(end - begin)
-    return end
 
 
 def _bounds_end_to_end(bounds: Tensor, length: int) -> Tensor:
@@ -264,10 +252,10 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
             queries,
             keys,
             values,
-            packed.queries,
-            packed.keys,
-            packed.most_queries,
-            packed.most_keys,
+            packed.cu_seq_q,
+            packed.cu_seq_k,
+            packed.max_q,
+            packed.max_k,
             **CAUSAL,
         )
         return cast(Tensor, mixed.view_as(q))
@@ -278,7 +266,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
     """Attention within one document, whose last keys are the tokens of the queries; the shape of q."""
     queries = q.shape[1]
     keys = k.shape[1]
-    bias = None if queries == keys else visibility.lower_right(queries, keys, q)
+    bias = None if queries == keys else visibility.causal_bias(queries, keys, q)
     mixed = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -300,9 +288,9 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
     keys = torch.split(k.flatten(0, 1), pieces.key_lengths)
     values = torch.split(v.flatten(0, 1), pieces.key_lengths)
     mixed: list[Tensor] = []
-    for of_document, place in zip(queries, pieces.with_queries, strict=True):
+    for of_document, piece in zip(queries, pieces.documents, strict=True):
         # Each as a batch of one.
-        one = _dense(of_document[None], keys[place][None], values[place][None], visibility)
+        one = _dense(of_document[None], keys[piece][None], values[piece][None], visibility)
         mixed.append(one[0])
     return torch.cat(mixed).view_as(q)
 
@@ -331,13 +319,10 @@ def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class _GatherSequence(torch.autograd.Function):
-    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence;
-    gradients are summed back.
-    """
+    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, context: ContextParallel) -> Tensor:
-        """Gather."""
         ctx.context = context
         return _gather(local, context)
 
@@ -358,10 +343,10 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _GatherAgain:
-    """Hooks for saved tensors: instead of gathered keys and values they save places, and backward
-    gathers them again.
+    """Hooks for saved tensors. Of a view of the gathered keys and values they save its place alone, and
+    backward gathers them again.
 
-    All ranks of the group run the same program, so they gather at the same time. The first use
+    All ranks of the group run the same program, so they gather at the same time. The first `unpack`
     gathers, and the last one frees.
     """
 
@@ -374,14 +359,13 @@ class _GatherAgain:
         self._used = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """A tensor as it is, or its place in the gathered one."""
+        """The place of a view of the gathered tensor; another tensor as it is."""
         if tensor.untyped_storage().data_ptr() != self._address:
             return tensor
         self._saved += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that was packed."""
         if isinstance(packed, Tensor):
             return packed
         if self._gathered is None:
@@ -400,9 +384,6 @@ def _gather(local: Tensor, context: ContextParallel) -> Tensor:
     of_ranks = [torch.empty_like(local) for _ in range(context.size)]
     dist.all_gather(of_ranks, local, group=context.group)
     halves = [tensor.chunk(2, SEQUENCE) for tensor in of_ranks]
-    return torch.cat(_in_order(halves), SEQUENCE)
-
-
-def _in_order(halves: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The first halves of all ranks upwards, then the second halves downwards."""
-    return [first for first, _ in halves] + [second for _, second in reversed(halves)]
+    # Zig-zag: the first halves of all ranks upwards, then the second halves downwards.
+    in_order = [first for first, _ in halves] + [second for _, second in reversed(halves)]
+    return torch.cat(in_order, SEQUENCE)

@@ -1,4 +1,4 @@
-"""The inputs of the stages of a model, by micro-batch."""
+"""The inputs of this rank's pipeline stages, made of the fields of a micro-batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from streammega.train.losses import IGNORED
 class StageInputs:
     """The inputs of one micro-batch.
 
-    tokens: int64 [samples, S] on first stages, else None. keywords: of every stage. target: labels
-    with IGNORED where there is no loss, int64 [samples, S], on last stages.
+    tokens: int64 [samples, kept] on first stages, else None. keywords: of GPT.forward, for every stage:
+    "position_ids", and with documents "cu_seqlens" and "longest". target: labels with IGNORED where
+    there is no loss, int64 [samples, kept], on last stages, else None.
     """
 
     tokens: Tensor | None
@@ -32,7 +33,7 @@ class StageInputs:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """The tokens, if there are any."""
+        """Positional arguments of the model. A later stage gets activations from the pipeline instead."""
         return () if self.tokens is None else (self.tokens,)
 
 
@@ -58,41 +59,44 @@ class ModelInputs:
         batches = iter(batches)
         kept = self.bounds_of(length)
         for batch in batches:
-            inputs = self._of(batch, kept)
-            bounds = inputs.keywords.get("cu_seqlens")
-            if bounds is None:
+            inputs = self._make_inputs(batch, kept)
+            cu_seqlens = inputs.keywords.get("cu_seqlens")
+            if cu_seqlens is None:
                 yield inputs
                 continue
             longest = batch.longest if isinstance(batch, RankBatch) else None
             if longest is not None:
                 yield _with_longest(inputs, longest)
             elif self._device.type == "cpu":
-                yield _with_longest(inputs, int(longest_document(bounds)))
+                yield _with_longest(inputs, int(longest_document(cu_seqlens)))
             else:
-                inputs_of_step = [inputs, *(self._of(other, kept) for other in batches)]
+                others = [self._make_inputs(other, kept) for other in batches]
+                inputs_of_step = [inputs, *others]
                 lengths = [longest_document(each.keywords["cu_seqlens"]) for each in inputs_of_step]
                 longest = int(torch.stack(lengths).max())
                 yield from (_with_longest(each, longest) for each in inputs_of_step)
 
-    def _of(self, batch: Batch, kept: Bounds) -> StageInputs:
-        keywords = {"position_ids": self._positions(batch, kept)}
-        # Attention needs documents of whole samples: queries also see keys of other ranks.
-        bounds = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
-        if bounds is not None:
-            keywords["cu_seqlens"] = bounds
+    def _make_inputs(self, batch: Batch, kept: Bounds) -> StageInputs:
+        """The inputs of a micro-batch, but for "longest".
+
+        batch: the fields of this rank's stage, as `parallel.broadcast.stage_fields` names them: tokens
+        on the first, labels and loss_mask on the last; on a stage between them there may be none.
+        kept: tokens [start, stop) of each sample that this rank keeps.
+        """
+        positions = batch.get("position_ids")
+        if positions is None:  # they count from 0 in each sample
+            columns = [torch.arange(start, stop, device=self._device) for start, stop in kept]
+            positions = torch.cat(columns).expand(self._micro_batch_size, -1)
+        keywords = {"position_ids": positions}
+        # With context parallelism "cu_seqlens" is of the kept tokens, and "cu_seqlens_whole" of whole
+        # samples. Attention needs the latter: queries also see keys of other ranks.
+        cu_seqlens = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
+        if cu_seqlens is not None:
+            keywords["cu_seqlens"] = cu_seqlens
         target = None
         if "labels" in batch:
-            has_no_loss = batch["loss_mask"] == 0
-            target = batch["labels"].masked_fill(has_no_loss, IGNORED)
+            target = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
         return StageInputs(batch.get("tokens"), keywords, target)
-
-    def _positions(self, batch: Batch, kept: Bounds) -> Tensor:
-        """int64 [samples, kept]: those of the batch, or else counted from 0 in each sample."""
-        positions = batch.get("position_ids")
-        if positions is not None:
-            return positions
-        columns = [torch.arange(start, stop, device=self._device) for start, stop in kept]
-        return torch.cat(columns).expand(self._micro_batch_size, -1)
 
 
 def _with_longest(inputs: StageInputs, longest: int) -> StageInputs:

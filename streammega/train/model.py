@@ -88,9 +88,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits or activations.
 
-        cu_seqlens: int32 [batch, n], bounds of documents in whole samples; None: a sample is one
-        document. longest: int32 [batch] on the host, at least the tokens of the longest document;
-        None: it is read from the device.
+        x: token ids, or activations of the stage before. cu_seqlens: int32 [batch, n], bounds of
+        documents in whole samples; None: a sample is one document. longest: int64 [batch] on the host,
+        at least the tokens of the longest document; None: it is read from the device.
         """
         rotation = rope(position_ids, self.head_dim)
         visibility = self._visibility(position_ids.shape[1], cu_seqlens, longest)

@@ -35,7 +35,9 @@ from streammega.train.stages import canonical, make_stages, vocab_part
 class ParallelModel:
     """The stages of a model that this rank holds, ready to train.
 
-    chunks: the stages. data_parallel: the wrapper of them all; None where they are sharded.
+    chunks: the stages, as virtual pipeline stages are called in torch and Megatron. data_parallel: the
+    wrapper of them all, which reduces gradients; None where fully_shard does. parameter_shapes: of the
+    whole model, by name.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
@@ -45,23 +47,26 @@ class ParallelModel:
         parallel = config.parallel
         self.is_sharded = parallel.optimizer == "sharded"
         self.num_stages = parallel.pp * parallel.virtual_pipeline_stages
-        # Interleaved: rank r has the stages r, r + pp, r + 2 * pp and so on.
+        # Interleaved: pipeline rank r has the stages r, r + pp, r + 2 * pp and so on.
         self.stage_ids = list(range(ranks.at["pp"], self.num_stages, parallel.pp))
-        self.chunks, self.all_names = make_stages(
+        self.chunks, self.parameter_shapes = make_stages(
             config, ranks, self.num_stages, self.stage_ids, device
         )
         self.data_parallel: BucketedDataParallel | None = None
         if not self.is_sharded:
             modules = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
-            names = [name for name, _ in modules.named_parameters()]
-            # The first and the last stage have a copy each, and their gradients are summed.
-            tied = [name for name in names if name.endswith(("embedding.weight", TIED))]
+            tied: list[str] = []
+            if self.num_stages > 1:
+                # The first stage has the embedding, and the last a copy of it as the head. Their gradients
+                # are summed. In a list of modules each name begins with the number of the module.
+                names = [name for name, _ in modules.named_parameters()]
+                tied = [name for name in names if name.endswith(("embedding.weight", TIED))]
             self.data_parallel = BucketedDataParallel(
                 modules,
                 ranks=ranks,
                 bucket_size=parallel.bucket_size,
-                average=False,
-                tied=tied if self.num_stages > 1 else (),
+                average=False,  # losses are sums: `finish_gradients` divides by all tokens
+                tied=tied,
                 max_grad_value=config.train.max_grad_value,
             )
         self._inputs = ModelInputs(config, ranks, device)
@@ -76,7 +81,7 @@ class ParallelModel:
 
     @property
     def module(self) -> nn.Module:
-        """The module that computes a micro-batch where there are no pipeline stages."""
+        """The module whose forward computes a micro-batch. With several stages the pipeline does."""
         return self.data_parallel if self.data_parallel is not None else self.chunks[0]
 
     @property
@@ -108,7 +113,7 @@ class ParallelModel:
             return losses.all(self.device)
         for number, inputs in enumerate(inputs_of_step):
             # Gradients are reduced once, in the backward that has the sum of all.
-            with synchronised(self.module, is_last=number == count - 1):
+            with gradient_sync(self.module, is_last=number == count - 1):
                 logits = self.module(*inputs.arguments, **inputs.keywords)
                 loss = losses(logits, inputs.target)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -131,25 +136,30 @@ class ParallelModel:
         return losses.all(self.device)
 
     def finish_gradients(self, tokens: Tensor) -> None:
-        """Sum gradients over all ranks, and divide them by the tokens of all ranks.
+        """Make the gradients those of the mean loss over the tokens of all ranks. Call it after the last
+        backward of a step, on all ranks together.
 
         tokens: unmasked tokens of this rank, 0 on all but the last stage. Raises GradientError on
         every rank if an element is too large, or, with BucketedDataParallel, not finite.
         """
         if self.data_parallel is not None:
+            # It sums over dp-cp ranks and tied copies, checks, and divides.
             self.data_parallel.finish_grad_sync(tokens)
             return
+        # fully_shard has summed over dp-cp ranks in backward. The same remains to be done here.
         parameters = named_parameters(self)
         embedding = parameters.get("embedding.weight")
         if self.num_stages > 1 and embedding is not None and embedding.grad is not None:
-            # Add the gradient of the last stage, where it is the head.
+            # The first stage has the embedding, and the last a copy of it as the head.
             self.ranks.all_reduce(local_part(embedding.grad), "embedding")
-        largest = self.config.train.max_grad_value
-        if largest is not None:
-            check_largest(local_grads(parameters), largest)
+        grads = local_grads(parameters)
+        max_grad_value = self.config.train.max_grad_value
+        if max_grad_value is not None:
+            check_largest(grads, max_grad_value)
+        # Only the last stage counts tokens, and all stages need the number.
         groups = [self.ranks.group("dp-cp"), self.ranks.group("pp")]
         factor = inverse_of_tokens(tokens, groups, self.device)
-        torch._foreach_mul_(self.gradients(), factor.float())
+        torch._foreach_mul_(list(grads.values()), factor.float())
 
     def gradients(self) -> list[Tensor]:
         """This rank's parts of all gradients of the optimizer."""
@@ -198,9 +208,9 @@ def named_parameters(model: ParallelModel) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def synchronised(model: nn.Module, *, is_last: bool) -> Iterator[None]:
-    """In this context the backward of the last micro-batch sums gradients over ranks. model: divided
-    by fully_shard, or a wrapper with `no_sync`.
+def gradient_sync(model: nn.Module, *, is_last: bool) -> Iterator[None]:
+    """In this context backward sums gradients over ranks if it is the last of its step, and else only
+    adds them up. model: divided by fully_shard, or a wrapper with `no_sync`.
     """
     if isinstance(model, FSDPModule):
         # The last backward also frees the gathered parameters.

@@ -51,7 +51,7 @@ def state_to_load(
                 stored_states.setdefault(parameter_name, set()).add(state_name)
     names = {name.removeprefix("model.") for name in shapes if name.startswith("model.")}
     # Sorted: all ranks name the same one.
-    for name in sorted(names ^ set(model.all_names)):
+    for name in sorted(names ^ set(model.parameter_shapes)):
         if name in names:
             raise StateError(f"the checkpoint has a parameter {name}, this model does not")
         raise StateError(f"this model has a parameter {name}, the checkpoint does not")
