@@ -123,7 +123,9 @@ def make_buckets(
     """
     named_parameters = [item for item in module.named_parameters() if item[1].requires_grad]
     if not named_parameters:
-        raise ConfigError("the module has no parameters that require gradients")
+        raise ConfigError(
+            "the module has no parameters that require gradients; leave it unwrapped, or unfreeze some"
+        )
     _check_kinds(named_parameters)
     sizes = [local_part(parameter).numel() for _, parameter in named_parameters]
     untied_of_dtype: dict[torch.dtype, list[int]] = {}
@@ -185,8 +187,8 @@ def _check_kinds(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named_parameters:
         if parameter.is_complex():
             raise ConfigError(
-                f"{name} is complex, and buckets are real: keep it as torch.view_as_real, "
-                f"of real numbers"
+                f"{name} is complex, and buckets hold real numbers; make it a parameter of real "
+                f"numbers, and call torch.view_as_complex in forward"
             )
         if parameter.device != device:
             raise ConfigError(

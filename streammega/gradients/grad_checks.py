@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 from streammega.gradients.buffers import GradSlot
 
 MEND = (
-    "look at this step's batch and learning rate, resume from the last checkpoint, skip its samples"
+    "check this step's batch and learning rate, and resume from the last checkpoint with a lower rate "
+    "or without these samples"
 )
 
 
@@ -71,8 +72,7 @@ class GradientChecks:
             return f"the gradient of {self._names[first]} is not finite; {MEND}"
         return (
             f"the gradient of {self._names[first]} has an element of {largest:.4g}, more than "
-            f"{self._max:.4g}; look at this step's batch and learning rate, or raise "
-            f"max_grad_value"
+            f"{self._max:.4g}; check this step's batch and learning rate, or raise max_grad_value"
         )
 
     def _good(self) -> Tensor:
@@ -153,7 +153,10 @@ class Report:
         where = f"{round(bad_ranks)} ranks"
         if bad_ranks == 1:
             where = f"rank {self._ranks[round(sum_of_places)]}"
-        return f"{where} got a bad gradient, which its own error names; no rank is to step with it"
+        return (
+            f"{where} got a bad gradient, so no rank may step; the error of that rank names the "
+            f"parameter and says what to do"
+        )
 
 
 def _this_rank() -> int:

@@ -219,8 +219,8 @@ class GradReducer:
         grad = slot.unreduced_grad()
         if grad is not None and slot.is_ready:
             raise GradientError(
-                f"{slot.name} was given a gradient by hand after that of backward began to be "
-                f"reduced"
+                f"{slot.name}.grad was set by hand after the reduction of its gradient had begun; set "
+                f"it before the last backward, or after finish_grad_sync()"
             )
         if grad is None and slot.count == 0 and self._averages:
             # Other ranks may add to their gradient of the last step: this rank's belongs to the sum.

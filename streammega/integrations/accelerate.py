@@ -187,8 +187,8 @@ def _place(accelerator: Any) -> tuple[int, int]:
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise ConfigError(
-            "processes share a model here, and are to read the same samples: say dp_rank and "
-            "dp_size of this process"
+            "some processes share a model, and must read the same samples: give dp_rank and dp_size "
+            "of this process"
         )
     return accelerator.process_index, accelerator.num_processes
 

@@ -122,8 +122,8 @@ class TextSamples:
                 )
 
     def _named_shards(self, start: int) -> Iterator[tuple[int, str]]:
-        """(number, name) of the shards from number `start` on. They are numbered on through all passes,
-        each of which has an order of its own.
+        """(number, name) of the shards from number `start` on. Numbers go on through all passes, and each
+        pass has an order of its own.
         """
         count = len(self.shards)
         end = sys.maxsize if self.passes is None else self.passes * count
@@ -148,7 +148,7 @@ class TextSamples:
         ids = np.asarray(self.encode(text))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ConfigError(
-                f"encode gave {ids.dtype} of shape {ids.shape}; it makes a text a list of ids"
+                f"encode returned {ids.dtype} of shape {ids.shape}; it must return a flat list of ids"
             )
         ids = ids.astype(np.int64)
         if self.fields.eod_id is None or not len(ids):

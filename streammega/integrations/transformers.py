@@ -274,8 +274,9 @@ def _saved_position(state: Any) -> Mapping[str, Any]:
     position = saved.get("attributes", {}).get("position") if isinstance(saved, dict) else None
     if position is None:
         raise StateError(
-            f"the checkpoint of step {state.global_step} has no position of the stream, so training "
-            "would begin at the first sample again: it was saved without StreamTrainerMixin"
+            f"the checkpoint of step {state.global_step} was saved without StreamTrainerMixin, so it has "
+            "no position of the stream: resume from one that has, or train without "
+            "resume_from_checkpoint"
         )
     saved_position: Mapping[str, Any] = position
     return saved_position

@@ -143,8 +143,8 @@ class TextStream:
             )
         if passes is not None and (passes < 1 or lanes > 1):
             raise ConfigError(
-                f"passes is {passes}; it must be at least 1, or None for no end, as with lanes, "
-                f"which end at different samples"
+                f"passes is {passes}, and lanes is {lanes}; passes must be at least 1, or None for no end. "
+                f"With several lanes it must be None, since they end at different samples"
             )
         self._texts = TextSamples(
             shards=tuple(map(str, shards)),

@@ -192,12 +192,12 @@ class ParallelLayout:
         """Ranks as an array with an axis for each of tp, cp, dp, pp that is named, in that order;
         the others have size 1.
         """
-        wrong = [name for name in names if name not in DIMENSIONS]
-        left_out = [name for name in DIMENSIONS if name not in names and getattr(self, name) > 1]
-        if wrong or left_out:
+        missing = [name for name in DIMENSIONS if name not in names and getattr(self, name) > 1]
+        if missing or not set(names) <= set(DIMENSIONS):
             raise ConfigError(
-                f"a mesh of dimensions {tuple(names)}: {', '.join(wrong + left_out)} "
-                f"cannot be named, or left out"
+                f"a mesh of this layout cannot have the dimensions {tuple(names)}; name some of "
+                f"{', '.join(DIMENSIONS)}, and each whose size is above 1"
+                + (f": add {', '.join(missing)}" if missing else "")
             )
         named_axes = [self._axes.index(name) for name in names]
         other_axes = [axis for axis in range(self._grid.ndim) if axis not in named_axes]

@@ -65,7 +65,7 @@ class RankError(Exception):
 
 
 def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
-    """The error that this rank ends with, after it has let the other ranks know why, or asked them."""
+    """The error that this rank ends with. Before, it gives other ranks the cause, or asks them for it."""
     rank, step = watchdog.rank, watchdog.step
     if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
         # From here on the thread of the watchdog prints nothing.
@@ -74,12 +74,15 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
         text = f"interrupted in step {step}"
         if rank == 0 and config.train.save_interval:
             place = config.train.out_dir
-            text += f"; the same command goes on from the last checkpoint in {place}"
+            text += (
+                f"; the same command goes on from the last checkpoint in {place}, if there is one"
+            )
         return Interrupted(text)
     is_known = isinstance(error, StreammegaError | OSError)
     if watchdog.world > 1 and not is_known and _is_of_others(error):
         reason, *_ = [*str(error).strip().splitlines(), type(error).__name__]
-        # torchrun ends all ranks when one has failed. Ignore that for a few seconds, to say why.
+        # torchrun sends SIGTERM to all ranks when one has failed. Ignore it for the seconds that the
+        # answer takes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(
             f"error (rank {rank}): in step {step}: {reason}; asking the other ranks",
@@ -95,7 +98,9 @@ def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> Bas
     if isinstance(error, OSError) and not isinstance(error, StreammegaError):
         place = error.filename or config.train.out_dir
         reason = error.strerror or str(error)
-        error = StorageError(f"{place}: {reason}; make room there, or change train.out_dir")
+        error = StorageError(
+            f"{place}: {reason}; check permissions and free space there, or change train.out_dir"
+        )
     is_ours = isinstance(error, StreammegaError)
     watchdog.fail(str(error) if is_ours else f"{type(error).__name__}: {error}")
     return error
@@ -115,7 +120,7 @@ def _is_of_others(error: BaseException | None) -> bool:
 
 
 def main(arguments: Sequence[str], name: str | None = None) -> int:
-    """The command line. Known errors are one message on every rank that has them, not a traceback.
+    """Run the command line; the exit code. A known error is one message on each rank that has it.
 
     name: what messages begin with; default: "error (rank 0)" and so on.
     """

@@ -95,20 +95,20 @@ def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
         raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
 
 
-def check_largest(grads: Mapping[str, Tensor], largest: float) -> None:
-    """Raise GradientError on every rank if an element of a gradient is larger, or NaN. Call it on all
-    ranks together.
+def check_largest(grads: Mapping[str, Tensor], max_grad_value: float) -> None:
+    """Raise GradientError on every rank if an element of a gradient is larger than `max_grad_value`, or
+    NaN. Call it on all ranks together.
     """
     bad = [
         name
         for name, grad in grads.items()
-        if grad.numel() and not bool(grad.abs().max() <= largest)
+        if grad.numel() and not bool(grad.abs().max() <= max_grad_value)
     ]
     name = _first_of_all_ranks(bad)
     if name is not None:
         raise GradientError(
             f"the gradient of {name}, summed over the ranks, is not finite, or has an element "
-            f"above {largest:.4g}; {MEND}, or raise max_grad_value"
+            f"above {max_grad_value:.4g}; raise max_grad_value, or {MEND}"
         )
 
 

@@ -116,7 +116,8 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     log = family.log(0)
     assert codes == [130], log
     assert log.endswith(
-        f"[0] interrupted in step 5; the same command goes on from the last checkpoint in {run_file.parent}/run\n"
+        f"[0] interrupted in step 5; the same command goes on from the last checkpoint in "
+        f"{run_file.parent}/run, if there is one\n"
     ), log
     assert "Traceback" not in log
 
@@ -139,7 +140,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
     log = family.log(0)
     assert codes == [130], log
     assert re.search(
-        r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+\n\Z",
+        r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+, if there is one\n\Z",
         log,
     ), log
     assert "Traceback" not in log

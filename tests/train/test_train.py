@@ -1037,7 +1037,7 @@ def test_an_out_dir_that_cannot_be_written_is_one_message(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     assert train_main([run_file, f"train.out_dir={tmp_path}/file/run"]) == 1
-    assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err
+    assert "Not a directory; check permissions and free space there" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -43,7 +43,7 @@ from streammega.parallel import RankBatches, open_loader
 from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
-from streammega.train.parallel_model import synchronised
+from streammega.train.parallel_model import gradient_sync
 from streammega.train.sharding import make_mesh, shard
 from tools.bench import corpus, harness
 from tools.bench.object_server import running
@@ -380,7 +380,7 @@ class Model:
             called_at = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - called_at
-            with synchronised(self.wrapped, is_last=micro == self.micro_batches - 1):
+            with gradient_sync(self.wrapped, is_last=micro == self.micro_batches - 1):
                 logits = self.wrapped(batch["tokens"], batch["position_ids"])
                 loss = nn.functional.cross_entropy(
                     logits.flatten(0, 1).float(), batch["labels"].flatten()

@@ -119,7 +119,8 @@ class ObjectLock:
         """Raise StorageError if another job had taken over by the last renewal."""
         if self._next_owner is not None:
             raise StorageError(
-                f"{self._url}: {self._next_owner} has taken over; this job writes no more there"
+                f"{self._url}: {self._next_owner} has taken over, since this job did not renew its "
+                f"lock in time; this job writes no more there: end one of the two"
             )
 
     def release(self) -> None:

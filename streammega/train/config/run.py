@@ -43,8 +43,8 @@ class RunConfig:
     train: TrainConfig = field()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     validation: Mapping[str, Any] = field(default_factory=dict)
-    """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read
-    from their start every time.
+    """Name -> blend. Each is evaluated by itself, in addition to the valid split of [data], and is read
+    from its start every time.
     """
 
     def __repr__(self) -> str:
@@ -69,7 +69,9 @@ class RunConfig:
             _check_blend(name, blend)
             letters = name.replace("_", "").replace("-", "")
             if not letters.isalnum():
-                raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
+                raise ConfigError(
+                    f"validation set {name!r} must have a name of letters, digits, - and _; rename it"
+                )
 
     def _set_follow_record(self) -> None:
         """By default the record of appended versions is in out_dir."""
@@ -82,7 +84,7 @@ class RunConfig:
         object.__setattr__(self, "data", data)
 
     def _set_phase_starts(self) -> None:
-        """Every phase gets its first sample, which all other code goes by."""
+        """Give every phase its first sample. All other code uses it, and neither steps nor tokens."""
         data = resolve_phase_starts(
             self.data, self.train.global_batch_size, self.train.rampup_batch_size
         )
@@ -108,13 +110,13 @@ class RunConfig:
 
     @property
     def every_stage(self) -> bool:
-        """Whether every pipeline stage gets batches: positions or bounds of documents are then
-        other ones in each sample, and the attention of every layer needs them.
+        """Whether every pipeline stage gets batches. Attention in each layer needs positions and bounds
+        of documents, if they differ from sample to sample.
         """
         return self.data.reset_position_ids or self.data.reset_attention_mask
 
     def num_samples(self) -> tuple[int, int, int]:
-        """Samples the run asks of train, valid and test, as Megatron counts them."""
+        """Samples of train, valid and test that the run needs, as Megatron counts them."""
         train = self.train
         evaluations = 0
         if train.eval_interval:
@@ -179,9 +181,7 @@ def _check_phases(data: Any, path: str) -> None:
 
 
 def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
-    """[data] with our names for Megatron's; of two names of one setting the later counts, as an
-    override does.
-    """
+    """[data] with our names in place of Megatron's. If a setting has both names, the later one counts."""
     renamed: dict[str, Any] = {}
     for name, value in data.items():
         ours = MEGATRON_NAMES.get(name, name)
@@ -196,7 +196,7 @@ def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_float(value: Any) -> Any:
-    """`lr = 1` is meant as 1.0; `lr = true` is not, though it is an int to Python."""
+    """Make 1 of `lr = 1` a float. `lr = true` stays, though Python calls it an int."""
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value

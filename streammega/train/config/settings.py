@@ -27,7 +27,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         smallest = min(self.vocab_size, self.dim, self.layers, self.heads)
-        # Twice: rotary embeddings turn pairs of the elements of a head.
+        # 2 x heads: rotary embeddings rotate pairs of the elements of a head.
         if smallest < 1 or self.dim % (2 * self.heads) != 0:
             raise ConfigError(
                 f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), "
@@ -46,26 +46,26 @@ class ParallelConfig:
     """Settings of earlier versions, and their names now."""
 
     tp: int = 1
-    """Tensor parallel: every layer is split over so many ranks."""
+    """Tensor parallelism: each layer is split over so many ranks."""
     cp: int = 1
-    """Context parallel: every sequence is."""
+    """Context parallelism: each sequence is split over so many ranks."""
     pp: int = 1
-    """Pipeline parallel: the layers are."""
+    """Pipeline parallelism: the layers are divided over so many ranks."""
     virtual_pipeline_stages: int = 1
-    """Stretches of layers of each pipeline rank; more than one: the interleaved schedule."""
+    """Pipeline stages on each pipeline rank. With more than one the schedule is interleaved."""
     rank_order: str = ORDER
-    """Which kind of parallelism numbers the ranks fastest."""
+    """The kinds of parallelism in the order in which they number the ranks, the fastest first."""
     optimizer: Literal["replicated", "sharded"] = "replicated"
-    """State on every rank, with gradients by BucketedDataParallel; sharded: parameters, gradients and
-    state divided by torch's fully_shard.
+    """replicated: each rank has whole parameters and optimizer state, and BucketedDataParallel sums
+    gradients. sharded: torch's fully_shard divides parameters, gradients and state over ranks.
     """
     bucket_size: int | None = None
-    """Elements of a gradient bucket; default max(40M, 1M x ranks). Not of optimizer = "sharded",
-    which has one for each layer.
+    """Elements of a gradient bucket; default max(40M, 1M x ranks). With optimizer = "sharded" it has no
+    effect: each layer is a bucket.
     """
     sequence_parallel: bool = True
-    """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp
-    divides; losses are equal.
+    """With tp: between the split layers each rank keeps a tp-th of its tokens, and norms only those. tp
+    must divide them. Losses stay the same.
     """
 
     def __post_init__(self) -> None:
@@ -118,21 +118,21 @@ class TrainConfig:
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes from lr to min_lr after the warmup."""
     lr_decay_unit: Literal["steps", "samples", "tokens"] = "steps"
-    """What the decay is even over: the steps, or the samples or tokens that they take, which differ
-    where batches ramp up, or phases change their size or the length of samples.
+    """What the decay counts. Samples and tokens differ from steps where batches ramp up, or phases change
+    the size of batches or the length of samples.
     """
     weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = 0.1
     """The weight decay of matrices; vectors have none."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """AdamW: the share of the running mean of gradients that is kept."""
+    """AdamW: how much of the running mean of gradients each step keeps."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """AdamW: the share of the running mean of their squares that is kept."""
+    """AdamW: how much of the running mean of squared gradients each step keeps."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
     max_grad_value: Annotated[float | None, Gt(0)] = None
-    """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
-    over its tokens, with parallel.optimizer = sharded of the sum of all ranks. One that is not
-    finite always ends it.
+    """A gradient with a larger element ends the run, and the error names the parameter. Elements are sums
+    over the tokens of one rank; with parallel.optimizer = sharded, over those of all ranks. A gradient
+    that is not finite always ends the run.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the computation. Parameters are always fp32; narrower computation needs
@@ -141,9 +141,9 @@ class TrainConfig:
     seed: Annotated[int, Ge(-(2**63)), Lt(2**64)] = 1234
     """The seed of the model's initial weights."""
     recompute: Annotated[Literal["none", "full"] | int, Ge(0)] = "none"
-    """Layers whose activations are not kept for backward but computed again: none, all, or so many
-    on each pipeline stage. Memory for a third more compute in those layers; losses and gradients
-    are the same to the bit.
+    """Layers whose activations backward computes again: none, full (all), or the first so many of each
+    pipeline stage. They need less memory, and a third more compute. Losses and gradients stay the same
+    to the bit.
     """
     tf32: bool = False
     """On CUDA, multiply float32 matrices by TF32: faster, with 10 bits of mantissa."""
@@ -158,12 +158,12 @@ class TrainConfig:
     begins.
     """
     keep_checkpoints: Annotated[int, Ge(1)] = 3
-    """The last so many are kept."""
+    """How many of the last checkpoints are kept."""
     async_save: bool = True
-    """Train on while a checkpoint is written, or uploaded."""
+    """Go on training while a checkpoint is written or uploaded."""
     resume_from_step: Annotated[int | None, Ge(0)] = None
-    """Resume from the last checkpoint at or before this step; later ones are set aside, under
-    *.rewound. It is done once: what was trained after it is gone on with.
+    """Resume from the last checkpoint at or before this step. Later ones are set aside under *.rewound.
+    It is done once: a restart with the same setting goes on from what was trained since.
     """
     eval_interval: Annotated[int, Ge(0)] = 0
     """Steps from one evaluation to the next; the last step is evaluated too."""
@@ -176,14 +176,14 @@ class TrainConfig:
     tensorboard: bool = False
     """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
     collective_timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
-    """Seconds after which a collective that does not end ends the run."""
+    """Seconds that ranks wait for each other in a collective before the run ends with an error."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has,
-    or ranks outnumber GPUs.
+    """Where the model is. auto: CUDA if each rank has a GPU of its own; the CPU if there is none, or if
+    there are more ranks than GPUs.
     """
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """How ranks talk. auto: NCCL for CUDA where torch has it, else gloo. gloo with device = cuda
-    lets ranks share a GPU.
+    """How ranks communicate. auto: NCCL for CUDA if torch has it, else gloo. gloo with device = cuda lets
+    ranks share a GPU.
     """
 
     def __post_init__(self) -> None:
