@@ -297,6 +297,6 @@ def blend_indices(
         if wanted > length:
             raise ConfigError(
                 f"the blend takes {wanted} samples of dataset {number}, which has {length}; raise "
-                "surplus, ask for fewer samples, or give the dataset a lower weight"
+                "mid_level_dataset_surplus, ask for fewer samples, or give the dataset a lower weight"
             )
     return indices

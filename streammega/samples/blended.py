@@ -29,7 +29,7 @@ from streammega.order.stream_inverse import TokenUses
 from streammega.order.stream_order import USAGE
 from streammega.samples.document_names import DocumentName
 from streammega.samples.fields import Batch
-from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
+from streammega.samples.gpt import GPTDataset, order_dir, remove_loss, shared_folder
 from streammega.samples.source import SegmentSource, Span
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
@@ -89,8 +89,8 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             # documents are excluded by the samples of the blend
             batch = self.sample_fields(np.array([number], np.int64))
             fields = {name: field[0] for name, field in batch.items()}
-        if index is None:  # it pads a batch: without loss
-            fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+        if index is None:
+            remove_loss(fields)
         fields["dataset_id"] = torch.tensor(dataset_id)
         return fields
 

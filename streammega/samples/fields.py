@@ -25,6 +25,7 @@ from streammega.samples.derived_fields import (
     bounds_of,
     causal_mask,
     check_ids,
+    check_mask_is_there,
     make_fields,
     new_memory,
     or_none,
@@ -165,10 +166,14 @@ def _fields_there(
         valid = valid.cpu().numpy()
     if valid is not None:
         counts = _valid_counts(np.asarray(valid), (samples, width))
-    if config.vocab_size is not None:
+    if (counts <= config.sequence_length).any():
+        check_mask_is_there(names)
+    # ids are copied to the host only if something there is looked for
+    pad = config.effective_pad_id
+    if config.vocab_size is not None or (pad >= 0 and "loss_mask" not in names):
         is_valid = np.arange(width) < counts[:, None]
-        stored = np.where(is_valid, ids.cpu().numpy(), config.effective_pad_id)
-        check_ids(stored, config)
+        stored = np.where(is_valid, ids.cpu().numpy(), pad)
+        check_ids(stored, config, names)
     counts_there = torch.from_numpy(counts).to(ids.device)
     return device_fields(ids, counts_there, config, names)
 

@@ -37,8 +37,8 @@ from streammega.order.megatron import (
 from streammega.order.megatron_inverse import gpt_token_uses
 from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import USAGE
+from streammega.samples.derived_fields import Batch, check_mask_is_there
 from streammega.samples.document_names import DocumentName
-from streammega.samples.fields import Batch
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_of
 from streammega.samples.packed import check_bins, one_row_per_document, trim_padding
@@ -187,8 +187,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             )
         batch = self.sample_fields(np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
-        if index is None:  # it pads a batch: without loss
-            fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+        if index is None:
+            remove_loss(fields)
         return fields
 
     @property
@@ -375,6 +375,13 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         """Without the indices: each process maps the cached files by itself."""
         mapped = ("_indices", "_lengths", "_offsets")
         return {name: value for name, value in self.__dict__.items() if name not in mapped}
+
+
+def remove_loss(fields: Batch) -> None:
+    """Make a sample padding of a batch. Raises ConfigError where it has no mask to say so."""
+    check_mask_is_there(list(fields))
+    if "loss_mask" in fields:
+        fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
 
 
 class _Unit(NamedTuple):

@@ -81,27 +81,27 @@ def locate(
     """Where samples of the global stream are stored: arrays dataset, file, start, stop (in tokens),
     and `row_splits` of samples.
 
-    A pure function of sizes, seed and config; no token is read. In the stream order every sample is
-    one row, and `global_batch_size` chooses the lanes unless the config names them. In the others a
-    sample may have several.
+    A pure function of sizes, seed and config; no token is read. In the stream order a sample is one
+    row, unless it joins what earlier phases left unread, and `global_batch_size` chooses the lanes
+    unless the config names them. In other orders a sample may have several rows. Raises IndexError
+    for a number that no sample has.
     """
     ids = np.asarray(sample_ids, np.int64).reshape(-1)
     source = open_source(config, split, global_batch_size)
-    return locate_checked(source, ids, split)
+    check_sample_ids(source, ids, split)
+    return source.locate(ids)
 
 
-def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> Extents:
-    """Where samples of a source are stored. Raises IndexError for a number that none of them has."""
+def check_sample_ids(source: SampleSource, ids: NDArray[np.int64], split: str) -> None:
+    """Raise IndexError for a number that no sample has: closed forms would answer for any number."""
     if not len(ids):
-        return source.locate(ids)
-    # closed forms would answer for any number
+        return
     first = ids.min()
     last = ids.max()
     end = source.num_samples
     if first < 0 or (end is not None and last >= end):
         there_are = "those from 0 on" if end is None else f"those from 0 to {end - 1}"
         raise IndexError(f"sample ids run from {first} to {last}; {split} has {there_are}")
-    return source.locate(ids)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from streammega.samples.auto_append import recorded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
 from streammega.samples.loss_masks import NO_JOINS
-from streammega.samples.open import locate_checked, open_source
-from streammega.samples.segments import prefixes_of, split_blend
+from streammega.samples.open import check_sample_ids, open_source
+from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, joins_of
 
 Integers = NDArray[np.int64]
@@ -98,8 +98,6 @@ class Provenance:
         self.config = config
         self.split = split
         self.source: SampleSource = open_source(config, split, global_batch_size)
-        if split_blend(config, split) is None:
-            raise ConfigError(f"the config has no samples for {split}")
         self.datasets: Sequence[str] = prefixes_of(config, split)
         """The names of its datasets, over all phases."""
         self.names = DocumentNames(self.datasets, config)
@@ -112,7 +110,8 @@ class Provenance:
         every sample. Raises IndexError for a number that no sample has.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
-        extents = locate_checked(self.source, ids, self.split)
+        check_sample_ids(self.source, ids, self.split)
+        extents = self.source.locate(ids)
         first_column = 0
         if tokens is not None:
             first_column, last_column = tokens
@@ -146,9 +145,11 @@ class Provenance:
 
     def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
         """Token ids of samples, [samples, S + extra], and how many each has. They are read from
-        storage. The longest sample length of the phases is S.
+        storage. The longest sample length of the phases is S. Raises IndexError for a number that no
+        sample has.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
+        check_sample_ids(self.source, ids, self.split)
         if len(self.source.segments) == 1:
             return self.source.segments[0].read(ids)
         parts = [self.source.segment_at(sample).read(np.array([sample])) for sample in ids.tolist()]

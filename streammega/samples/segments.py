@@ -127,14 +127,17 @@ def source_names(data: DataConfig, split: str = "train") -> list[str]:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """The last parts of prefixes, numbered where they repeat."""
+    """The last parts of prefixes, numbered where they repeat; no two are the same."""
     names: list[str] = []
     for prefix in prefixes:
         _, _, last_part = redact_urls(prefix).rstrip("/").rpartition("/")
         names.append(last_part)
-    return [
-        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
-    ]
+    while len(set(names)) < len(names):  # again where a numbered name is another prefix
+        names = [
+            name if names.count(name) == 1 else f"{name}-{number}"
+            for number, name in enumerate(names)
+        ]
+    return names
 
 
 def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:

@@ -288,14 +288,17 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
 
 
 def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
-    """A digest of each dataset of an order, 12 hex digits: of what it holds, of the token counts of
-    its parts, and of its token width. files: of each dataset, by its number.
+    """A digest of each dataset of an order, 12 hex digits: of what it holds, of where its parts are,
+    and of its token width. files: of each dataset, by its number.
     """
     digests = []
     for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
         sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
         content = files[number][0].content
         described = sizes.tobytes() + bytes([dataset.itemsize]) + content.encode()
+        first_file = dataset.parts[0].file
+        if first_file:  # a split that begins in another shard, whose parts may have the same sizes
+            described += f" {first_file}".encode()
         digests.append(hashlib.blake2b(described, digest_size=6).hexdigest())
     return digests
 

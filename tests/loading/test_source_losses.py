@@ -48,6 +48,12 @@ def told_by_ids(batch: Any) -> torch.Tensor:
     return first_ids // 100
 
 
+def test_no_two_datasets_have_one_name() -> None:
+    config = DataConfig(blend=["a/web", "b/web", "c/web-1"], sequence_length=16, order="stream")
+    names = SourceLosses.of(config).names
+    assert len(set(names)) == 3, names
+
+
 @pytest.mark.guarantee("samples-tell-dataset")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: Any) -> None:

@@ -254,6 +254,19 @@ def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_pa
         assert first["loss_mask"].any()
 
 
+@pytest.mark.parametrize("blended", [False, True])
+def test_padding_of_a_batch_needs_a_mask(pairs: list[str], tmp_path: Path, blended: bool) -> None:
+    blend = pairs[: 3 if blended else 1]
+    config = DataConfig(
+        blend=blend, sequence_length=8, index_cache_dir=tmp_path, fields=["tokens", "labels"]
+    )
+    dataset: Any = build_datasets(config, (20, None, None))[0]
+    with pytest.raises(ConfigError, match="add 'loss_mask' to fields"):
+        dataset[None]
+    tokens_alone: Any = build_datasets(replace(config, fields=["tokens"]), (20, None, None))[0]
+    assert tokens_alone[None]["tokens"].equal(tokens_alone[0]["tokens"])
+
+
 def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_path: Path) -> None:
     config = DataConfig(blend=pairs[:2], sequence_length=8, index_cache_dir=tmp_path)
     parts = [build_datasets(replace(config, blend=[p]), (None, None, None))[0] for p in pairs[:2]]

@@ -125,6 +125,29 @@ def test_a_single_dataset_that_was_replaced_is_refused_by_name(
         loader.load_state_dict(state)
 
 
+def test_splits_of_other_shards_of_one_size_are_other_orders(tmp_path: Path) -> None:
+    shards = [f"s{number}" for number in range(4)]
+    for number, shard in enumerate(shards):
+        put(str(tmp_path / shard), tokens_of(number))
+    web = write_manifest(tmp_path / "web", shards)
+    one, other = (
+        Provenance(
+            DataConfig(
+                blend=[web],
+                split=split,
+                sequence_length=32,
+                order="stream",
+                num_samples=(200, 200, 0),
+                index_cache_dir=tmp_path / "cache",
+            ),
+            "valid",
+        )
+        for split in ("25,25,50", "50,25,25")
+    )
+    assert one.source.identity() != other.source.identity()
+    assert compare_orders(one, other, 200).first == 0
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_of_many_datasets_the_message_names_those_where_one_was_replaced(
     tmp_path: Path, order: str

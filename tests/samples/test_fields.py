@@ -208,6 +208,17 @@ def test_pieces_refuse_other_shapes_and_kinds() -> None:
         sm.cu_seqlens(torch.zeros(2, 3, dtype=torch.int64, device="meta"), EOD)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("width", "valid"), [(5, 3), (4, 4)], ids=["padding", "no last label"])
+def test_labels_without_loss_need_a_mask_on_every_device(
+    device: str, width: int, valid: int
+) -> None:
+    config = sm.FieldsConfig(sequence_length=4, fields=["tokens", "labels"])
+    ids = torch.ones(1, width, dtype=torch.int64, device=device)
+    with pytest.raises(ConfigError, match="add 'loss_mask' to fields"):
+        sm.batch_fields(ids, np.array([valid]), config)
+
+
 @pytest.mark.parametrize("dtype", [np.uint64, np.int64, np.uint8])
 def test_ids_outside_of_the_vocabulary_are_refused(dtype: Any) -> None:
     with pytest.raises(FormatError, match="token id 100 is outside of the vocabulary of 100"):

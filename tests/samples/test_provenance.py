@@ -120,6 +120,22 @@ def test_a_trace_names_the_tokens_that_ranks_read(
         assert hashlib.blake2b(traced).digest() == expected
 
 
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+def test_tokens_are_those_of_samples_that_there_are(
+    corpus: tuple[Path, Documents], order: str
+) -> None:
+    root, documents = corpus
+    provenance = Provenance(config_of(root, order), "valid")
+    end = provenance.source.num_samples
+    assert end is not None
+    (last,) = provenance.trace([end - 1])
+    ids, valid = provenance.tokens([end - 1])
+    assert ids[0, : valid[0]].tolist() == tokens_of(last, documents).tolist()
+    for sample in (-1, end):
+        with pytest.raises(IndexError, match=f"valid has those from 0 to {end - 1}"):
+            provenance.tokens([0, sample])
+
+
 @pytest.mark.guarantee("steps-document-seen")
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("alone", [False, True], ids=["blend", "alone"])
