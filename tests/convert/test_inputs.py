@@ -22,6 +22,7 @@ import zstandard
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.job import plan_units
+from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
@@ -167,6 +168,15 @@ def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
     report = convert_files(tmp_path / "out", TOKEN_INPUTS[name](tmp_path))
     assert stored_ids(tmp_path / "out") == token_arrays()
     assert report.dtype in ("uint16", "int32")
+
+
+def test_every_format_is_among_what_is_tested_here(tmp_path: Path) -> None:
+    found = {"lines", "csv", "raw", "npy"}  # have tests of their own
+    for number, make in enumerate([*TEXT_INPUTS.values(), *TOKEN_INPUTS.values()]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found |= {item.format for item in find_inputs([make(folder)])}
+    assert found == set(FORMATS)
 
 
 def raw(path: Path, kind: str, eod: int = 50_000) -> tuple[str, list[list[int]]]:

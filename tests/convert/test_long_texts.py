@@ -10,6 +10,8 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tokenizers import (
     AddedToken,
     Regex,
     Tokenizer,
+    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -31,12 +34,10 @@ from tokenizers import (
 
 from streammega import IndexedDataset
 from streammega.convert import convert
-from streammega.convert.tokenize import encode, long_text
+from streammega.convert.tokenize import encode, long_text, tokenizers
 from streammega.convert.tokenize.long_text import encode_long
 from streammega.convert.tokenize.tokenizer_files import PATTERNS
-from streammega.convert.tokenize.tokenizers import (
-    load_tokenizer,
-)
+from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConvertError
 
 SENTENCES = [
@@ -217,6 +218,67 @@ def check_windows_stay_small(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
 
 
+def tiktoken_of(folder: Path, pattern: str) -> Any:
+    ranks = {bytes([n]): n for n in range(256)}
+    for word in " ".join(SENTENCES).replace(" ", "\0 ").split("\0"):
+        data = word.encode()
+        for size in range(2, len(data) + 1):
+            ranks.setdefault(data[:size], len(ranks))
+    path = folder / "own.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items()))
+    return load_tokenizer(str(path), pattern=pattern, special_tokens_in_text="parse")
+
+
+def sentencepiece_of(folder: Path, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"model_type": "bpe", "vocab_size": 380}
+    with open(folder / "sp.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(SENTENCES * 3),
+            model_writer=file,
+            minloglevel=2,
+            **defaults | options,
+        )
+    return load_tokenizer(str(folder / "sp.model"))
+
+
+def hugging_face_of(folder: Path) -> Any:
+    model = MAKERS["gpt2"]()
+    model.decoder = decoders.ByteLevel()
+    model.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(str(folder / "tokenizer.json"))
+
+
+LOADERS: dict[type, Callable[[Path], Any]] = {
+    tokenizers.BytesTokenizer: lambda folder: load_tokenizer("bytes"),
+    tokenizers.TiktokenTokenizer: partial(tiktoken_of, pattern="cl100k_base"),
+    tokenizers.SentencePieceTokenizer: partial(
+        sentencepiece_of, normalization_rule_name="identity", remove_extra_whitespaces=False
+    ),
+    tokenizers.HuggingFaceTokenizer: hugging_face_of,
+}
+
+
+@pytest.mark.guarantee("long-texts-ids")
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", tokenizers.TOKENIZERS)
+def test_every_kind_of_tokenizer_keeps_the_contract(
+    kind: type[tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = LOADERS[kind](tmp_path)
+    assert type(tokenizer) is kind, "the first of TOKENIZERS that reads the name"
+    assert tokenizer.digest == LOADERS[kind](tmp_path).digest
+    text, *_ = SENTENCES[0].splitlines()
+    ids = [int(token) for token in tokenizer.encode([text], bare=True)[0]]
+    assert tokenizer.decode(ids) == text
+    assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
+    (spans,) = tokenizer.encode_with_spans([text])
+    assert spans.ids.tolist() == ids
+    assert spans.starts[0] == 0
+    assert (spans.starts <= spans.stops).all()
+    assert spans.stops[-1] == len(text.encode() if tokenizer.spans_in_bytes else text)
+    compare(tokenizer, 10)
+
+
 @pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", MAKERS)
@@ -238,17 +300,7 @@ def test_windows_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
 def test_windows_have_the_ids_of_the_whole_with_tiktoken(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = {bytes([n]): n for n in range(256)}
-    for word in " ".join(SENTENCES).replace(" ", "\0 ").split("\0"):
-        data = word.encode()
-        for size in range(2, len(data) + 1):
-            ranks.setdefault(data[:size], len(ranks))
-    (tmp_path / "own.tiktoken").write_text(
-        "".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items())
-    )
-    tokenizer = load_tokenizer(
-        str(tmp_path / "own.tiktoken"), pattern=name, special_tokens_in_text="parse"
-    )
+    tokenizer = tiktoken_of(tmp_path, name)
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)
@@ -278,15 +330,7 @@ def test_windows_have_the_ids_of_the_whole_with_tiktoken(
 def test_windows_have_the_ids_of_the_whole_with_sentencepiece(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults: dict[str, Any] = {"model_type": "bpe", "vocab_size": 380}
-    with open(tmp_path / "sp.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 3),
-            model_writer=file,
-            minloglevel=2,
-            **defaults | options,
-        )
-    tokenizer = load_tokenizer(str(tmp_path / "sp.model"))
+    tokenizer = sentencepiece_of(tmp_path, **options)
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)

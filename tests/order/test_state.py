@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, PhaseConfig, StreamLoader
 from streammega.errors import StateError
 from streammega.order.state import SavedState, make_state, parse_state
 
@@ -222,5 +222,74 @@ def test_many_datasets_resume_on_other_ranks_by_a_small_state(order: Any, tmp_pa
     with (
         StreamLoader(fewer, micro_batch_size=2, global_batch_size=8) as loader,
         pytest.raises(StateError, match=r"datasets: of .* items, some of 0 .* differ"),
+    ):
+        loader.load_state_dict(state)
+
+
+WEB, CODE = "mock://tokens=4000", "mock://tokens=3000,seed=2"
+OF_EVERY_ORDER: dict[str, Any] = {
+    "blend": [(WEB, 0.5), (CODE, 0.5)],
+    "sequence_length": 32,
+    "split": "60,20,20",
+    "seed": 5,
+    "add_extra_token": False,
+    "phases": [PhaseConfig(first_sample=8, sequence_length=32)],
+}
+OF_AN_ORDER: dict[str, dict[str, Any]] = {
+    "stream": {"shuffle_lanes": 32, "shuffle_block_bytes": 512},
+    "megatron": {"num_samples": (48, 0, 0), "mid_level_dataset_surplus": 0.3},
+}
+NOTICED_IN_OTHER_TESTS = {
+    *("order", "blend_per_split", "blend_schedule", "exclude_documents", "follow"),
+    "balance_attention_cost",
+}
+MAY_CHANGE = {
+    # what batches hold of their tokens
+    *("eod_id", "pad_id", "allow_ambiguous_pad_tokens", "eod_mask_loss", "reset_position_ids"),
+    *("reset_attention_mask", "create_attention_mask", "inter_document_masking", "sample_joins"),
+    *("mask_loss_by_mode", "fields", "return_dataset_ids"),
+    # what is checked, and where data and indices are
+    *("vocab_size", "allow_mixed_tokenizers", "index_cache_dir", "index_publish_url"),
+    *("storage", "storage_by_prefix"),
+    # validation, and what is passed over
+    *("drop_last_partial_validation_sequence", "full_validation", "multiple_validation_sets"),
+    "exclude_samples",
+}
+
+
+def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
+    """What chooses tokens is part of `identity`, in the classes of samples/ that have one."""
+    noticed = {*OF_EVERY_ORDER, *OF_AN_ORDER["stream"], *OF_AN_ORDER["megatron"]}
+    assert not (noticed | NOTICED_IN_OTHER_TESTS) & MAY_CHANGE
+    names = {item.name for item in fields(DataConfig)}
+    assert names == noticed | NOTICED_IN_OTHER_TESTS | MAY_CHANGE
+
+
+@pytest.mark.guarantee("state-under-1")
+@pytest.mark.parametrize(
+    ("order", "name"),
+    [(order, name) for order in OF_AN_ORDER for name in OF_EVERY_ORDER | OF_AN_ORDER[order]],
+)
+def test_a_state_notices_every_setting_that_chooses_tokens(
+    order: Any, name: str, tmp_path: Path
+) -> None:
+    lanes = 16 if order == "stream" else None
+    config = DataConfig(
+        blend=[(WEB, 0.7), (CODE, 0.3)],
+        sequence_length=16,
+        split="80,10,10",
+        order=order,
+        num_samples=(64, 0, 0),
+        shuffle_lanes=lanes,
+        index_cache_dir=tmp_path,
+    )
+    other = (OF_EVERY_ORDER | OF_AN_ORDER[order])[name]
+    sizes: dict[str, Any] = {"micro_batch_size": 8, "global_batch_size": 8}
+    with StreamLoader(config, **sizes) as loader:
+        loader.seek(16)
+        state = loader.state_dict()
+    with (
+        StreamLoader(replace(config, **{name: other}), **sizes) as loader,
+        pytest.raises(StateError),
     ):
         loader.load_state_dict(state)

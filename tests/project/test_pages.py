@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from streammega import StorageConfig
+from streammega.cli.main import COMMANDS
 from streammega.config.validate import field_docs
+from streammega.convert.read.formats import FORMATS
 from streammega.dataset import checksums
 from streammega.integrations import frameworks
 from streammega.loading import lookahead, memory_plan, planner, staging
@@ -103,6 +105,17 @@ def test_the_options_of_oss_are_those_of_the_page() -> None:
     table = PAGES["storage"].split("| option | meaning |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == OSS_OPTIONS
+
+
+@pytest.mark.guarantee("corpus-shards-stream")
+def test_the_formats_of_the_page_are_those_of_the_code() -> None:
+    suffixes = {suffix for name in FORMATS if name != "text" for suffix in FORMATS[name].suffixes}
+    assert not [suffix for suffix in suffixes if f"`{suffix}`" not in PAGES["convert"]]
+
+
+def test_every_command_is_on_a_page() -> None:
+    pages = "".join(PAGES.values())
+    assert not [name for name in COMMANDS if f"streammega {name}" not in pages]
 
 
 def test_the_schemes_of_the_page_are_those_of_the_code() -> None:
@@ -367,6 +380,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         stream_order.DEFAULT_BLOCK_BYTES,
         256 << 10,
     ),
+    ("README", "`convert` reads twelve formats", len(FORMATS), 12),
     (
         "storage",
         "is read again every five minutes",
