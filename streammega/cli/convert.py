@@ -63,8 +63,8 @@ class CommandOptions:
     """The merges.txt of a --tokenizer that is GPT-2's vocab.json."""
     shuffle: Annotated[bool, Flag(DOCUMENTS)] = False
     """Shuffle all documents."""
-    seed: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
-    """The seed of --shuffle."""
+    seed: Annotated[int | None, Flag(DOCUMENTS), Ge(0)] = None
+    """The seed of --shuffle; 0 by default."""
     overwrite: Annotated[bool, Flag(OUTPUT)] = False
     """Replace an existing dataset."""
     append_to: Annotated[str | None, Flag(OUTPUT, metavar="PREFIX")] = None
@@ -82,6 +82,8 @@ class CommandOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.seed is not None and not self.shuffle:
+            raise ConfigError("seed (--seed) is for --shuffle; give that too")
 
 
 @with_flags(ConvertOptions, ExecutionConfig, CommandOptions)
@@ -103,6 +105,7 @@ def convert(
     from streammega.convert.dry_run import plan_conversion
     from streammega.convert.run import MERGE, parse_task
     from streammega.dataset.append import append
+    from streammega.dataset.names import split_name
 
     command = CommandOptions(**settings_from(CommandOptions, settings))
     output_storage = storage_config(storage, storage_file)
@@ -115,8 +118,12 @@ def convert(
         "input_storage": input_storage,
     }
     share = parse_task(command.task) if command.task is not None else None
-    if share is not None and (command.report or command.plot):
-        raise ConfigError("--report and --plot describe a whole dataset; give them to --task merge")
+    if command.report or command.plot:
+        of_all = "--report and --plot describe a whole dataset"
+        if command.dry_run:
+            raise ConfigError(f"{of_all}; leave them out of --dry-run")
+        if share is not None:
+            raise ConfigError(f"{of_all}; give them to --task {MERGE}")
     if command.append_to is not None:
         _check_append(command.append_to, output, conversion["options"], output_storage)
     _check_outputs(command)
@@ -139,7 +146,7 @@ def convert(
     show_report(done.summary())
     if command.append_to is not None:
         with ProgressDisplay("appending"):
-            version = append(command.append_to, [done.prefix], output_storage)
+            version = append(command.append_to, [split_name(output)[0]], output_storage)
         typer.echo(f"{redact_urls(command.append_to)}@{version.number}: {version}")
     _write_outputs(done, command, command_words(context.obj, (output_storage, input_storage)))
 
@@ -210,7 +217,7 @@ def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOpt
     if "template_vars" in options:
         options["template_vars"] = _template_vars(options["template_vars"])
     if command.shuffle:
-        options["shuffle_seed"] = command.seed
+        options["shuffle_seed"] = command.seed or 0
     return ConvertOptions(**options)
 
 

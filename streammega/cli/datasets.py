@@ -71,6 +71,8 @@ def verify(
     from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import verify as run
 
+    if (force or dtype is not None) and not repair:
+        raise ConfigError("--force and --dtype are for --repair; give that too")
     settings = storage_config(storage, storage_file)
     repaired: list[str] = []
     if repair:
@@ -392,8 +394,8 @@ def _document_report(
         return report
     if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
         raise FormatError(
-            f"{name}: document {number:,} holds the id {int(ids.max()):,}, and {model.name!r} has "
-            f"{model.vocab_size:,} ids: the tokens are another tokenizer's"
+            f"{name}: document {number:,} holds ids from {ids.min():,} to {ids.max():,}, and "
+            f"{model.name!r} has {model.vocab_size:,} ids: the tokens are another tokenizer's"
         )
     report["text"] = model.decode(ids.astype(np.int64).tolist())
     return report

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
 from streammega.cli.plotting import draw_lengths
 from streammega.cli.render import Report, show_report
-from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.errors.redaction import redact_urls, without_queries
 
 if TYPE_CHECKING:
@@ -104,20 +104,27 @@ def _describe_dataset(
     from streammega.dataset import IndexedDataset
     from streammega.dataset.names import MANIFEST
 
+    indexed: IndexedDataset | None = None
+    no_dataset: StreammegaError | None = None
     # a signed URL is of one file
-    if prefix.startswith("http") and "?" in prefix:
-        show_report(input_report(prefix, settings), as_json=as_json)
-        return
-    try:
-        indexed = IndexedDataset(prefix, settings)
-    except (ObjectNotFoundError, FormatError) as no_dataset:
-        may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
-        if isinstance(no_dataset, FormatError) and not may_be_input:
-            raise  # a dataset that is damaged; a .json of other records is an input
+    if not (prefix.startswith("http") and "?" in prefix):
+        try:
+            indexed = IndexedDataset(prefix, settings)
+        except (ObjectNotFoundError, FormatError) as error:
+            may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
+            if isinstance(error, FormatError) and not may_be_input:
+                raise  # a dataset that is damaged; a .json of other records is an input
+            no_dataset = error
+    if indexed is None:
         try:
             report = input_report(prefix, settings)
-        except ObjectNotFoundError:
-            raise no_dataset from None
+        except ObjectNotFoundError as error:
+            raise (no_dataset or error) from None
+        if tokenizer or plot:
+            raise ConfigError(
+                f"{prefix}: is no dataset, and --tokenizer and --plot are for datasets; leave them "
+                f"out"
+            )
         show_report(report, as_json=as_json)
         return
     show_report(dataset_report(indexed, tokens, tokenizer), as_json=as_json)

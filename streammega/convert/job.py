@@ -17,6 +17,7 @@ from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.convert.work_dir import WorkDir
 from streammega.dataset.indexed import IndexedDataset
+from streammega.storage.etags import check_version
 
 SEGMENT_BYTES = 32 << 20
 """Token bytes after which a segment is written, where there is memory for it."""
@@ -58,7 +59,7 @@ class ConvertSegment:
     """Documents of one pair: a segment that a unit wrote, or an input that passes as it is.
 
     name: of the pair in the work folder, or the input's. has_keep: whether a `.keep` file says which
-    documents are no duplicates.
+    documents are no duplicates. version: the ETag of an input's tokens when the work was planned.
     """
 
     name: str
@@ -66,15 +67,18 @@ class ConvertSegment:
     unit: int = 0
     has_keep: bool = False
     is_input: bool = False
+    version: str = ""
 
     def prefix(self, job: Job) -> str:
         """The prefix of its pair."""
         return self.name if self.is_input else job.work_dir.file(self.name)
 
     def open(self, job: Job) -> IndexedDataset:
-        """Its pair."""
+        """Its pair. Raises ObjectChangedError for an input that was replaced since then."""
         storage = job.input_storage if self.is_input else job.work_dir.storage
-        return IndexedDataset(self.prefix(job), storage)
+        indexed = IndexedDataset(self.prefix(job), storage)
+        check_version(self.name, self.version, indexed.bin_info.etag)
+        return indexed
 
 
 @dataclass(kw_only=True)

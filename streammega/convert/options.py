@@ -326,11 +326,21 @@ class ConvertOptions:
         return not (leaves_out or cuts or shuffles or packs or self.provenance)
 
     def format_of(self, output: str) -> Kind:
-        """The format of an output: its suffix says it (`web.bin.zst`), else the setting (`web`)."""
+        """The format of an output: its suffix says it (`web.bin.zst`), else the setting (`web`).
+
+        Raises ConfigError where both say another one.
+        """
         from streammega.dataset.names import split_name  # see `_check_dtypes`
 
         prefix, format = split_name(output)
-        return self.format if prefix == output or output.endswith(".idx") else format
+        if prefix == output or output.endswith(".idx"):
+            return self.format
+        if self.format not in ("bin", format):
+            raise ConfigError(
+                f"{output!r}: its suffix says format {format}, and format (--format) is "
+                f"{self.format}; leave out one"
+            )
+        return format
 
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were

@@ -32,7 +32,7 @@ from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError, StorageError
 from streammega.storage import Store, join_url, open_store, save_bytes
-from streammega.storage.open import is_remote
+from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import Bytes
 
 PUBLISHING = "publishing.json"
@@ -62,6 +62,7 @@ class WorkDir:
         # Of the whole prefix: outputs of one name may share a parent, and share the cache.
         digest = digest_of_bytes(prefix.encode(), 6)
         if parent:
+            parent = parent if is_remote(parent) else local_path(parent)
             return cls(join_url(parent, f"{stem}.convert-{digest}"), storage)
         if not is_remote(prefix):
             _, path = open_store(prefix, StorageConfig())
@@ -90,10 +91,15 @@ class WorkDir:
         save_bytes(self.file(name), data, self.storage)
 
     def read_record(self, name: str) -> dict[str, Any] | None:
-        """A JSON file; None if it cannot be read."""
+        """A JSON file; None if it is missing or damaged. Raises StorageError where storage fails."""
         try:
             record: Any = json.loads(bytes(self.read(name)))
-        except (StorageError, ValueError):
+        except ValueError:
+            return None
+        except StorageError as error:
+            # Without the right to list, a missing object is refused too.
+            if error.transient:
+                raise
             return None
         return record if isinstance(record, dict) else None
 

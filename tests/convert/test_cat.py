@@ -116,7 +116,8 @@ def words(tmp_path: Path) -> str:
         ("{web}nothing#0", "nothing"),
         ("{web}#0 --tokenizer no.json", "no such tokenizer file"),
         ("{foreign}#0", "no manifest names its tokenizer; name one by --tokenizer"),
-        ("{foreign}#0 --tokenizer bytes", "holds the id 999, and 'bytes' has 257 ids"),
+        ("{foreign}#0 --tokenizer bytes", "holds ids from 1 to 999, and 'bytes' has 257 ids"),
+        ("{below}#0 --tokenizer bytes", "holds ids from -5 to 3, and 'bytes' has 257 ids"),
     ],
 )
 def test_mistakes_are_named(
@@ -124,9 +125,10 @@ def test_mistakes_are_named(
 ) -> None:
     with IndexedDatasetWriter(str(tmp_path / "foreign"), np.uint16) as writer:
         writer.add_document(np.array([1, 999]), [2])
-    for manifest in tmp_path.glob("foreign.manifest.json"):
-        manifest.unlink()
-    filled = words_of_command.format(web=web(tmp_path), foreign=tmp_path / "foreign")
+    with IndexedDatasetWriter(str(tmp_path / "below"), np.int32) as writer:
+        writer.add_document(np.array([-5, 3]), [2])
+    names = {"foreign": tmp_path / "foreign", "below": tmp_path / "below"}
+    filled = words_of_command.format(web=web(tmp_path), **names)
     assert main(["cat", *filled.split()]) == 1
     assert message in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sentencepiece
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from streammega import IndexedDataset, IndexedDatasetWriter
@@ -111,6 +112,27 @@ def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
     convert_files(tmp_path / "out", source, tokenizer=words, special_tokens_in_text=special)
     own = stored_ids(tmp_path / "out")[0]
     assert own == ids if special != "text" else own.count(2) == 1 and own[-1] == 2
+
+
+def test_special_tokens_are_parsed_or_a_tokenizer_says_that_it_cannot(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a<|endoftext|>b"}])
+    convert_bytes(tmp_path / "out", source, special_tokens_in_text="parse")
+    assert stored_ids(tmp_path / "out") == [[97, 256, 98, 256]]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some words here"] * 20), model_prefix=str(tmp_path / "sp"),
+        vocab_size=20, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    options: dict[str, Any] = {"tokenizer": f"{tmp_path}/sp.model"}
+    convert_files(tmp_path / "sp", source, special_tokens_in_text="text", **options)
+    with pytest.raises(ConvertError, match=r"sp\.model: .*--special-tokens-in-text"):
+        convert_files(tmp_path / "no", source, special_tokens_in_text="parse", **options)
+
+
+@pytest.mark.parametrize("name", ["bytes", "tiktoken:gpt2"])
+def test_a_pattern_is_of_a_file_of_byte_pairs(name: str, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    with pytest.raises(ConvertError, match=f"{name}: .*leave out --tiktoken-pattern"):
+        convert_files(tmp_path / "out", source, tokenizer=name, tiktoken_pattern="gpt2")
 
 
 def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import streammega.convert
 from streammega.cli.main import app
 from streammega.cli.options import format_size, parse_size
-from streammega.convert import ConvertOptions, ExecutionConfig, convert
+from streammega.convert import ConvertOptions, ConvertReport, ExecutionConfig, convert
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 
 ALL: dict[str, dict[str, Any]] = {
     "--tokenizer vocab.json --merges merges.txt": {"tokenizer": "vocab.json,merges.txt"},
@@ -54,7 +55,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--dedup": {"dedup": True},
     "--shuffle --seed 5": {"shuffle_seed": 5},
     "--shuffle": {"shuffle_seed": 0},
-    "--seed 5": {},
     "--provenance --id-field meta.id": {"provenance": True, "id_field": "meta.id"},
     "--format zst --zstd-level 9": {"format": "zst", "zstd_level": 9},
     "--shard-size 1G": {"shard_bytes": 1 << 30},
@@ -175,3 +175,58 @@ def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:
     error = CliRunner().invoke(app, ["convert", "in.jsonl", "out", "--seed=-1"]).exception
     assert isinstance(error, ConfigError)
     assert str(error) == "seed (--seed) is -1; it must be at least 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("convert in.jsonl out --seed 5", "seed (--seed) is for --shuffle; give that too"),
+        (
+            "convert in.jsonl out --dry-run --report r.json",
+            "--report and --plot describe a whole dataset; leave them out of --dry-run",
+        ),
+        (
+            "convert in.jsonl out.bin --format zst",
+            "'out.bin': its suffix says format bin, and format (--format) is zst; leave out one",
+        ),
+        ("verify web --force", "--force and --dtype are for --repair; give that too"),
+        ("verify web --dtype int32", "--force and --dtype are for --repair; give that too"),
+        (
+            "describe in.jsonl --plot p.png",
+            "in.jsonl: is no dataset, and --tokenizer and --plot are for datasets; leave them out",
+        ),
+        (
+            "describe in.jsonl --tokenizer bytes",
+            "in.jsonl: is no dataset, and --tokenizer and --plot are for datasets; leave them out",
+        ),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"text": "a"}\n')
+    error = CliRunner().invoke(app, words.split()).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == message
+
+
+def test_what_is_appended_is_the_output_by_its_whole_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = "http://user:password@host/web-day2"
+    appended: list[str] = []
+
+    def append(dataset: str, names: list[str], storage: Any) -> Any:
+        appended.extend(names)
+        raise ConfigError("caught")
+
+    report = ConvertReport(
+        prefix=redact_urls(output), format="bin", shards=1, documents=1, sequences=1, tokens=1,
+        dtype="uint16", vocab_size=1, eod_id=0, text_bytes=1, stored_bytes=2, seconds=1.0,
+    )  # fmt: skip
+    monkeypatch.setattr(streammega.convert, "convert", lambda *_, **_arguments: report)
+    monkeypatch.setattr("streammega.dataset.append.check_can_append", lambda *_: None)
+    monkeypatch.setattr("streammega.dataset.append.append", append)
+    words = ["convert", "in.txt", output, "--append-to", "http://user:password@host/web"]
+    done = CliRunner().invoke(app, words)
+    assert str(done.exception) == "caught", done.output
+    assert appended == [output]

@@ -26,12 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
-from streammega.convert import ConvertReport, convert
+from streammega.convert import ConvertReport, ProgressObserver, convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.options import ExecutionConfig
+from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import run_parallel
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, ConvertError
+from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectChangedError
 from tests.support.builders import convert_bytes, convert_files, write_random_pair
 from tests.support.kill_programs import failing_task, slow_task
 from tests.support.oracle import IndexedDatasetBuilder
@@ -451,6 +452,68 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
         with pytest.raises(ConvertError, match="replace its own input"):
             convert_files(tmp_path / "web", tmp_path / name, format="zst", overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "web"))) == full
+
+
+def test_a_work_folder_may_be_named_by_a_url_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.txt").write_text("text")
+    convert_bytes("out", "in.txt", work_dir=f"file://{tmp_path}/work")
+    assert not Path("file:").exists()
+    assert not list(Path("work").iterdir())
+
+
+class Replaces(ProgressObserver):
+    """Replaces a dataset by one of as many documents when a stage begins."""
+
+    def __init__(self, prefix: Path, stage: str) -> None:
+        self._prefix = prefix
+        self._stage = stage
+
+    def begin(self, stage: str, total: int | None) -> None:
+        if stage == self._stage:
+            for suffix in (".bin", ".idx"):
+                self._prefix.with_suffix(suffix).unlink()
+            write_random_pair(str(self._prefix), seed=1)
+
+
+@pytest.mark.guarantee("corpora-buckets-read")
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        ("converting", {"min_tokens": 1}),
+        ("writing shards", {}),
+        ("converting", {"provenance": True}),
+    ],
+)
+def test_a_dataset_that_is_replaced_ends_its_conversion(
+    stage: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        write_random_pair(str(tmp_path / name))
+    inputs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    observer = Replaces(tmp_path / "b", stage)
+    with pytest.raises(ObjectChangedError, match=f"{tmp_path}/b"):
+        convert(inputs, str(tmp_path / "out"), workers=1, progress=observer, **options)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_work_folder_that_cannot_be_reached_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    work_dir = WorkDir(url=str(tmp_path / "work"), storage=StorageConfig())
+    assert work_dir.read_record("unit-000000.json") is None
+    with monkeypatch.context() as patch:
+        error = EndpointError("no answer")
+        patch.setattr(WorkDir, "read", lambda *_: raise_(error))
+        with pytest.raises(EndpointError, match="no answer"):
+            work_dir.read_record("unit-000000.json")
+
+
+def raise_(error: Exception) -> Any:
+    raise error
 
 
 def test_a_work_folder_keeps_what_else_is_in_it(tmp_path: Path) -> None:

@@ -55,6 +55,37 @@ def test_a_merge_of_two_tokenizers_is_refused_and_names_both(
     assert not list(tmp_path.glob("out/*"))
     convert(inputs, str(tmp_path / "mixed"), workers=1, allow_mixed_tokenizers=True)
     assert read_manifest(str(tmp_path / "mixed.manifest.json"), StorageConfig()).tokenizer == {}
+    # a dataset of an unknown tokenizer before them hides neither
+    unknown = Path(f"{sets['first']}.manifest.json")
+    manifest = json.loads(unknown.read_text()) | {"tokenizer": {}}
+    write_unknown = tmp_path / "unknown.manifest.json"
+    write_unknown.write_text(json.dumps(manifest))
+    with pytest.raises(ConvertError, match=r"first.*first\.json.*second.*second\.json"):
+        convert([str(write_unknown), *inputs], str(tmp_path / "three"), workers=1)
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 256])
+def test_shards_with_a_mark_have_the_labels_of_their_manifest(
+    shard_bytes: int | None, sets: dict[str, str], tmp_path: Path
+) -> None:
+    """As a dataset in a bucket is after `--overwrite`."""
+    folder = tmp_path / "marked"
+    options: dict[str, Any] = {"tokenizer": sets["first.json"], "shard_bytes": shard_bytes}
+    convert([sets["text"]], str(folder / "web"), workers=1, **options)
+    path = folder / "web.manifest.json"
+    manifest = json.loads(path.read_text())
+    for shard in manifest["shards"]:
+        name = shard["name"]
+        shard["name"] = f"web-gen0123456789ab{name.removeprefix('web')}"
+        for suffix in (".bin", ".idx"):
+            (folder / f"{name}{suffix}").rename(folder / f"{shard['name']}{suffix}")
+    path.write_text(json.dumps(manifest))
+    labels = ("tokenizer", "eod_id", "vocab_size")
+    for number, name in enumerate((str(folder), f"{folder}/*.idx", f"{folder}/web")):
+        out = tmp_path / f"out-{number}"
+        convert([name], str(out), workers=1)
+        made = json.loads(Path(f"{out}.manifest.json").read_text())
+        assert {key: made[key] for key in labels} == {key: manifest[key] for key in labels}
 
 
 @pytest.mark.guarantee("tokens-different-tokenizers")

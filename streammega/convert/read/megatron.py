@@ -15,6 +15,7 @@ from streammega.convert.read.source import Input, Slice, Source
 from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import DOCUMENT, DocumentOrigins, concat_origins
+from streammega.storage.etags import check_version
 from streammega.storage.open import is_remote
 from streammega.storage.store import Span
 
@@ -28,10 +29,11 @@ window is twice as large: short documents then cost few steps.
 
 
 def read_pair(source: Source) -> Iterator[Tokens]:
-    """Documents [start, stop)."""
+    """Documents [start, stop). Raises ObjectChangedError if the tokens were replaced meanwhile."""
     piece = source.piece
     name = dataset_name(piece.input.path)
     indexed = IndexedDataset(name, source.storage)
+    check_version(name, piece.version, indexed.bin_info.etag)
     shards = open_documents(name, source.storage) if source.options.provenance else None
     documents = indexed.document_indices
     stop = len(documents) - 1 if piece.stop < 0 else piece.stop
@@ -60,9 +62,10 @@ def cut_documents(
     """Slices of documents that are stored end to end."""
     indexed = IndexedDataset(dataset_name(item.path), storage)
     documents = len(indexed.document_indices) - 1
+    version = indexed.bin_info.etag
     for first, stop in document_runs(indexed, 0, documents, max_bytes):
         stored = item.size * (stop - first) // documents
-        yield Slice(input=item, start=first, stop=stop, stored_bytes=stored)
+        yield Slice(input=item, start=first, stop=stop, version=version, stored_bytes=stored)
 
 
 def _origins(shards: Sequence[ShardDocuments], first: int, stop: int) -> DocumentOrigins:

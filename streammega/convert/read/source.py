@@ -54,12 +54,13 @@ class Input:
 @dataclass(frozen=True, kw_only=True)
 class Slice:
     """A part of an input: bytes of lines, row groups of a Parquet file, documents of a pair. stop
-    -1: all of it.
+    -1: all of it. version: of a pair, the ETag of its tokens when it was divided.
     """
 
     input: Input
     start: int = 0
     stop: int = -1
+    version: str = ""
     stored_bytes: int | None = None
     """About how many stored bytes of the input it is; None: not known."""
 

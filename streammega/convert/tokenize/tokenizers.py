@@ -150,6 +150,11 @@ def load_tokenizer(
         raise ConvertError(
             f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
         )
+    if pattern is not None and (kind is not TiktokenTokenizer or name.startswith("tiktoken:")):
+        raise ConvertError(
+            f"{name}: says itself how it cuts text; leave out --tiktoken-pattern, which is for "
+            f".tiktoken files"
+        )
     return kind.load(name, TokenizerSettings(special_tokens_in_text, add_special_tokens, pattern))
 
 
@@ -319,7 +324,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """By the library. No setting is of this kind."""
+        """By the library, which never parses special tokens."""
+        if settings.special_tokens_in_text == "parse":
+            raise ConvertError(
+                f"{name}: a SentencePiece model parses no special tokens in a text; use its "
+                f"tokenizer.json, or leave out --special-tokens-in-text"
+            )
         sentencepiece = _import_library("sentencepiece", name)
         _check_is_file(name)
         try:
@@ -467,6 +477,7 @@ class BytesTokenizer(Tokenizer):
     name = "bytes"
     digest = "utf-8+256"
     end = 256
+    END_NAME = "<|endoftext|>"
     vocab_size = 257
     spans_in_bytes = True
     encodes_any_length = True
@@ -474,7 +485,7 @@ class BytesTokenizer(Tokenizer):
     def __init__(self, parsed: str | None = None) -> None:
         self._parsed = parsed
         """The spelling of the end that is parsed, if it is."""
-        self.special_tokens = {"<|endoftext|>" if parsed is None else parsed: self.end}
+        self.special_tokens = {self.END_NAME if parsed is None else parsed: self.end}
 
     @classmethod
     def reads(cls, name: str) -> bool:
@@ -483,11 +494,13 @@ class BytesTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """There is one only."""
-        return cls()
+        """Special tokens are text where nothing is said."""
+        return cls(cls.END_NAME if settings.special_tokens_in_text == "parse" else None)
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """The bytes."""
+        if self._parsed is not None:
+            return [spans.ids for spans in self.encode_with_spans(texts)]  # type: ignore[misc]
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
@@ -520,7 +533,7 @@ class BytesTokenizer(Tokenizer):
             if token < self.end:
                 document.append(token)
             else:
-                text += document.decode(errors="replace") + "<|endoftext|>"
+                text += document.decode(errors="replace") + self.END_NAME
                 document.clear()
         return text + document.decode(errors="replace")
 

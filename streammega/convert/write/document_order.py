@@ -201,8 +201,8 @@ def read_side(job: Job, part: ConvertSegment) -> SideRows:
 # --- duplicates ---
 
 COMPARED_BYTES = 64
-"""Memory for each document that is compared: six numbers, its place among the sorted ones, and a
-copy of one of them, 8 bytes each.
+"""Memory for each document that is compared: five numbers, its place among the sorted ones, and
+copies of two of them, 8 bytes each.
 """
 
 
@@ -230,27 +230,27 @@ def remove_duplicates(
     Hashes are compared in as many passes as memory asks for. The first is that of the smallest
     (part's unit, document).
     """
-    total = sum(part.documents for part in parts)
-    passes = max(1, -(-total * COMPARED_BYTES // memory_bytes))
-    is_kept = [np.zeros(part.documents, np.bool_) for part in parts]
+    bounds = offsets_of(np.array([part.documents for part in parts], np.int64)).tolist()
+    passes = max(1, -(-bounds[-1] * COMPARED_BYTES // memory_bytes))
+    is_kept = np.zeros(bounds[-1], np.bool_)
     for number in range(passes):
-        for part_number, documents in _first_of_equal_ones(job, parts, number, passes):
-            is_kept[part_number][documents] = True
+        is_kept[_first_of_equal_ones(job, parts, bounds, number, passes)] = True
     parts_with_keep = []
-    num_kept = 0
-    for part, flags in zip(parts, is_kept, strict=True):
-        job.work_dir.write(part.name + KEEP, np.packbits(flags).tobytes())
+    for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
+        job.work_dir.write(part.name + KEEP, np.packbits(is_kept[start:stop]).tobytes())
         parts_with_keep.append(replace(part, has_keep=True))
-        num_kept += int(np.count_nonzero(flags))
-    return parts_with_keep, total - num_kept
+    return parts_with_keep, len(is_kept) - int(np.count_nonzero(is_kept))
 
 
 def _first_of_equal_ones(
-    job: Job, parts: list[ConvertSegment], number: int, passes: int
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(number of a part, its documents that are kept), of the documents of one pass."""
+    job: Job, parts: list[ConvertSegment], bounds: list[int], number: int, passes: int
+) -> Integers:
+    """The documents of one pass that are kept, counted over all parts.
+
+    bounds: documents before each part.
+    """
     columns: dict[str, list[NDArray[Any]]] = {}
-    for part_number, part in enumerate(parts):
+    for part, documents_before in zip(parts, bounds, strict=False):
         side = read_side(job, part)
         # Equal documents have equal hashes, so they meet in the same pass.
         documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == number)
@@ -259,8 +259,7 @@ def _first_of_equal_ones(
             "high": side["hash_high"][documents],
             "unit": np.full(len(documents), part.unit, np.uint64),
             "number": side["number"][documents],
-            "part": np.full(len(documents), part_number),
-            "document": documents,
+            "document": documents + documents_before,
         }
         for name, values in rows.items():
             columns.setdefault(name, []).append(values)
@@ -271,6 +270,5 @@ def _first_of_equal_ones(
     high = compared["high"][order]
     is_first = np.ones(len(order), np.bool_)
     is_first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    firsts = order[is_first]
-    for part_number in range(len(parts)):
-        yield part_number, compared["document"][firsts][compared["part"][firsts] == part_number]
+    kept: Integers = compared["document"][order[is_first]]
+    return kept

@@ -14,7 +14,7 @@ from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.names import MANIFEST, split_name, without_number
+from streammega.dataset.names import MANIFEST, dataset_of_marked, split_name, without_number
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 
 Labels = dict[str, Any]
@@ -49,8 +49,11 @@ def labels_of(
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": record,
         } | of_modes
-    for name, manifest in list(known.items())[:1]:
-        _is_mix(name, manifest.tokenizer, known, options)
+    labelled = [
+        (name, manifest.tokenizer) for name, manifest in known.items() if manifest.tokenizer
+    ]
+    for name, record in labelled[:1]:
+        _is_mix(name, record, known, options)
     # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
     vocabularies = [_vocabulary(manifest) for manifest in known.values()]
@@ -104,11 +107,12 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
         if item.format != "megatron":
             continue
         # An input is a dataset itself, or a shard of the set that its name tells.
-        prefix = item.path.removesuffix(MANIFEST)
-        shard = prefix if prefix != item.path else split_name(prefix)[0]
-        candidates = [shard]
-        if prefix == item.path and without_number(shard) != shard:
-            candidates.append(without_number(shard))
+        candidates = [item.path.removesuffix(MANIFEST)]
+        if not item.path.endswith(MANIFEST):
+            shard = split_name(item.path)[0]
+            candidates = list(
+                dict.fromkeys([shard, dataset_of_marked(shard) or without_number(shard)])
+            )
         if any(manifests.get(name) is not None for name in candidates):
             continue
         # Where none of them has a manifest, the dataset is the last: it has all shards of a set.

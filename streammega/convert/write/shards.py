@@ -130,8 +130,12 @@ def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[
     segments = []
     for item in inputs:
         name = dataset_name(item.path)
-        documents = len(IndexedDataset(name, storage).document_indices) - 1
-        segments.append(ConvertSegment(name=name, documents=documents, is_input=True))
+        indexed = IndexedDataset(name, storage)
+        documents = len(indexed.document_indices) - 1
+        version = indexed.bin_info.etag
+        segments.append(
+            ConvertSegment(name=name, documents=documents, is_input=True, version=version)
+        )
     return segments
 
 
