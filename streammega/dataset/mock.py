@@ -22,7 +22,7 @@ from streammega.dataset.idx import (
     index_bytes,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError
-from streammega.kernels.stream import GOLDEN, mix
+from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage import Buffer, ObjectInfo
 from streammega.storage.open import register_scheme
 from streammega.storage.store import Span, Store

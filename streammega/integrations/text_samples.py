@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from streammega.config import FieldsConfig, StorageConfig
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.kernels.stream import GOLDEN, mix
+from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage.file_system import open_file
 
 Ids = NDArray[np.int64]

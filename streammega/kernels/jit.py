@@ -23,9 +23,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     numba writes cache entries under temporary names and renames them, so several processes may
     compile at once. If nothing can be written at all, each process compiles the kernel.
 
-    An entry is valid while the kernel's own file is unchanged, so kernels that call each other are
-    in one file. `intrinsics` is called from other files: after a change there, delete
-    `kernels/__pycache__`.
+    An entry is valid while the kernel's own file is unchanged, whatever happens to other files that
+    it calls. So a file that calls another has a comment with that file's digest, which changes with
+    it; test_kernels.py checks these comments.
     """
     try:
         compiled = numba.njit(function, cache=True, nogil=True)

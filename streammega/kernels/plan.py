@@ -23,6 +23,8 @@ from numba import carray, types  # type: ignore[attr-defined]
 from streammega.kernels.intrinsics import pointer_to
 from streammega.kernels.jit import kernel
 
+# compiled with intrinsics.py 732f1ead
+
 ZSTD_SYMBOL = "streammega_zstd_decompress"
 """The name by which the compiled kernel finds ZSTD_decompressDCtx. The caller registers its address
 with `llvmlite.binding.add_symbol` first.

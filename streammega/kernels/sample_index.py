@@ -18,6 +18,8 @@ from streammega.kernels import num_threads
 from streammega.kernels.intrinsics import prefetch
 from streammega.kernels.jit import kernel
 
+# compiled with intrinsics.py 732f1ead
+
 CHUNK = 1 << 18
 """Positions of document_index that a thread takes at a time: their lengths are 1 MiB."""
 _PREFETCH = 128

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from streammega.kernels.intrinsics import prefetch
 from streammega.kernels.jit import kernel
 
+# compiled with intrinsics.py 732f1ead
+
 _STATE_WORDS = 624
 """Words of the Mersenne Twister's state, and of each of its outputs."""
 _FAR_WORD = 397

@@ -14,9 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from streammega.kernels.stream import (
+from streammega.kernels.remainder import (
     INTERVAL,
-    RUN,
     epochs_of_intervals,
     remainder_runs,
     remainder_samples_using,
@@ -24,12 +23,11 @@ from streammega.kernels.stream import (
     split_at_blocks,
     unread_intervals,
 )
+from streammega.kernels.stream import RUN
 from streammega.order.epoch_layout import EpochLayout, Integers, Records
 
 MAX_STRETCHES = 6
-"""Pieces of one interval, at most: its two ends, and on each side of the short block whole blocks
-and a rest.
-"""
+"""Room for the pieces of one interval: `split_at_blocks` makes no more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.stream import FRACTION_BITS, count_draws, keyed, locate
+from streammega.kernels.keyed import keyed
+from streammega.kernels.stream import FRACTION_BITS, count_draws, locate
 from streammega.order.epoch_layout import (
     EpochLayout,
     Integers,

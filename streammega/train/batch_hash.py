@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streammega.kernels.stream import GOLDEN, mix
+from streammega.kernels.keyed import GOLDEN, mix
 from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from streammega.convert.write.document_order import shuffle_keys
-from streammega.kernels.stream import GOLDEN, mix, mix_one
+from streammega.kernels.keyed import GOLDEN, mix, mix_one
 
 OF_SEED_0 = [
     0xE220A8397B1DCDAF,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels.stream import choose, keyed, row_of_draw
+from streammega.kernels.keyed import keyed
+from streammega.kernels.stream import choose, row_of_draw
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.stream_inverse import epochs_between, samples_using_tokens
 from streammega.order.stream_order import StreamOrder, tree_fractions

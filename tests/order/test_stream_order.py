@@ -24,7 +24,7 @@ from streammega import (
     StreamLoader,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
-from streammega.kernels.stream import keyed, permute, permute_back
+from streammega.kernels.keyed import keyed, permute, permute_back
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule

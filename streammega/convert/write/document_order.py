@@ -17,7 +17,7 @@ from streammega.convert.documents import Tokens, offsets_of
 from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
-from streammega.kernels.stream import GOLDEN, mix
+from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage import open_store
 
 Integers = NDArray[np.int64]
