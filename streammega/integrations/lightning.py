@@ -88,10 +88,10 @@ class StreamDataHooks:
             "micro_batch_size": micro_batch_size,
             "global_batch_size": global_batch_size,
         }
-        self._seat = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
+        self._data_parallel = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
         self._options = options
         self._batches: ConsumedBatches | None = None
-        self._opened_at: tuple[int, int] | None = None
+        self._opened_for: tuple[int, int] | None = None
 
     # What Lightning calls.
 
@@ -155,23 +155,23 @@ class StreamDataHooks:
         """
         place = self._place()
         before = self._batches
-        if before is None or place != self._opened_at:
+        if before is None or place != self._opened_for:
             dp_rank, dp_size = place
             loader = StreamLoader(
                 self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
             )
             self._batches = ConsumedBatches(loader)
-            self._opened_at = place
+            self._opened_for = place
             if before is not None:
                 before.loader.close()
-                if before.placed:
+                if before.has_position:
                     self._batches.load_state_dict(before.state_dict())
         assert self._batches is not None
         return self._batches
 
     def _place(self) -> tuple[int, int]:
-        if self._seat is not None:
-            return self._seat
+        if self._data_parallel is not None:
+            return self._data_parallel
         trainer = getattr(self, "trainer", None)
         places = None if trainer is None else trainer.distributed_sampler_kwargs
         if not places:
@@ -188,7 +188,7 @@ class StreamDataHooks:
                 "training_step takes dataloader_iter, so how many batches it trained on is not "
                 "known: take the batch instead"
             )
-        if trainer.ckpt_path is not None and not self._opened().placed:
+        if trainer.ckpt_path is not None and not self._opened().has_position:
             raise StateError(
                 f"the checkpoint {trainer.ckpt_path} has no position of {type(self).__qualname__}: "
                 "training would begin at the first sample again; call seek(consumed_samples) of "
@@ -346,7 +346,7 @@ class ConsumedBatches:
         self._fetched: deque[int] = deque()
         """The positions after those that were only fetched."""
         self._running: ConsumedIteration | None = None
-        self.placed = False
+        self.has_position = False
         """Whether a state or `seek` said where to begin, or something was trained on."""
 
     def __len__(self) -> int:
@@ -372,7 +372,7 @@ class ConsumedBatches:
         """The oldest batch that was fetched is trained on."""
         if self._fetched:  # none is, where the loader was moved within that batch
             self._trained = self._fetched.popleft()
-            self.placed = True
+            self.has_position = True
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a loader that has given what was trained on."""
@@ -390,7 +390,7 @@ class ConsumedBatches:
 
     def _moved(self, by: str) -> None:
         self._trained = self.loader.consumed_samples
-        self.placed = True
+        self.has_position = True
         if self._fetched:
             # Lightning still holds it, and would train on it next
             self._fetched.clear()

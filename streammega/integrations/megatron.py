@@ -282,7 +282,7 @@ def datasets_of(
             "--phase-transition-iterations counts samples from the beginning of a phase, so the "
             f'{config.order} order would restart there; use order="megatron", or leave it out'
         )
-    seat: dict[str, Any] = {
+    rank_options: dict[str, Any] = {
         "dp_rank": place.dp_rank,
         "dp_size": place.dp_size,
         "prefetch": prefetch,
@@ -298,14 +298,14 @@ def datasets_of(
             split=split,
             micro_batch_size=sizes["micro_batch_size"],
             consumed_samples=_consumed_samples(args, split),
-            **seat,
+            **rank_options,
         )
 
     train = None if getattr(args, "skip_train", False) else batches("train")
     valid: Valid | list[Valid] | None
     if config.full_validation:
         sets: list[Valid] = [
-            FullValidation(one, **seat) for one in _validation_sets(args, config, blends)
+            FullValidation(one, **rank_options) for one in _validation_sets(args, config, blends)
         ]
         valid = sets if getattr(args, "multiple_validation_sets", False) else next(iter(sets), None)
     else:

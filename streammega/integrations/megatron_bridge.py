@@ -36,12 +36,12 @@ class BridgeBatches(Iterator[Batch]):
     Has no `save_state`: where there is one, Bridge keeps it by rank, and refuses other ranks.
     """
 
-    def __init__(self, batches: MegatronBatches, *, is_placed: bool) -> None:
+    def __init__(self, batches: MegatronBatches, *, has_position: bool) -> None:
         self.megatron_batches = batches
-        self._is_placed = is_placed
+        self._has_position = has_position
 
     def __next__(self) -> Batch:
-        if not self._is_placed:
+        if not self._has_position:
             raise ConfigError(
                 "the sample at which training goes on is not set, so every resume would begin at the "
                 "first sample: pass the callback of stream_dataset to pretrain(callbacks=[...])"
@@ -51,7 +51,7 @@ class BridgeBatches(Iterator[Batch]):
     def seek(self, consumed_samples: int) -> None:
         """Go on at a sample, counted over all ranks. Raises StateError outside of the data."""
         self.megatron_batches.seek(consumed_samples)
-        self._is_placed = True
+        self._has_position = True
 
     @property
     def consumed_samples(self) -> int:
@@ -103,7 +103,7 @@ def stream_dataset(
                 dp_size=dp_size,
                 prefetch=prefetch,
             )
-            built[split] = BridgeBatches(batches, is_placed=not is_train)
+            built[split] = BridgeBatches(batches, has_position=not is_train)
         return tuple(built.get(split) for split in SPLITS)
 
     provider = _provider_class()(seq_length=config.sequence_length)

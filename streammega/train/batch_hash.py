@@ -21,7 +21,7 @@ from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
-from streammega.train.splits import open_plain
+from streammega.train.splits import open_without_ranks
 
 FIELDS = ("tokens", "labels")
 
@@ -102,7 +102,7 @@ def loader_hashes(config: RunConfig) -> list[str]:
     """
     hashes: list[str] = []
     digests: dict[int, int] = {}
-    with open_plain(config) as loader:
+    with open_without_ranks(config) as loader:
         dataset = loader.dataset
         for batch in loader:
             consumed = loader.consumed_samples

@@ -43,9 +43,9 @@ class StopRequests:
     """
 
     def __init__(self) -> None:
-        self.first: signal.Signals | None = None
+        self.first_signal: signal.Signals | None = None
         """The signal that asks the run to end."""
-        self.first_time = 0.0
+        self.first_signal_time = 0.0
         self.at_once_time: float | None = None
         """When the end at once was asked for (time.monotonic), if it was."""
         self._is_graceful = False
@@ -94,7 +94,7 @@ class StopRequests:
                 self._read()
             if self.at_once_time is not None:
                 raise KeyboardInterrupt
-            if announce and self.first == signal.SIGINT and not self._is_announced:
+            if announce and self.first_signal == signal.SIGINT and not self._is_announced:
                 self._is_announced = True
                 text = (
                     "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
@@ -128,11 +128,11 @@ class StopRequests:
         if number not in SIGNALS:
             return
         now = time.monotonic()
-        if self.first is None:
-            self.first = signal.Signals(number)
-            self.first_time = now
-        is_later = now - self.first_time > ONE_REQUEST
-        is_second = is_later and signal.SIGINT in (self.first, number)
+        if self.first_signal is None:
+            self.first_signal = signal.Signals(number)
+            self.first_signal_time = now
+        is_later = now - self.first_signal_time > ONE_REQUEST
+        is_second = is_later and signal.SIGINT in (self.first_signal, number)
         is_interrupt = number == signal.SIGINT and not self._is_graceful
         if self.at_once_time is None and (is_second or is_interrupt):
             self.at_once_time = now

@@ -18,7 +18,7 @@ def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
     return open_loader(data_of(config, split), ranks, split=split, **batch_sizes(config, split))
 
 
-def open_plain(config: RunConfig) -> StreamLoader:
+def open_without_ranks(config: RunConfig) -> StreamLoader:
     """A loader of all training batches, whole and without ranks: what the batches of a run are
     compared with.
     """

@@ -256,7 +256,7 @@ class Trainer:
         # by all tokens of the global batch before backward.
         factor = self.scale.value / num_tokens if self.scale else 1.0
         losses = self.model.forward_backward(batches, num_micro_batches, length, factor)
-        self.watchdog.phase("reducing")
+        self.watchdog.enter_phase("reducing")
         grad_norm = self._reduce_and_step(losses, num_tokens)
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
@@ -331,8 +331,8 @@ class Trainer:
             samples = self.loader.dataset.samples
             sources = dataset_of_samples(samples, samples.locate(sample_ids))
         totals = add_over_ranks(
-            self.watchdog.stop_requests.first,
-            self.checkpoints.failed,
+            self.watchdog.stop_requests.first_signal,
+            self.checkpoints.has_failed,
             losses if self.model.counts_losses else None,
             sources,
             self.sources,
@@ -375,7 +375,7 @@ class Trainer:
 
         record: of this step, if it is not in the metrics yet.
         """
-        self.watchdog.phase("saving", self.step)
+        self.watchdog.enter_phase("saving", self.step)
         self.saved_step = self.step
         position = position_of(
             self.config,
@@ -395,9 +395,9 @@ class Trainer:
         """
         if self.run_log:
             self.run_log.write(record)
-        self.watchdog.phase("saving", self.step)
+        self.watchdog.enter_phase("saving", self.step)
         self.checkpoints.wait()
-        saved_step = self.checkpoints.recent(RECENT_SECONDS)
+        saved_step = self.checkpoints.recent_step(RECENT_SECONDS)
         if saved_step is None:
             self.save()
         self.close()
@@ -416,7 +416,7 @@ class Trainer:
 
     def evaluate_all(self) -> dict[str, Any]:
         """The losses of the valid split and of validation sets: see `evaluation`."""
-        return evaluate_all(self.config, self.model, lambda: self.watchdog.phase("evaluating"))
+        return evaluate_all(self.config, self.model, lambda: self.watchdog.enter_phase("evaluating"))
 
     def flush(self) -> None:
         """Write buffered metrics. No other rank is needed, so also a run that fails calls it."""
@@ -425,7 +425,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""
-        self.watchdog.phase("ending")
+        self.watchdog.enter_phase("ending")
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()
@@ -462,7 +462,7 @@ class StepBatches(Iterator[Batch]):
         if not self._remaining:
             raise StopIteration
         self._remaining -= 1
-        self._watchdog.phase("waiting for data", self._step)
+        self._watchdog.enter_phase("waiting for data", self._step)
         start_time = time.perf_counter()
         batch = next(self._batches, None)
         self.waited += time.perf_counter() - start_time
@@ -471,5 +471,5 @@ class StepBatches(Iterator[Batch]):
         self.consumed.append(self._batches.consumed_samples)
         if self._keeps:
             self.kept.append(batch)
-        self._watchdog.phase("computing")
+        self._watchdog.enter_phase("computing")
         return batch

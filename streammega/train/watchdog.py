@@ -197,7 +197,7 @@ class Watchdog:
             self.stop_requests.listen()
             threading.Thread(target=self._run, name="streammega-watchdog", daemon=True).start()
 
-    def phase(self, name: str, step: int | None = None) -> None:
+    def enter_phase(self, name: str, step: int | None = None) -> None:
         """Note what this rank does from now on."""
         assert name in PHASES
         self._phase = name
@@ -272,7 +272,7 @@ class Watchdog:
         requests = self.stop_requests
         while not self._closed.is_set():
             self._beats += 1
-            if requests.first is not None and not self._is_ending:
+            if requests.first_signal is not None and not self._is_ending:
                 self._is_ending = True
                 self._next_look = self._beats
             code = 1

@@ -497,8 +497,8 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
         trainer.run()
     assert resumed(run_file).step == 3
     late = resumed(run_file, "train.train_iters=16", "train.save_interval=3")
-    late.checkpoints.last = (3, time.monotonic() - 31)
-    late.watchdog.stop_requests.first = signal.SIGTERM
+    late.checkpoints.last_save = (3, time.monotonic() - 31)
+    late.watchdog.stop_requests.first_signal = signal.SIGTERM
     with pytest.raises(Terminated, match=r"after step 4, which is saved"):
         late.run()
     assert resumed(run_file).step == 4
@@ -817,10 +817,10 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
     with monkeypatch.context() as patch:
         patch.setattr(ObstoreStore, "delete", killed)
         with pytest.raises(InterruptedError):
-            place.quarantine(4, "rewound")
+            place.set_aside(4, "rewound")
     assert place.steps() == [4, 6]
-    place.quarantine(6, "rewound")
-    place.prune_quarantined(1)
+    place.set_aside(6, "rewound")
+    place.prune_set_aside(1)
     assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
 
 
@@ -828,11 +828,11 @@ def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_clea
 def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(moto: S3) -> None:
     place = place_in_bucket(moto)
     place.touch("step-00000004.json")  # which is no record
-    place.quarantine(4, "damaged")
+    place.set_aside(4, "damaged")
     for step in (4, 6):
         publish_values(place, step)
-    place.quarantine(6, "rewound")
-    place.prune_quarantined(1)
+    place.set_aside(6, "rewound")
+    place.prune_set_aside(1)
     assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
 
 
@@ -857,11 +857,21 @@ def test_a_damaged_record_that_was_set_aside_does_not_end_a_rewind(moto: S3) -> 
     place = place_in_bucket(moto)
     for step in (4, 6):
         publish_values(place, step)
-        place.quarantine(step, "rewound")
+        place.set_aside(step, "rewound")
     place.touch("step-00000006.rewound.json")  # which is no record
-    place.prune_quarantined(1)
+    place.prune_set_aside(1)
     assert not place.exists("step-00000006.rewound.json")
     assert place.exists("step-00000004.rewound.json")
+
+
+def test_a_step_of_nine_digits_is_found_and_removed(moto: S3) -> None:
+    place = place_in_bucket(moto)
+    for step in (99_999_999, 100_000_000):
+        publish_values(place, step)
+    assert place.steps() == [99_999_999, 100_000_000]
+    folder = place.find(100_000_000).name
+    place.remove(100_000_000)
+    assert not place.exists(f"{folder}/__0_0.distcp")
 
 
 def publish_values(place: Any, step: int) -> None:

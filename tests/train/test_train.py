@@ -34,7 +34,7 @@ from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.optimizer import LearningRate
 from streammega.train.run_log import RunLog, read_metrics
-from streammega.train.splits import has_valid, open_plain
+from streammega.train.splits import has_valid, open_without_ranks
 from streammega.train.stages import check_layout
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_small_run
@@ -255,7 +255,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
     def start() -> Any:
-        return open_plain(load_run(run_file, [override]))
+        return open_without_ranks(load_run(run_file, [override]))
 
     with pytest.raises(ConfigError, match=message):
         start()
@@ -289,7 +289,7 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
         7,
     )
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
-    assert len(open_plain(weighted)) == 64
+    assert len(open_without_ranks(weighted)) == 64
     text = (
         Path(run_file)
         .read_text()
@@ -297,7 +297,7 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     )
     Path(run_file).write_text(text)
     assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
-    assert len(open_plain(load_run(run_file))) == 64
+    assert len(open_without_ranks(load_run(run_file))) == 64
 
 
 RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence_length=1\n"

@@ -47,7 +47,7 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
     watch = Watchdog(dist.PrefixStore("watch", store), rank, 3, timeout)
     # as the trainer's: it can only run when the main thread does
     signal.signal(signal.SIGTERM, lambda *_: None)
-    watch.phase("reducing", 5)
+    watch.enter_phase("reducing", 5)
     time.sleep(1.2)  # until the next beat, which says so
     print("ready", flush=True)
     if kind == "finished" and rank == 0:
@@ -70,7 +70,7 @@ def fail(watch: Watchdog, kind: str) -> None:
         watch.fail("s3://bucket/web.bin: 503 SlowDown")
         os._exit(1)
     if kind == "stalled":
-        watch.phase("waiting for data", 5)
+        watch.enter_phase("waiting for data", 5)
     time.sleep(600)
 
 

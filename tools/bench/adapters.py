@@ -76,7 +76,7 @@ def megatron_replayed(loader: sm.StreamLoader) -> Batches:
 def bridge_batches(loader: sm.StreamLoader) -> Batches:
     from streammega.integrations.megatron_bridge import BridgeBatches
 
-    return BridgeBatches(megatron_batches(loader), is_placed=True)
+    return BridgeBatches(megatron_batches(loader), has_position=True)
 
 
 def by_next(loader: sm.StreamLoader) -> Batches:

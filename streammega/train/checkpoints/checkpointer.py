@@ -80,7 +80,7 @@ class Checkpointer:
         self._before_publish = before_publish
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.last: tuple[int, float] | None = None
+        self.last_save: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
         # A single rank without torchrun is no mistake.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
@@ -89,7 +89,7 @@ class Checkpointer:
         check_shared_filesystem(store, self._rank_sync)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the save in the background has failed; `wait` raises why."""
         return self._error is not None
 
@@ -107,7 +107,7 @@ class Checkpointer:
         background: return when the values are copied; a thread writes them.
         """
         self.wait()
-        self.last = (step, time.monotonic())
+        self.last_save = (step, time.monotonic())
         state = state_to_save(model, optimizer)
         planner = _StagedPlanner(self._staging.stage(state))
         if not background:
@@ -118,7 +118,7 @@ class Checkpointer:
             try:
                 self._write_and_publish(step, state, planner, position)
             except BaseException as error:
-                # `wait` raises it. `failed` is summed over all ranks every step.
+                # `wait` raises it. `has_failed` is summed over all ranks every step.
                 self._error = error
 
         self._thread = threading.Thread(
@@ -140,12 +140,12 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def recent(self, seconds: float) -> int | None:
+    def recent_step(self, seconds: float) -> int | None:
         """The step of the last save, if it began no more than `seconds` ago.
 
         The clock of the first rank counts: all ranks must agree whether to save once more.
         """
-        step, started = self.last or (None, 0.0)
+        step, started = self.last_save or (None, 0.0)
         age = time.monotonic() - started
         return self._rank_sync.run_on_first(lambda: step if age <= seconds else None)
 
@@ -285,7 +285,7 @@ class Checkpointer:
                 f"in {self.store.url}"
             )
         self._set_aside([step for step in steps if step not in kept], "rewound")
-        self.store.prune_quarantined(self._keep)
+        self.store.prune_set_aside(self._keep)
         return kept
 
     def _rewinds_of(self, step: int) -> list[int]:
@@ -296,7 +296,7 @@ class Checkpointer:
 
     def _set_aside(self, steps: Sequence[int], why: str) -> None:
         for step in steps:
-            url = self.store.quarantine(step, why)
+            url = self.store.set_aside(step, why)
             log.warning("the checkpoint of step %d is set aside as %s", step, url)
 
     def _load(

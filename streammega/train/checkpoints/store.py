@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 SHARED_SIGN = ".shared-"
 """The prefix of the small files by which ranks check that they share the store."""
-_RECORD = re.compile(r"step-(?P<step>\d{8})")
-_SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
+_RECORD = re.compile(r"step-(?P<step>\d{8,})")
+_SET_ASIDE = re.compile(r"step-\d{8,}\.(rewound|damaged)(-\d+)?")
 """The record of a checkpoint that is kept, but not used to resume."""
-_FOLDER = re.compile(r"step-\d{8}-[0-9a-f]{8}")
-_NAMED_FILES = re.compile(r"step-\d{8}-([0-9a-f]{8})?")
+_FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+_NAMED_FILES = re.compile(r"step-\d{8,}-([0-9a-f]{8})?")
 """The folder that a record names, or the prefix of all folders of a step."""
 MAX_DELETES = 16
 """Deletes at once: each takes a round trip, and there may be a thousand files."""
@@ -145,7 +145,7 @@ class CheckpointStore:
         """Remove a checkpoint, its record first. Raises StorageError."""
         self._remove(_record_name(step))
 
-    def quarantine(self, step: int, why: str) -> str:
+    def set_aside(self, step: int, why: str) -> str:
         """Take a checkpoint out of `steps` and keep it; the URL of its new record.
 
         why: "damaged" or "rewound".
@@ -168,7 +168,7 @@ class CheckpointStore:
         self._store.delete(self._files.key(f"{name}.json"))
         return self._record_url(new_name)
 
-    def prune_quarantined(self, keep: int) -> None:
+    def prune_set_aside(self, keep: int) -> None:
         """Remove checkpoints that were set aside, except the last `keep`."""
         time_of: dict[str, float] = {}
         for name in self._record_names():
