@@ -1,5 +1,5 @@
-"""Accelerate trains from s3:// and oss:// through this DataLoader, which it neither shards nor deals
-out, and saves and loads with everything else.
+"""Accelerate trains from s3:// and oss:// with this DataLoader. It does not shard the loader or dispatch
+its batches, and saves and loads the position with everything else.
 
     from streammega.integrations.accelerate import StreamDataLoader
 
@@ -53,27 +53,27 @@ class PlaceholderDataset(IterableDataset[Batch]):
 class StreamDataLoader(DataLoader[Batch]):
     """The micro-batches of this process, on its device.
 
-    `prepare` gives it back as it is; `save_state` and `load_state` keep its position, which any
-    number of processes goes on from. Accelerate knows it from the start, so preparing it may be
-    forgotten. Where an iteration begins is as in StreamLoader.
+    `prepare` returns it unchanged, and the call may be left out. `save_state` and `load_state` include
+    its position, and any number of processes goes on from there. Iterations begin as those of a
+    StreamLoader.
 
     A state that is saved within `accumulate` counts the micro-batches so far; their gradients are
     in no checkpoint of accelerate: save after optimizer steps.
 
     Args:
-        accelerator: says the rank, the device, and how many micro-batches make a step.
-        config: what is read.
+        accelerator: has the rank, the device, and how many micro-batches make a step.
+        config: the data.
         micro_batch_size: samples of one batch of a process.
         global_batch_size: samples of one optimizer step over all processes.
         dp_rank, dp_size: the data-parallel rank; None: that of the process, which is right where no
             processes share a model (tensor or context parallelism).
-        prepare_batch: what is made of each batch, on the device.
-        options: further ones of StreamLoader. One for evaluation (`split="valid"`) begins every
+        prepare_batch: converts each batch, on the device.
+        options: further options of StreamLoader. A loader for evaluation (`split="valid"`) begins every
             iteration at the first sample, and is in no checkpoint.
     """
 
-    _is_accelerate_prepared = True  # what `prepare` asks: it is not wrapped
-    use_stateful_dataloader = True  # what `save_state` asks: it has a state
+    _is_accelerate_prepared = True  # so `prepare` does not wrap it
+    use_stateful_dataloader = True  # so `save_state` saves its state
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StreamDataLoader(DataLoader[Batch]):
         **options: Any,
     ) -> None:
         if dp_rank is None and dp_size is None:
-            dp_rank, dp_size = _place(accelerator)
+            dp_rank, dp_size = _rank_and_size(accelerator)
         self.loader = StreamLoader(
             config,
             micro_batch_size=micro_batch_size,
@@ -101,10 +101,11 @@ class StreamDataLoader(DataLoader[Batch]):
         self.prepare_batch = prepare_batch
         self.gradient_state = accelerator.gradient_state
         self.end_of_dataloader = False
-        """Whether the last batch of the pass was given: `accumulate` steps there in any case."""
+        """Whether the last batch of the pass was handed out: `accumulate` steps there in any case."""
         self.remainder = 0
         """Samples that were added to fill the last batch: none, as all batches are whole."""
         self._awaits_state_of: str | None = None
+        """The folder of the last `load_state`, until the loader has its position from there."""
         super().__init__(
             PlaceholderDataset(self.loader.dataset.num_samples), batch_size=micro_batch_size
         )
@@ -121,8 +122,7 @@ class StreamDataLoader(DataLoader[Batch]):
         if self._awaits_state_of is not None:
             raise StateError(
                 f"{self._awaits_state_of} has no position of this loader, so training would go on "
-                "with other samples than the next ones: call seek(consumed_samples) after "
-                "load_state"
+                "with the wrong samples: call seek(consumed_samples) after load_state"
             )
         return PreparedIteration(self, iter(self.loader))
 
@@ -146,7 +146,7 @@ class StreamDataLoader(DataLoader[Batch]):
         self._awaits_state_of = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before every pass: they are all alike."""
+        """Nothing: accelerate calls it before every pass, and all passes have the same order."""
 
     def close(self) -> None:
         """End reading ahead. The position stays."""
@@ -182,7 +182,7 @@ class PreparedIteration(Iterator[Batch]):
         owner.gradient_state._add_dataloader(owner)
 
 
-def _place(accelerator: Any) -> tuple[int, int]:
+def _rank_and_size(accelerator: Any) -> tuple[int, int]:
     """The data-parallel rank of a process, and how many there are."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:

@@ -6,9 +6,9 @@
     torch.distributed.checkpoint.save(state, checkpoint_id=folder)
     load(state, checkpoint_id=folder)
 
-DCP stores one entry for each key of a state, and answers a checkpoint with other keys by an error of
-its own. One constant key keeps every state loadable whatever is added to it, and what is not ours is
-refused here, in words.
+DCP stores an entry for each key of a state, and refuses checkpoints with other keys by errors of its own.
+With one constant key every state stays loadable, also if states get new fields. What another loader wrote
+is refused here, with what to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streammega.errors import StateError
 from streammega.order.state import KEYS
 
 STATE_KEY = "streammega_state"
-"""The one key. DCP names it where a checkpoint that is loaded without `load` has no data state."""
+"""The one key. The error of DCP's own `load` names it if a checkpoint has no data state."""
 
 
 class DataState:
@@ -106,7 +106,10 @@ class DataStatePlanner(DefaultLoadPlanner):
 
 
 def _fit(state: dict[str, Any], path: str, stored: set[str]) -> None:
-    """Ask, wherever the one key stands in `state`, for the keys that are stored there."""
+    """Replace each STATE_KEY in `state` by the keys of a bare loader, if the checkpoint has those there.
+
+    path: of `state` in the checkpoint. stored: all keys of the checkpoint.
+    """
     for name, inner in state.items():
         if not isinstance(inner, dict):
             continue
@@ -128,7 +131,7 @@ def _fit_state(state: dict[str, Any], path: str, stored: set[str]) -> None:
     what = f"has only {', '.join(here[:5])} there" if here else "has nothing there"
     tops = sorted({key.split(".")[0] for key in stored})
     raise StateError(
-        f"the checkpoint has no data state under {path[:-1]!r}: it {what}; of it all it has "
-        f"{', '.join(tops[:8])}. Was it written without the loader, or by another one? "
-        f"Leave {path[:-1]!r} out of what is loaded, to begin at the first sample"
+        f"the checkpoint has no data state under {path[:-1]!r}: it {what}, and {', '.join(tops[:8])} "
+        f"at the top. It was saved without the loader, or with another one. Leave {path[:-1]!r} out of "
+        f"what is loaded, to begin at the first sample"
     )

@@ -1,5 +1,5 @@
-"""The trainers and libraries that are integrated: imported when they are needed, and named where
-they are missing.
+"""The trainers and libraries that are integrated: they are imported when they are needed, and an error
+names a missing one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGES = {
 """The package of each extra that installs a framework."""
 
 
-def imported(module: str, extra: str) -> Any:
+def import_framework(module: str, extra: str) -> Any:
     """Import a module of a framework.
 
     Raises ConfigError if it is not installed, with the names of its package and its extra. Raises
@@ -110,7 +110,7 @@ def check_phases(
 
 
 def not_installed(module: str, extra: str) -> ConfigError:
-    """What to say where a module of a framework is missing."""
+    """The error for a missing module of a framework."""
     return ConfigError(
         f"there is no module {module}, which {PACKAGES[extra]} has: "
         f"pip install 'streammega[{extra}]', or {PACKAGES[extra]} itself"

@@ -91,7 +91,7 @@ class StreamDataHooks:
         self._data_parallel = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
         self._options = options
         self._batches: ConsumedBatches | None = None
-        self._opened_for: tuple[int, int] | None = None
+        self._rank_of_batches: tuple[int, int] | None = None
 
     # What Lightning calls.
 
@@ -108,17 +108,19 @@ class StreamDataHooks:
 
     def train_dataloader(self) -> ConsumedBatches:
         """The batches of this rank, from the cursor on; the same object every time."""
-        batches = self._opened()
+        batches = self._open_batches()
         self._check_trainer()
         return batches
 
     def val_dataloader(self) -> Any:
-        """The whole valid split every time, from its first sample; nothing where it is empty."""
-        return self._evaluation("valid", "limit_val_batches")
+        """The whole global batches of the valid split, from its first sample every time; nothing where it
+        is empty.
+        """
+        return self._open_evaluation("valid", "limit_val_batches")
 
     def test_dataloader(self) -> Any:
-        """The whole test split, as `val_dataloader` does."""
-        return self._evaluation("test", "limit_test_batches")
+        """The same of the test split."""
+        return self._open_evaluation("test", "limit_test_batches")
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was trained on, the same on every rank: see
@@ -131,7 +133,7 @@ class StreamDataHooks:
 
         Raises StateError for one of another order, or none; everything is then as it was.
         """
-        self._opened().load_state_dict(state_dict)
+        self._open_batches().load_state_dict(state_dict)
 
     def teardown(self, stage: str) -> None:
         """End reading ahead. The position stays."""
@@ -143,25 +145,25 @@ class StreamDataHooks:
     @property
     def loader(self) -> StreamLoader:
         """The loader of the train split, which may be ahead by what Lightning fetched."""
-        return self._opened().loader
+        return self._open_batches().loader
 
     def seek(self, consumed_samples: int) -> None:
         """Train from a global sample on, for checkpoints that were saved without this module."""
-        self._opened().seek(consumed_samples)
+        self._open_batches().seek(consumed_samples)
 
-    def _opened(self) -> ConsumedBatches:
-        """The batches of this rank. Which one it is, is known from a Trainer on: what was opened
-        before is opened again then, where it was.
+    def _open_batches(self) -> ConsumedBatches:
+        """The batches of this rank, opened once. Before there is a Trainer, this process counts as the
+        only rank. If the Trainer says otherwise, they are opened again at the same position.
         """
-        place = self._place()
+        rank_and_size = self._rank_and_size()
         before = self._batches
-        if before is None or place != self._opened_for:
-            dp_rank, dp_size = place
+        if before is None or rank_and_size != self._rank_of_batches:
+            dp_rank, dp_size = rank_and_size
             loader = StreamLoader(
                 self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
             )
             self._batches = ConsumedBatches(loader)
-            self._opened_for = place
+            self._rank_of_batches = rank_and_size
             if before is not None:
                 before.loader.close()
                 if before.has_position:
@@ -169,7 +171,7 @@ class StreamDataHooks:
         assert self._batches is not None
         return self._batches
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         if self._data_parallel is not None:
             return self._data_parallel
         trainer = getattr(self, "trainer", None)
@@ -185,10 +187,10 @@ class StreamDataHooks:
         module = trainer.lightning_module
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise ConfigError(
-                "training_step takes dataloader_iter, so how many batches it trained on is not "
-                "known: take the batch instead"
+                "training_step takes dataloader_iter, so the number of batches that it trained on is "
+                "unknown; let it take batch and batch_idx"
             )
-        if trainer.ckpt_path is not None and not self._opened().has_position:
+        if trainer.ckpt_path is not None and not self._open_batches().has_position:
             raise StateError(
                 f"the checkpoint {trainer.ckpt_path} has no position of {type(self).__qualname__}: "
                 "training would begin at the first sample again; call seek(consumed_samples) of "
@@ -201,26 +203,26 @@ class StreamDataHooks:
         """Raise ConfigError where optimizer steps would be of other sizes than global batches."""
         if any(hasattr(one, "going_to_accumulate_grad_batches") for one in trainer.callbacks):
             return  # Lightning's scheduler of accumulations: the sizes are its user's affair
-        _, dp_size = self._place()
-        of_one = self._sizes["micro_batch_size"] * dp_size
-        micro_batches = self._sizes["global_batch_size"] // of_one
+        _, dp_size = self._rank_and_size()
+        step_samples = self._sizes["micro_batch_size"] * dp_size
+        micro_batches = self._sizes["global_batch_size"] // step_samples
         if trainer.accumulate_grad_batches != micro_batches:
             raise ConfigError(
                 f"global_batch_size is {self._sizes['global_batch_size']}, but the Trainer steps "
-                f"after {trainer.accumulate_grad_batches * of_one} samples: give it "
+                f"after {trainer.accumulate_grad_batches * step_samples} samples: give it "
                 f"accumulate_grad_batches={micro_batches}"
             )
 
-    def _evaluation(self, split: str, limit: str) -> Any:
+    def _open_evaluation(self, split: str, limit: str) -> Any:
         if split_blend(self._config, split) is None:
             return []
-        dp_rank, dp_size = self._place()
+        dp_rank, dp_size = self._rank_and_size()
         loader = StreamLoader(
             self._config, split=split, dp_rank=dp_rank, dp_size=dp_size, **self._sizes
         )
         trainer = getattr(self, "trainer", None)
-        endless = loader.dataset.num_samples is None
-        if endless and trainer is not None and isinstance(getattr(trainer, limit), float):
+        is_endless = loader.dataset.num_samples is None
+        if is_endless and trainer is not None and isinstance(getattr(trainer, limit), float):
             raise ConfigError(
                 f"the {split} split has no end: give num_samples=(train, valid, test), or the "
                 f"Trainer a whole number as {limit}"
@@ -255,7 +257,7 @@ class LogsSourceLosses:
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin to count from 0, because checkpoints do not contain the sums."""
-        self._losses = self._of("train", module)
+        self._losses = self._make_losses("train", module)
         self._steps_before = trainer.global_step
 
     def on_train_batch_end(
@@ -272,7 +274,7 @@ class LogsSourceLosses:
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
         """Count from 0, because every validation reads the whole split."""
-        self._evaluated = self._of("valid", module)
+        self._evaluated = self._make_losses("valid", module)
 
     def on_validation_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
@@ -287,7 +289,7 @@ class LogsSourceLosses:
 
     def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
         """Count from 0."""
-        self._evaluated = self._of("test", module)
+        self._evaluated = self._make_losses("test", module)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -299,7 +301,7 @@ class LogsSourceLosses:
         if self._evaluated is not None:
             _log(trainer, self._evaluated.means(prefix=prefix))
 
-    def _of(self, split: str, module: Any) -> SourceLosses | None:
+    def _make_losses(self, split: str, module: Any) -> SourceLosses | None:
         """Empty sums for the datasets of a split, the same on every rank; None: it has no datasets."""
         if not source_names(self._config, split):
             return None
@@ -381,20 +383,20 @@ class ConsumedBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state. Raises StateError for one of another order, and changes nothing."""
         self.loader.load_state_dict(state)
-        self._moved("load_state_dict")
+        self._note_move("load_state_dict")
 
     def seek(self, consumed_samples: int) -> None:
         """Go on at a global sample."""
         self.loader.seek(consumed_samples)
-        self._moved("seek")
+        self._note_move("seek")
 
-    def _moved(self, by: str) -> None:
+    def _note_move(self, by: str) -> None:
         self._trained = self.loader.consumed_samples
         self.has_position = True
         if self._fetched:
             # Lightning still holds it, and would train on it next
             self._fetched.clear()
-            self._stop(f"{by} moved its loader while a batch of the former place was fetched")
+            self._stop(f"{by} moved its loader while a batch of the old position was fetched")
 
     def _stop(self, reason: str) -> None:
         if self._running is not None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from streammega.config import ORDERS, DataConfig, Order, StorageConfig, parse_blend
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import imported, with_used_fields
+from streammega.integrations.frameworks import import_framework, with_used_fields
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
@@ -47,11 +47,10 @@ MIN_LANES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What of the data a process is given: a data-parallel rank, and whether it reads at all.
+    """The data-parallel rank of a process, and whether the process reads.
 
-    Megatron reads on tensor-parallel rank 0 of the first and the last pipeline stage, with
-    inter-document masking of every stage. Other ranks get objects that open nothing until they are
-    asked.
+    Megatron reads on tensor-parallel rank 0 of the first and the last pipeline stage, and with
+    inter-document masking of every stage. On other ranks nothing is opened before the first `next`.
     """
 
     dp_rank: int
@@ -226,7 +225,7 @@ def datasets_provider(
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
         """What Megatron calls, for each chunk of a virtual pipeline by the name `vp_stage`."""
-        args = imported("megatron.training", "megatron").get_args()
+        args = import_framework("megatron.training", "megatron").get_args()
         return datasets_of(
             args,
             _tokenizer(),

@@ -19,7 +19,7 @@ from typing import Any
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import check_phases, imported
+from streammega.integrations.frameworks import check_phases, import_framework
 from streammega.integrations.megatron import MegatronBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -131,7 +131,7 @@ def _provider_class() -> type:
     try:
         from megatron.bridge.training.config import DatasetProvider
     except ImportError:  # where newer ones have it
-        DatasetProvider = imported("megatron.bridge.data.base", BRIDGE).DatasetProvider
+        DatasetProvider = import_framework("megatron.bridge.data.base", BRIDGE).DatasetProvider
 
     @dataclass(kw_only=True)
     class StreamDatasetProvider(DatasetProvider):  # type: ignore[misc]
@@ -156,7 +156,7 @@ def _provider_class() -> type:
 
 @cache
 def _callback_class() -> type:
-    base: Any = imported("megatron.bridge.training.callbacks", BRIDGE).Callback
+    base: Any = import_framework("megatron.bridge.training.callbacks", BRIDGE).Callback
 
     class StreamSeek(base):  # type: ignore[misc]
         """Goes to the samples that Bridge has counted, before the first is asked for."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import class_on_demand, imported
+from streammega.integrations.frameworks import class_on_demand, import_framework
 from streammega.integrations.megatron_arguments import field_settings
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
@@ -149,5 +149,5 @@ __getattr__ = class_on_demand(
     __name__,
     "StreamGPTDataset",
     StreamGPTSamples,
-    lambda: imported("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset,
+    lambda: import_framework("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset,
 )

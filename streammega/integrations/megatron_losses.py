@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import import_framework
 from streammega.integrations.megatron import MegatronBatches
 from streammega.loading.source_losses import add_losses_by_source
 
@@ -140,11 +140,11 @@ def _consumed(arguments: tuple[Any, ...]) -> int:
         train_state = getattr(argument, "train_state", None)
         if train_state is not None:
             return int(train_state.consumed_train_samples)
-    args = imported("megatron.training", "megatron").get_args()
+    args = import_framework("megatron.training", "megatron").get_args()
     return int(args.consumed_train_samples)
 
 
 def _micro_batches() -> int:
     """Micro-batches of an iteration on each rank."""
-    calculator = imported("megatron.core.num_microbatches_calculator", "megatron")
+    calculator = import_framework("megatron.core.num_microbatches_calculator", "megatron")
     return int(calculator.get_num_microbatches())

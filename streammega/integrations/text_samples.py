@@ -27,10 +27,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
-    """A token of a lane: of shard number `shard`, counted on through all passes, token `token` of
-    text `text`.
+    """A token of a lane: number `token` of text `text` of shard `shard`. Shards are numbered on through
+    all passes.
 
-    digest: of the ids of that text, which must be the same when a run goes on.
+    digest: of the ids of that text, which must be the same when a run goes on; empty at the start.
     """
 
     shard: int = 0
@@ -40,7 +40,7 @@ class TextPosition:
 
 
 class TokenizedText:
-    """The ids of one text, and where it stands."""
+    """The ids of one text, and which one it is."""
 
     def __init__(self, ids: Ids, shard: int, text: int) -> None:
         self.ids = ids
@@ -48,7 +48,7 @@ class TokenizedText:
         self._text = text
 
     def position(self, token: int) -> TextPosition:
-        """That of one of its tokens."""
+        """The position of one of its tokens."""
         return TextPosition(shard=self._shard, text=self._text, token=token, digest=self.digest)
 
     @cached_property
@@ -99,7 +99,7 @@ class TextSamples:
             for number, text in enumerate(self.texts(name)):
                 if number < skipped:
                     continue
-                tokenized = TokenizedText(self._ids(text), shard, number)
+                tokenized = TokenizedText(self._encode(text), shard, number)
                 if must_check and tokenized.digest != start.digest:
                     raise StateError(
                         f"text {number} of {name} has other ids than when the state was saved; "
@@ -144,7 +144,8 @@ class TextSamples:
         order: list[int] = np.argsort(draws, kind="stable").tolist()
         return order
 
-    def _ids(self, text: str) -> Ids:
+    def _encode(self, text: str) -> Ids:
+        """The ids of a text, with eod_id after them unless there are none."""
         ids = np.asarray(self.encode(text))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ConfigError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import import_framework
 from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
@@ -33,7 +33,7 @@ def stream_node(loader: StreamLoader) -> Any:
 @cache
 def _node_class() -> type:
     """Made when it is asked for: its base class is torchdata's."""
-    base: Any = imported("torchdata.nodes", "torchdata").BaseNode
+    base: Any = import_framework("torchdata.nodes", "torchdata").BaseNode
 
     class StreamNode(base[Batch]):  # type: ignore[misc]
         """Micro-batches of a loader."""

@@ -25,7 +25,7 @@ from streammega.integrations.dcp import DataState
 from streammega.integrations.frameworks import (
     check_phases,
     class_on_demand,
-    imported,
+    import_framework,
     with_used_fields,
 )
 from streammega.loading import StreamLoader
@@ -217,7 +217,7 @@ def titan_batch(
 
 def _base_class() -> Any:
     """torchtitan's BaseDataLoader, where its releases or later ones have it."""
-    imported("torchtitan", "torchtitan")
+    import_framework("torchtitan", "torchtitan")
     try:
         from torchtitan.components.data.loader import BaseDataLoader
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from streammega.integrations.accelerate import PlaceholderDataset, StreamDataLoa
 from streammega.integrations.frameworks import (
     check_phases,
     class_on_demand,
-    imported,
+    import_framework,
     with_used_fields,
 )
 from streammega.loading.source_losses import SourceLosses
@@ -321,7 +321,7 @@ def _check_cache(config: DataConfig, model: Any) -> None:
 
 def _position_callback() -> Any:
     """A CountsSteps that is a callback of transformers, and has a state there."""
-    module = imported("transformers.trainer_callback", "transformers")
+    module = import_framework("transformers.trainer_callback", "transformers")
     bases = (CountsSteps, module.TrainerCallback, module.ExportableState)
     return type(POSITION, bases, {})()
 
@@ -330,5 +330,5 @@ __getattr__ = class_on_demand(
     __name__,
     "StreamTrainer",
     StreamTrainerMixin,
-    lambda: imported("transformers", "transformers").Trainer,
+    lambda: import_framework("transformers", "transformers").Trainer,
 )

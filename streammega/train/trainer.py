@@ -416,7 +416,9 @@ class Trainer:
 
     def evaluate_all(self) -> dict[str, Any]:
         """The losses of the valid split and of validation sets: see `evaluation`."""
-        return evaluate_all(self.config, self.model, lambda: self.watchdog.enter_phase("evaluating"))
+        return evaluate_all(
+            self.config, self.model, lambda: self.watchdog.enter_phase("evaluating")
+        )
 
     def flush(self) -> None:
         """Write buffered metrics. No other rank is needed, so also a run that fails calls it."""

@@ -113,7 +113,7 @@ def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch
         StreamDataLoader(accelerator, sized, micro_batch_size=4, global_batch_size=8)
     shared = type("Config", (), {"non_data_parallel_size": 2})()
     accelerator.state.parallelism_config = shared
-    with pytest.raises(ConfigError, match="say dp_rank and dp_size"):
+    with pytest.raises(ConfigError, match="give dp_rank and dp_size"):
         StreamDataLoader(accelerator, sized, **SIZES)
 
 

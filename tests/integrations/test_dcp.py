@@ -108,7 +108,7 @@ def test_missing_and_foreign_states_are_refused_in_words(
     ):
         loader.take()
         for folder, words in (
-            ("none", r"no data state under 'data': it has nothing there; of it all it has model\."),
+            ("none", r"no data state under 'data': it has nothing there, and model at the top\."),
             ("foreign", r"it has only data\.dp_rank_0, data\.world_size there"),
         ):
             with pytest.raises(StateError, match=words):

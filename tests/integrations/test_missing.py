@@ -10,7 +10,7 @@ import pytest
 
 from streammega.errors import ConfigError
 from streammega.integrations import megatron, torchdata
-from streammega.integrations.frameworks import PACKAGES, imported
+from streammega.integrations.frameworks import PACKAGES, import_framework
 
 CASES = {
     "lightning": ("lightning", "StreamDataModule", ("lightning", "pytorch_lightning")),
@@ -61,7 +61,7 @@ def test_functions_for_missing_frameworks_say_it_too(monkeypatch: pytest.MonkeyP
         megatron.datasets_provider()(None)
     hide(monkeypatch, "megatron.bridge")
     with pytest.raises(ConfigError, match=r"streammega\[megatron-bridge\]"):
-        imported("megatron.bridge.training.callbacks", "megatron-bridge")
+        import_framework("megatron.bridge.training.callbacks", "megatron-bridge")
 
 
 @pytest.mark.guarantee("framework-installed-named")
@@ -71,4 +71,4 @@ def test_what_a_framework_itself_lacks_is_its_own_error(
     (tmp_path / "a_framework.py").write_text("import what_it_needs\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        imported("a_framework", "torchdata")
+        import_framework("a_framework", "torchdata")

@@ -151,7 +151,7 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
     for given_, words in (
         ({"lanes": 3, "dp_size": 2}, "a multiple of dp_size, which is 2"),
         ({"lanes": 9}, "at most the number of shards, 8"),
-        ({"passes": 2}, "None for no end, as with lanes"),
+        ({"passes": 2}, "With several lanes it must be None"),
     ):
         with pytest.raises(ConfigError, match=words):
             laned_of(shards, **given_)

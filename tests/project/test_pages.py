@@ -228,7 +228,7 @@ BROUGHT_BY_OTHERS = {
     "rich": "typer",
 }
 
-FRAMEWORKS = {"megatron", "torchdata", "torchtitan"}
+FRAMEWORKS = {"megatron", "torchdata", "torchtitan", "transformers"}
 """What code for other trainers imports: within functions, which run in that trainer."""
 
 
