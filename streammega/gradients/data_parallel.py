@@ -53,23 +53,23 @@ class BucketedDataParallel(nn.Module):
     by torch's DDP; where that adds up micro-batches in the parameters' dtype, this does in
     `grad_dtype`.
 
-    Buckets are laid out in reverse registration order (see `make_buckets`), and their collectives
-    start in that order on every rank, whichever gradient is ready first. They meet no collective of
-    the program's: a process group of the same ranks is made for them. One wrapper at a time reduces
-    gradients in a process group; a second one meanwhile is a GradientError.
+    Buckets are laid out in reverse registration order (see `make_buckets`). Their collectives start in
+    that order on every rank, whichever gradient is ready first. They have a process group of their own
+    of the same ranks, so they meet no other collective of the program. Wrappers of one process group
+    reduce one after the other; a second one that begins meanwhile raises GradientError.
 
-    Every backward of a step but the last is within `no_sync`: one that meets a gradient whose
+    Run every backward of a step but the last within `no_sync`: one that adds to a gradient whose
     reduction has begun raises GradientError. A parameter that no rank used, or that was frozen
-    meanwhile, has no gradient after the reduction, so optimizers leave it alone. What an abandoned
-    backward has added goes with `zero_grad` of this module. Averaged gradients that are not zeroed
-    add up over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a
-    `zero_grad` every step.
+    meanwhile, has no gradient after the reduction, so optimizers leave it alone. `zero_grad` of this
+    module drops what an abandoned backward has added. Averaged gradients that are not zeroed add up
+    over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a `zero_grad`
+    every step.
 
     Args:
         modules: one, or several that one backward goes through, such as the virtual pipeline stages
-            of this rank: these are called by themselves, and their parameters are named "0.weight"
-            and so on. Parameters may be DTensors of one tensor-parallel group; every rank works on
-            its own part.
+            of this rank. Several are called directly, and their parameters are named "0.weight" and
+            so on. Parameters may be DTensors of one tensor-parallel group; every rank works on its
+            own part.
         group: the ranks that hold copies; None: all.
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
             taken over all groups.
@@ -80,10 +80,10 @@ class BucketedDataParallel(nn.Module):
         overlap: start a bucket when it is full, else all at the end.
         tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
             embedding group.
-        check_gradients: `finish_grad_sync` raises GradientError on every rank, before anything is
-            stepped, where a gradient of some rank is not finite; that rank's error names the
-            parameter. Not with torch.amp.GradScaler, which skips such steps by itself.
-        max_grad_value: with check_gradients, also for an element that is larger.
+        check_gradients: `finish_grad_sync` raises GradientError on every rank if a gradient of some
+            rank is not finite. The error of that rank names the parameter. Set it to False with
+            torch.amp.GradScaler, which skips such steps by itself.
+        max_grad_value: with check_gradients, a larger element is an error too.
         main_grad: every parameter has `main_grad`, its place in the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
             Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
@@ -249,8 +249,8 @@ class BucketedDataParallel(nn.Module):
                 break
 
     def _check_group(self) -> None:
-        """Raise ConfigError where the ranks that hold copies are said to be those among which
-        parameters are split.
+        """Raise ConfigError if gradients would be summed over ranks that have different parts of
+        parameters.
         """
         if self._split_over is None:
             return

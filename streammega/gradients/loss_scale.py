@@ -12,11 +12,11 @@ from streammega.errors import GradientError
 
 
 class LossScale:
-    """The factor that keeps fp16 gradients from vanishing: doubled after `interval` good steps,
-    halved after a bad one.
+    """The factor that keeps fp16 gradients from vanishing: it doubles after `interval` good steps, and
+    halves after one whose gradients overflow.
 
-    Multiply the loss by `value`; after the reduction `unscale` says whether the step is good, on
-    all ranks alike.
+    Multiply the loss by `value`. After the reduction `unscale` returns whether to step, the same on
+    all ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The way of gradients: from hooks in backward into buckets, over the ranks, and to `param.grad`.
+"""How gradients go from hooks in backward into buckets, over the ranks, and to `param.grad`.
 
 hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch, and its turn
 ─► its collective starts

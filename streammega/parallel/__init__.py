@@ -1,5 +1,5 @@
-"""What the ranks of a layout say to each other about data: groups, one broadcast of ids, the parts
-of context parallelism.
+"""How the ranks of a layout get their batches: process groups, one broadcast of ids, the parts of
+context parallelism.
 """
 
 from streammega.parallel.groups import Ranks, device_mesh

@@ -29,13 +29,13 @@ from streammega.samples.loss_masks import SampleJoins, joins_of_config
 VALID_BYTES = 4
 """Bytes of an int32. torch views bytes as int32 only if they begin on a multiple of it."""
 
-FIRST = ("tokens", "position_ids")
+FIRST_STAGE = ("tokens", "position_ids")
 """Fields of the first pipeline stage."""
-LAST = ("labels", "loss_mask")
+LAST_STAGE = ("labels", "loss_mask")
 """Fields of the last pipeline stage."""
-BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
+BOTH_ENDS = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
 """Fields of the first and of the last stage, where the config asks for them."""
-MIDDLE = ("position_ids", *BOTH)
+MIDDLE_STAGES = ("position_ids", *BOTH_ENDS)
 """Fields of the stages between them, with `every_stage`."""
 
 
@@ -50,9 +50,8 @@ class RankBatch(dict[str, Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """The shapes of micro-batches of one sequence length, and the layout of their messages.
-
-    Phases may change the length. All ranks of a group have the same layout.
+    """The shapes of micro-batches of one sequence length, and how their messages are laid out: the same on
+    all ranks of a tensor-parallel group. Phases may change the length.
     """
 
     config: DataConfig
@@ -157,7 +156,7 @@ class BatchBroadcast:
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
-        # called now, because it refuses a loader that reads the parts of another rank
+        # Called now, to refuse a loader that reads the parts of another rank.
         self._spec_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -377,10 +376,10 @@ def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
     """The fields that this rank's pipeline stage needs. A middle stage needs some with `every_stage`."""
     fields: list[str] = []
     if ranks.is_first_stage:
-        fields += [*FIRST, *BOTH]
+        fields += [*FIRST_STAGE, *BOTH_ENDS]
     if ranks.is_last_stage:
-        fields += [*LAST, *BOTH]
+        fields += [*LAST_STAGE, *BOTH_ENDS]
     if every_stage:
-        fields += MIDDLE
+        fields += MIDDLE_STAGES
     # without duplicates: one stage may be the first and the last
     return tuple(dict.fromkeys(fields))

@@ -95,7 +95,7 @@ def rank_fields(
     return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
 
 
-def _in_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
+def _joins_of_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
     """Convert joins of samples to joins of their parts, with each part as a row.
 
     A join belongs to the part that has its label. None: no part has a join.
@@ -134,7 +134,7 @@ def _fields_of_parts(
     samples = len(ids) // len(bounds)
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
-    of_parts = None if joins is None else _in_parts(joins, bounds)
+    of_parts = None if joins is None else _joins_of_parts(joins, bounds)
     batch = _fields(ids, valid, part_config, names, None, learned, of_parts)
     kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
     if "position_ids" in names:
@@ -226,11 +226,10 @@ def _shift_to_parts(cu_seqlens: Tensor, parts: Bounds) -> Tensor:
 def _drop_part_boundaries(
     bounds: Tensor, cu_seqlens: Tensor, parts: Bounds, kept_length: int
 ) -> Tensor:
-    """Bounds among the kept tokens without the borders of neighbours at which no document begins:
-    those become the kept length.
+    """Replace borders between neighbouring parts at which no document begins by the kept length.
 
-    Both neighbours see bounds there in any case: one those after its end, the other those before
-    its start.
+    `_shift_to_parts` leaves a bound at every border: it moves later bounds to the end of the first part,
+    and earlier ones to the start of the second.
     """
     border = 0
     for (start, stop), (next_start, _) in pairwise(parts):

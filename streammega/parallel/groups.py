@@ -45,7 +45,7 @@ class Ranks:
         self.at = layout.coordinates(self.rank)
         self._members: dict[str, list[int]] = {}
         for name in GROUPS:
-            # a stage in the middle has no embedding: it is alone there
+            # A stage in the middle has no embedding, and so no others in that group.
             self._members[name] = layout.group_of(self.rank, name) or [self.rank]
         self._groups = _make_groups(layout, self.rank, timeout)
 
@@ -77,7 +77,7 @@ class Ranks:
     def all_reduce(
         self, tensor: torch.Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Reduce in place over the named group, where it has others."""
+        """Reduce in place over the named group; returns the tensor. A rank alone keeps its values."""
         group = self.group(name)
         if group is not None:
             dist.all_reduce(tensor, op=op, group=group)
@@ -118,13 +118,13 @@ def _make_groups(
     for name in GROUPS:
         for ranks in layout.groups(name):
             members = tuple(ranks)
-            # Several names may mean the same ranks: one group serves them all, for each takes
-            # connections and, with NCCL, memory of the device.
+            # Several names may mean the same ranks. They share one group: each group needs connections
+            # and, with NCCL, memory of the device.
             if len(members) < 2 or members in sets_with_group:
                 continue
             sets_with_group.add(members)
-            # All ranks of the world make every group, in this one order, or they wait for each
-            # other forever: so torch.distributed wants it, also of ranks that are not in it.
+            # torch.distributed wants every rank of the world to make every group, in one order, also
+            # those that it is not in. Otherwise ranks wait for each other forever.
             group = dist.new_group(ranks, timeout=timeout)
             if rank in members:
                 groups_of_rank[members] = group

@@ -107,15 +107,15 @@ class ParallelLayout:
             name: 0 if size == 1 else int(ranks.take(1, axis).flat[0] - ranks.flat[0])
             for axis, (name, size) in enumerate(zip(names, ranks.shape, strict=True))
         }
-        # Reversed, since the last dimension of an array is its fastest: among those of size 1, whose
-        # strides say nothing, this order stays.
+        # Reversed, since the last dimension of an array is the fastest. `sorted` keeps this order among
+        # dimensions of size 1, whose strides say nothing.
         last_first = names[::-1]
         order = "-".join([*sorted(last_first, key=strides.__getitem__), *left_out])
         layout = cls(**sizes, order=order)
         if not np.array_equal(layout.grid(names), ranks):
             raise ConfigError(
-                "the mesh does not number the ranks 0, 1, ... along its dimensions, "
-                "in any order of them"
+                "the mesh does not number the ranks 0, 1, ... along its dimensions, in any order of "
+                "them; make it by device_mesh(layout, ...) or torch's init_device_mesh"
             )
         return layout
 
@@ -135,16 +135,16 @@ class ParallelLayout:
         return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """{"tp", "cp", "dp", "pp"} of a rank, and of its place among the experts {"etp", "ep",
-        "edp"}.
+        """The coordinates of a rank by the names "tp", "cp", "dp", "pp", and among experts "etp", "ep",
+        "edp".
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(
                 f"rank {rank} is not in [0, {self.world_size}), the world of tp x cp x dp x pp"
             )
         coordinates: dict[str, int] = {}
-        # The grid of experts first: both have pp, and where the order puts them apart (pp not last,
-        # no experts) the pipeline stage is that of the other grid.
+        # Both grids have pp. If there are no experts, and pp is not last in the order, their stages
+        # differ. Then those of the grid of ranks are right: they come last, and replace the others.
         for grid, axes in ((self._expert_grid, self._expert_axes), (self._grid, self._axes)):
             place = np.unravel_index(rank, grid.shape)
             coordinates |= {name: int(index) for name, index in zip(axes, place, strict=True)}
@@ -185,7 +185,7 @@ class ParallelLayout:
 
     def group_of(self, rank: int, name: str) -> list[int]:
         """The named group that a rank belongs to; empty for embeddings where it has none."""
-        self.coordinates(rank)  # raises for a rank that there is not
+        self.coordinates(rank)  # raises ConfigError for a rank outside of the world
         return next((group for group in self.groups(name) if rank in group), [])
 
     def grid(self, names: Sequence[str]) -> NDArray[np.int64]:
@@ -204,13 +204,6 @@ class ParallelLayout:
         named_first = self._grid.transpose([*named_axes, *other_axes])
         sizes = [getattr(self, name) for name in names]
         return named_first.reshape(sizes)
-
-    def reads(self, rank: int) -> bool:
-        """Whether a rank reads data: tensor-parallel rank 0 of the first and of the last pipeline
-        stage.
-        """
-        coordinates = self.coordinates(rank)
-        return coordinates["tp"] == 0 and coordinates["pp"] in (0, self.pp - 1)
 
     def _check_sizes(self) -> None:
         sizes = {name: getattr(self, name) for name in NAMES}
@@ -245,13 +238,13 @@ class ParallelLayout:
                 f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); change one of them"
             )
         has_experts = self.ep > 1 or self.expert_tp != self.tp
-        # a layer is on one stage, its experts too
+        # The experts of a layer are on the ranks of its stage.
         stages = _ranks_of_stages(self._grid, self._axes)
         expert_stages = _ranks_of_stages(self._expert_grid, self._expert_axes)
         if has_experts and stages != expert_stages:
             raise ConfigError(
-                f"order {self.order!r} puts experts and pipeline stages on other ranks; "
-                f"with both, let pp come last"
+                f"order {self.order!r} gives a pipeline stage other ranks than its experts; "
+                f"put pp last in the order"
             )
 
     def _slowest_first(self) -> list[str]:
@@ -269,9 +262,7 @@ class ParallelLayout:
 
     @cached_property
     def _expert_axes(self) -> tuple[str, ...]:
-        """Dimensions of `_expert_grid`: experts know no context parallelism, whose ranks go to the
-        others.
-        """
+        """Dimensions of `_expert_grid`: experts have no context parallelism. Its ranks are in edp."""
         return tuple(EXPERT_NAMES[name] for name in self._slowest_first() if name in EXPERT_NAMES)
 
     @cached_property
@@ -292,7 +283,7 @@ def _groups_along(
     grid: NDArray[np.int64], axes: Sequence[str], dimensions: Sequence[str]
 ) -> list[list[int]]:
     """The ranks of a grid in groups that differ in the named dimensions only."""
-    # Sorted: a group's fastest dimension is the grid's, in whatever order its name lists them.
+    # Sorted: the grid says which dimension of a group is the fastest, and not the group's name.
     within = sorted(axes.index(name) for name in dimensions)
     between = [axis for axis in range(grid.ndim) if axis not in within]
     group_size = math.prod(grid.shape[axis] for axis in within)

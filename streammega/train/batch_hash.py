@@ -85,8 +85,8 @@ def hash_over_ranks(
     ranks.all_reduce(highest, "tp", dist.ReduceOp.MAX)
     if not torch.equal(lowest, highest):
         raise RuntimeError(
-            f"tensor-parallel ranks received different tokens of samples "
-            f"[{samples.start}, {samples.stop})"
+            f"the tensor-parallel ranks {ranks.members('tp')} received different tokens of samples "
+            f"[{samples.start}, {samples.stop}); this is a defect of streammega or of the network"
         )
     if ranks.at["tp"] > 0:
         # Copies of the same tokens count once.

@@ -78,9 +78,9 @@ class StepLosses:
 class StepTotals:
     """The totals of one step, the same on all ranks.
 
-    stop_signal: asks some rank to end the run; Ctrl-C of some rank comes before SIGTERM of others.
-    failed_save: a save has failed on some rank. loss: the mean over unmasked tokens of the global
-    batch. loss_of_source: the same of each dataset of a blend that had any; empty without a blend.
+    stop_signal: a signal that asks some rank to end the run; SIGINT if any rank has received one.
+    failed_save: whether a save has failed on some rank. loss: the mean over unmasked tokens of the
+    global batch. loss_of_source: the same for each dataset of a blend that has such tokens.
     """
 
     stop_signal: signal.Signals | None

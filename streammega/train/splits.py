@@ -19,12 +19,9 @@ def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
 
 
 def open_without_ranks(config: RunConfig) -> StreamLoader:
-    """A loader of all training batches, whole and without ranks: what the batches of a run are
-    compared with.
-    """
+    """A loader of all global batches of training for one rank, to compare those of a run with."""
     data = data_of(config, "train")
-    # a whole run with these settings, from its first sample to its last
-    if data.num_samples is None:
+    if data.num_samples is None:  # a stream without an end
         train, valid, test = config.num_samples()
         train += sum(stop - start for start, stop in data.exclude_samples)
         data = replace(data, num_samples=(train, valid, test))
@@ -79,9 +76,8 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
         requested, _, _ = data.num_samples
         if requested < needed:
             raise ConfigError(
-                f"data.num_samples asks {requested} training samples, but "
-                f"train.train_iters x train.global_batch_size is {needed}; "
-                f"raise the one or lower the other"
+                f"data.num_samples is {requested} for training, and the {config.train.train_iters} steps "
+                f"of train.train_iters take {needed} samples; raise num_samples, or lower train_iters"
             )
     return data
 

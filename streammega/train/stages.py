@@ -27,7 +27,7 @@ from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
 def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model, and the shapes of all parameters of the whole model."""
+    """(the stages of this rank, the shapes of the parameters of the whole model, by name)."""
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     is_sharded = config.parallel.optimizer == "sharded"
     mesh = make_mesh(ranks, device.type) if is_sharded else None
@@ -50,7 +50,7 @@ def make_stages(
 
 
 def canonical(name: str) -> str:
-    """The name of a parameter in the whole model: the head of a last stage is the embedding."""
+    """The name of a parameter in the whole model. The weight of a head is the embedding's there."""
     return "embedding.weight" if name == TIED else name
 
 
@@ -78,9 +78,9 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
         if micro_batches < pp or (is_interleaved and micro_batches % pp != 0):
             needs = "a multiple of" if is_interleaved else "at least"
             raise ConfigError(
-                f"a step of {batch_samples} samples has {micro_batches} micro-batches on each "
-                f"rank; parallel.pp {pp} needs {needs} {pp}: "
-                f"change train.global_batch_size or micro_batch_size"
+                f"a step of {batch_samples} samples has {micro_batches} micro-batches on each rank, and "
+                f"parallel.pp {pp} needs {needs} {pp}; change train.global_batch_size or "
+                f"train.micro_batch_size"
             )
     if model.heads % tp:
         raise ConfigError(

@@ -65,8 +65,8 @@ NCCL_MARGIN = 60.0
 say which rank was missing.
 """
 RECENT_SECONDS = 30.0
-"""When a run is stopped, a checkpoint of the last so many seconds is enough: torchrun kills the ranks
-30 s after it has passed on the signal.
+"""A run that a signal stops saves no new checkpoint if the last one is at most so old: torchrun kills the
+ranks 30 s after it has passed on the signal.
 """
 
 
@@ -191,8 +191,8 @@ class Trainer:
             )
         elif not train.save_interval and is_first_rank:
             log.warning(
-                "train.save_interval is 0: no checkpoint is kept, of the last step neither, but after "
-                "SIGTERM or Ctrl-C; if it is killed or fails, the run starts at step 0 again"
+                "train.save_interval is 0: only SIGTERM or Ctrl-C make a checkpoint. If the run is killed "
+                "or fails, it starts at step 0 again"
             )
         with self.watchdog.stop_requests.graceful(announce=is_first_rank):
             while self.step < train.train_iters:
@@ -371,7 +371,7 @@ class Trainer:
         return was_taken and self.step // interval > self.saved_step // interval
 
     def save(self, *, background: bool = False, record: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint of the current step. The data continue after the batches that were taken.
+        """Save a checkpoint of the current step. A resume takes the batches after those that were taken.
 
         record: of this step, if it is not in the metrics yet.
         """

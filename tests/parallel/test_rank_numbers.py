@@ -67,8 +67,6 @@ def test_coordinates_are_a_bijection_and_every_group_partitions_the_world(
         assert rank in layout.group_of(rank, "tp-pp")
     for name in ("tp", "dp-cp", "tp-cp", "tp-pp", "tp-cp-dp-pp", "ep"):
         assert sorted(itertools.chain.from_iterable(layout.groups(name))) == everyone
-    readers = [rank for rank in everyone if layout.reads(rank)]
-    assert len(readers) == dp * cp * min(pp, 2)
 
 
 def test_the_default_order_is_the_documented_formula() -> None:
@@ -109,7 +107,7 @@ def test_meshes_go_both_ways(
         ({"order": "tp-xp"}, "name each of"),
         ({"order": "tp-tp"}, "name each of"),
         ({"ep": 3, "dp": 4}, "does not divide the 4 ranks"),
-        ({"ep": 2, "cp": 2, "dp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"}, "let pp come last"),
+        ({"ep": 2, "cp": 2, "dp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"}, "put pp last in the order"),
     ],
 )
 def test_impossible_sizes_are_named(sizes: dict[str, object], message: str | None) -> None:

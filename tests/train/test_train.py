@@ -250,7 +250,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
         ("train.train_iters=0", "must be at least 1"),
         ("train.train_iters", "write it as section.name=value"),
         ("model.heads=3", "multiple of 2 x heads"),
-        ("data.num_samples=[8, 0, 0]", "asks 8 training samples"),
+        ("data.num_samples=[8, 0, 0]", "data.num_samples is 8 for training"),
     ],
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
@@ -819,7 +819,7 @@ def test_layouts_that_cannot_work_are_named(run_file: str, override: str, messag
 @pytest.mark.guarantee("pipelines-without-enough")
 def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_file: str) -> None:
     for stages, message in (
-        (1, "has 2 micro-batches on each rank; parallel.pp 4 needs at least 4"),
+        (1, "has 2 micro-batches on each rank, and parallel.pp 4 needs at least 4"),
         (2, "needs a multiple of 4"),
     ):
         overrides = [
@@ -950,7 +950,7 @@ def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
     config = load_run(
         run_file, ["train.train_iters=2", "train.save_interval=0", "train.eval_interval=0"]
     )
-    for number, warning in enumerate(("no checkpoint is kept", "the run starts at step 0")):
+    for number, warning in enumerate(("only SIGTERM or Ctrl-C make", "the run starts at step 0")):
         caplog.clear()
         trainer = Trainer(config, CPU)
         trainer.resume()

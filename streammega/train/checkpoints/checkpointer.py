@@ -141,9 +141,9 @@ class Checkpointer:
             raise error
 
     def recent_step(self, seconds: float) -> int | None:
-        """The step of the last save, if it began no more than `seconds` ago.
+        """The step of the last save, if it began at most `seconds` ago; else None. Collective.
 
-        The clock of the first rank counts: all ranks must agree whether to save once more.
+        The clock of the first rank decides, since all ranks must agree whether to save once more.
         """
         step, started = self.last_save or (None, 0.0)
         age = time.monotonic() - started

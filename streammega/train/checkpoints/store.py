@@ -59,7 +59,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """Checkpoints by step. Only the first rank calls the methods, but for `files` and `exists`.
+    """Checkpoints by step. Only the first rank calls the methods; all ranks may call `files`, `exists`.
 
     Args:
         store: a disk, or a bucket.
@@ -308,7 +308,7 @@ def _record_name(step: int) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """The names in a folder reach the disk as well as the files do."""
+    """Make sure that the names in a folder are on the disk, and not only in memory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
