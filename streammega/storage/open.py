@@ -20,6 +20,7 @@ from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
+from streammega.storage.backends.remote import RemoteStore
 from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store
@@ -40,13 +41,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class Scheme(NamedTuple):
     """How URLs of a scheme are served.
 
-    obstore: the class that serves one bucket or host. driver: the class for `transport="fsspec"`.
+    store: the class that serves one bucket or host. driver: the class for `transport="fsspec"`.
     environment: prefixes of the variables that their clients read. has_fallback: whether the driver
     reads where obstore refuses a server's answers. is_bucket: whether it can be listed and written.
     """
 
-    obstore: type[ObstoreStore]
-    driver: type[FsspecStore | Oss2Store]
+    store: type[RemoteStore]
+    driver: type[RemoteStore]
     environment: tuple[str, ...]
     has_fallback: bool
     is_bucket: bool = True
@@ -61,7 +62,7 @@ SCHEMES = {
     "http": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
     "https": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
 }
-"""Every scheme that obstore serves. fsspec's drivers serve all others, by `FsspecStore`."""
+"""Every scheme that has a store of its own, by obstore. `FsspecStore` serves all others."""
 OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 _CLIENT_ENVIRONMENT = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
@@ -153,13 +154,13 @@ def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
     if not _by_obstore(scheme, config):
         return make_driver_store()
     known = SCHEMES[scheme]
-    store = known.obstore(scheme, root, config)
+    store = known.store(scheme, root, config)
     if not known.has_fallback:
         return store
     return FallbackStore(store, make_driver_store, after_fork=known.is_bucket)
 
 
-def _driver_of(scheme: str) -> type[FsspecStore | Oss2Store]:
+def _driver_of(scheme: str) -> type[RemoteStore]:
     return SCHEMES[scheme].driver if scheme in SCHEMES else FsspecStore
 
 

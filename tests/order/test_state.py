@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, StreamLoader
+from streammega.config import ORDERS, Order
 from streammega.errors import StateError
 from streammega.order.state import SavedState, make_state, parse_state
 
@@ -235,9 +236,10 @@ OF_EVERY_ORDER: dict[str, Any] = {
     "add_extra_token": False,
     "phases": [PhaseConfig(first_sample=8, sequence_length=32)],
 }
-OF_AN_ORDER: dict[str, dict[str, Any]] = {
+OF_AN_ORDER: dict[Order, dict[str, Any]] = {
     "stream": {"shuffle_lanes": 32, "shuffle_block_bytes": 512},
     "megatron": {"num_samples": (48, 0, 0), "mid_level_dataset_surplus": 0.3},
+    "sequential": {"num_samples": (48, 0, 0)},
 }
 NOTICED_IN_OTHER_TESTS = {
     *("order", "blend_per_split", "blend_schedule", "exclude_documents", "follow"),
@@ -259,7 +261,7 @@ MAY_CHANGE = {
 
 def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
     """What chooses tokens is part of `identity`, in the classes of samples/ that have one."""
-    noticed = {*OF_EVERY_ORDER, *OF_AN_ORDER["stream"], *OF_AN_ORDER["megatron"]}
+    noticed = {*OF_EVERY_ORDER}.union(*OF_AN_ORDER.values())
     assert not (noticed | NOTICED_IN_OTHER_TESTS) & MAY_CHANGE
     names = {item.name for item in fields(DataConfig)}
     assert names == noticed | NOTICED_IN_OTHER_TESTS | MAY_CHANGE
@@ -268,19 +270,20 @@ def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
 @pytest.mark.guarantee("state-under-1")
 @pytest.mark.parametrize(
     ("order", "name"),
-    [(order, name) for order in OF_AN_ORDER for name in OF_EVERY_ORDER | OF_AN_ORDER[order]],
+    [(order, name) for order in ORDERS for name in OF_EVERY_ORDER | OF_AN_ORDER[order]],
 )
 def test_a_state_notices_every_setting_that_chooses_tokens(
-    order: Any, name: str, tmp_path: Path
+    order: Order, name: str, tmp_path: Path
 ) -> None:
-    lanes = 16 if order == "stream" else None
+    if name == "phases" and ORDERS[order].phases is None:
+        return
     config = DataConfig(
         blend=[(WEB, 0.7), (CODE, 0.3)],
         sequence_length=16,
         split="80,10,10",
         order=order,
         num_samples=(64, 0, 0),
-        shuffle_lanes=lanes,
+        shuffle_lanes=16 if ORDERS[order].has_lanes else None,
         index_cache_dir=tmp_path,
     )
     other = (OF_EVERY_ORDER | OF_AN_ORDER[order])[name]
