@@ -160,7 +160,7 @@ def list_inputs(
     **settings: Any,
 ) -> None:
     """List the files that convert would read, with their formats, and those it would leave out."""
-    from streammega.convert.read.inputs import described, find_inputs
+    from streammega.convert.read.inputs import describe_inputs, find_inputs
     from streammega.convert.read.selection import SkippedFiles
     from streammega.convert.read.stdin import is_pipe
 
@@ -170,7 +170,7 @@ def list_inputs(
     options = ConvertOptions(**settings_from(ConvertOptions, settings))
     skipped = SkippedFiles()
     config = storage_config(storage, storage_file, looks_only=True)
-    rows = described(find_inputs(inputs, config, options, skipped))
+    rows = describe_inputs(find_inputs(inputs, config, options, skipped))
     if as_json:
         values = {
             "inputs": rows,

@@ -111,7 +111,7 @@ def gc(
     leftovers = find_leftovers(prefix, settings)
     if remove and leftovers:
         if is_locked(prefix):
-            raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
+            raise ConfigError(f"{prefix}: a conversion to it is running; wait for it")
         remove_leftovers(prefix, leftovers, settings)
     files = pluralize(len(leftovers), "file")
     size = pluralize(sum(info.size for info in leftovers), "byte")
@@ -319,13 +319,13 @@ def parse_documents(text: str) -> tuple[str, int, int]:
     parsed = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", numbers)
     if not name or not parsed:
         raise ConfigError(
-            f"{redact_urls(text)!r}: names no documents; write DATASET#N or DATASET#N..M, web#0 or "
+            f"{text!r}: names no documents; write DATASET#N or DATASET#N..M, web#0 or "
             f"web#0..9 for instance (in quotes, since # begins a comment of some shells)"
         )
     first = int(parsed[1])
     last = int(parsed[2] or first)
     if last < first:
-        raise ConfigError(f"{redact_urls(text)!r}: ends before it begins")
+        raise ConfigError(f"{text!r}: ends before it begins")
     return name, first, last
 
 

@@ -39,11 +39,8 @@ Split = Annotated[str, typer.Option(help="The split: train, valid or test.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[str | None, typer.Option(help="Write a page with tables to this file.")]
 
-GIVE_UP_LOOKING = 5.0
-"""Seconds.
-
-A dropped connection is back sooner, and a mistyped endpoint is reported soon.
-"""
+LOOK_TIMEOUT = 5.0
+"""Seconds that a command which only reads waits for an endpoint that fails."""
 
 BYTES_OF_UNIT = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -63,7 +60,7 @@ def storage_config(
     """
     config = load_storage(file) if file else StorageConfig()
     if looks_only:
-        config = replace(config, retry_timeout=min(config.retry_timeout, GIVE_UP_LOOKING))
+        config = replace(config, retry_timeout=min(config.retry_timeout, LOOK_TIMEOUT))
     options = dict(config.storage_options)
     for pair in pairs or ():
         name, equals, value = pair.partition("=")

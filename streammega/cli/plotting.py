@@ -12,7 +12,6 @@ import typer
 
 from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -97,8 +96,8 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     records: those of metrics.jsonl. Steps that a restart ran again are drawn once, and each restart
     is marked.
     """
-    steps = latest(records)
-    restart_steps = restarts(records)
+    steps = latest_records(records)
+    restart_steps = find_restarts(records)
     figure, grid = pyplot().subplots(3, 2, figsize=(12, 11), layout="constrained")
     for axes, field in zip(grid.flat, FIELDS, strict=False):
         _draw_field(axes, field, _curves(steps, field.curves), restart_steps)
@@ -126,7 +125,7 @@ def _draw_field(
         alpha = 0.3 if is_smoothed else 1.0
         (line,) = axes.plot(numbers, values, label=label, marker=marker, markersize=3, alpha=alpha)
         if is_smoothed:
-            axes.plot(numbers, smoothed(values), label=name, color=line.get_color())
+            axes.plot(numbers, smooth(values), label=name, color=line.get_color())
     for place, step in enumerate(restart_steps):
         # once in the legend, however many there were
         label = None if place else "restart"
@@ -137,7 +136,7 @@ def _draw_field(
         axes.legend(loc="best", fontsize="small")
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float]) -> list[float]:
     """The mean of the values around each: a few of them, or a fiftieth of many; fewer at both ends."""
     reach = max(1, len(values) // SMOOTHED) // 2 + 1
     sums = [0.0, *accumulate(values)]
@@ -149,7 +148,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def latest_records(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records of the run as it is now, in order of steps.
 
     Where the run went back to a step, its earlier records from that step on are dropped.
@@ -162,7 +161,7 @@ def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return kept
 
 
-def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
+def find_restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
     """The steps, in order, at which a run began again after it had been further.
 
     A restart is left out if a later restart went back to or before its step.
@@ -233,15 +232,15 @@ def plot(
         target = out or str(path.parent / "run.png")
     if text is None:
         raise ConfigError(
-            f"{redact_urls(place)}: does not exist; give the out_dir of a run that has logged a step"
+            f"{place}: does not exist; give the out_dir of a run that has logged a step"
         )
     records = [record for record in parse_metrics(text) if "step" in record]
-    steps = [record for record in latest(records) if record.get("loss") is not None]
+    steps = [record for record in latest_records(records) if record.get("loss") is not None]
     if not steps:
-        raise ConfigError(f"{redact_urls(place)}: holds no step; let the run finish one")
+        raise ConfigError(f"{place}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
     typer.echo(
-        f"{pluralize(len(steps), 'step')}{_begun_again(restarts(records))}, "
+        f"{pluralize(len(steps), 'step')}{_begun_again(find_restarts(records))}, "
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
     )
     write_run(records, f"{title}: {len(steps)} steps", target)

@@ -195,7 +195,7 @@ def _group(group: Any, level: int) -> Iterator[Heading | Table]:
 
 
 def _with_bounds(name: str, value: Any) -> Any:
-    """A value as text; two bounds of tokens as START:STOP."""
+    """A value as it is; two bounds of tokens as [START, STOP)."""
     if name == "tokens" and isinstance(value, list) and len(value) == 2:
         return f"[{value[0]}, {value[1]})"
     return value

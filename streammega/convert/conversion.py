@@ -136,7 +136,9 @@ class Conversion:
     @property
     def _copies_datasets(self) -> bool:
         """Whether the inputs can be copied into shards without becoming segments first."""
-        return self.options.plain and all(item.format == "megatron" for item in self.inputs)
+        return self.options.copies_documents and all(
+            item.format == "megatron" for item in self.inputs
+        )
 
     def job(self, *, all_units: bool = False) -> Job:
         """All that workers have to know; without units where datasets are copied as they are, unless
@@ -368,7 +370,7 @@ def _check_errors(
     if options.max_errors is None or ("%" in str(options.max_errors) and not all_done):
         return
     read = sum(record.skipped.records for record in records)
-    max_errors = options.most_errors(read)
+    max_errors = options.max_errors_of(read)
     errors = sum(record.skipped.errors for record in records)
     if max_errors is None or errors <= max_errors:
         return

@@ -20,16 +20,16 @@ from streammega.storage.store import address_of
 class RawDocument:
     """A document before parsing: its bytes, and where they came from (line 0: the whole file).
 
-    offset: the byte of the file at which it begins, where its line is not known, else -1. record:
-    whether the bytes are a JSON record; else they are text. A record that was parsed already is in
-    `fields`, and `size` is about how many bytes it takes.
+    offset: the byte of the file at which it begins, where its line is not known, else -1. is_record:
+    whether the bytes are a JSON record; else they are text. fields: a record that was parsed
+    already. size: about how many bytes it takes.
     """
 
     data: bytes
     path: str
     line: int = 0
     offset: int = -1
-    record: bool = False
+    is_record: bool = False
     fields: dict[str, Any] | None = None
     size: int = 0
 
@@ -76,7 +76,9 @@ class Tokens:
         starts = offsets_of(sizes)
         # Addresses go to a kernel, which looks no further.
         if int(starts[-1]) != len(tokens):
-            raise ConvertError(f"documents of {starts[-1]} tokens are to be cut of {len(tokens)}")
+            raise ConvertError(
+                f"a batch of {len(tokens)} tokens has documents of {starts[-1]}; please report this"
+            )
         taken_sizes = sizes[documents]
         taken_starts = offsets_of(taken_sizes)
         taken = np.empty(int(taken_starts[-1]), tokens.dtype)
@@ -246,6 +248,6 @@ def check_lengths(lengths: NDArray[Any]) -> None:
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > MAX_TOKENS:
         raise ConvertError(
-            f"a sequence of {longest:,} tokens; an .idx can hold {MAX_TOKENS:,}: cut the document "
-            f"before"
+            f"a sequence has {longest:,} tokens, and an .idx can hold {MAX_TOKENS:,}; divide its "
+            f"document"
         )

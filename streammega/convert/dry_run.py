@@ -146,7 +146,7 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
 
 def _beginning(document: RawDocument) -> RawDocument:
     """A document; of a long text, only as much as a sample takes."""
-    if document.record or len(document.data) <= SAMPLE_BYTES:
+    if document.is_record or len(document.data) <= SAMPLE_BYTES:
         return document
     # The bytes may end within a character, which is left out.
     text = document.data[:SAMPLE_BYTES].decode("utf-8", "ignore")

@@ -21,7 +21,7 @@ from streammega.storage.etags import check_version
 
 SEGMENT_BYTES = 32 << 20
 """Token bytes after which a segment is written, where there is memory for it."""
-LEAST_SEGMENT_BYTES = 1 << 20
+MIN_SEGMENT_BYTES = 1 << 20
 """However little memory there is: each segment is up to three files."""
 HISTOGRAM_BINS = 48
 """Bins of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
@@ -104,7 +104,7 @@ def segment_bytes_within(memory_bytes: int, units_at_once: int) -> int:
     # seven times (as read, put together, sorted, and widened to int64 for their hashes, which is
     # four times 16-bit ids), in addition to the batches and the tokenizer's memory.
     share = memory_bytes // (16 * units_at_once)
-    return min(SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, share))
+    return min(SEGMENT_BYTES, max(MIN_SEGMENT_BYTES, share))
 
 
 def length_histogram(sizes: NDArray[np.int64]) -> list[int]:
@@ -142,13 +142,13 @@ def _record_name(number: int) -> str:
     return f"{unit_name(number)}.json"
 
 
-UNIT_BYTES = 64 << 20
+MAX_UNIT_BYTES = 64 << 20
 """Input bytes of a unit at most: what a kill undoes, and what a worker may be behind the others."""
-LEAST_UNIT_BYTES = 4 << 20
+MIN_UNIT_BYTES = 4 << 20
 """Input bytes of a unit at least: each unit costs a few files and a record."""
-UNITS = 128
+TARGET_UNITS = 128
 """So many units are wanted within these bounds: enough to keep many workers busy to the end."""
-UNIT_FILES = 4096
+MAX_UNIT_FILES = 4096
 """Files of a unit at most: very many tiny ones are spread over workers too."""
 
 
@@ -162,10 +162,10 @@ def plan_units(
     unit_bytes = _unit_bytes(inputs)
     room = 0
     for item in inputs:
-        for piece in FORMATS[item.format].cut(item, unit_bytes, UNIT_BYTES, storage):
+        for piece in FORMATS[item.format].cut(item, unit_bytes, MAX_UNIT_BYTES, storage):
             # a slice of a file that is cut fills a unit, whatever its size
             size = item.size if piece.stop < 0 else unit_bytes
-            has_room = bool(units) and size <= room and len(units[-1]) < UNIT_FILES
+            has_room = bool(units) and size <= room and len(units[-1]) < MAX_UNIT_FILES
             if has_room:
                 units[-1].append(piece)
             else:
@@ -177,10 +177,10 @@ def plan_units(
 
 def _unit_bytes(inputs: Sequence[Input]) -> int:
     """Input bytes of a unit."""
-    wanted = sum(item.size for item in inputs) // UNITS
-    # A UNIT_BYTES below the least counts.
-    min_bytes = min(UNIT_BYTES, LEAST_UNIT_BYTES)
-    return max(min_bytes, min(UNIT_BYTES, wanted))
+    wanted = sum(item.size for item in inputs) // TARGET_UNITS
+    # Tests set MAX_UNIT_BYTES below MIN_UNIT_BYTES.
+    min_bytes = min(MAX_UNIT_BYTES, MIN_UNIT_BYTES)
+    return max(min_bytes, min(MAX_UNIT_BYTES, wanted))
 
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:

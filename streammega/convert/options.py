@@ -202,7 +202,7 @@ class ConvertOptions:
                     f"it out"
                 )
         if self.max_errors is not None:
-            self.most_errors(0)
+            self.max_errors_of(0)
             if self.on_error != "skip":
                 raise ConfigError(
                     "max_errors (--max-errors) bounds what is skipped; set on_error (--on-error) "
@@ -268,8 +268,8 @@ class ConvertOptions:
                 "add_special_tokens"
             )
 
-    def most_errors(self, records: int) -> int | None:
-        """The most of so many records that may be skipped; None: as many as there are.
+    def max_errors_of(self, records: int) -> int | None:
+        """How many of so many records may be skipped; None: all of them.
 
         Raises ConfigError for a limit that is neither.
         """
@@ -317,7 +317,7 @@ class ConvertOptions:
         }
 
     @property
-    def plain(self) -> bool:
+    def copies_documents(self) -> bool:
         """Whether documents of tokens pass as they are, in their order."""
         leaves_out = self.dedup or bool(self.min_tokens) or self.keep_modes is not None
         cuts = self.max_tokens is not None

@@ -17,7 +17,7 @@ SHOWN_MESSAGES = 10
 """Faults that are shown on a terminal; the JSON has all that were kept."""
 KEPT_MESSAGES = 10_000
 """Faults that are kept, of a corpus that may have millions."""
-SHORTEST = 1e-9
+MIN_SECONDS = 1e-9
 """Seconds, for speeds of what took none."""
 
 
@@ -27,11 +27,9 @@ class ConvertReport:
     has [2^b, 2^(b+1)) tokens.
 
     inputs: path, format and bytes of each. files_passed_over: files that were found and not read,
-    by reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix, or
-    what they are. packing: of bins,
-    how many there are, their padding in tokens, the documents in them (pieces) and the most of one,
-    the documents that were split or dropped because they are longer than a bin; {} without bins.
-    tokens counts the padding too, and one token behind each shard.
+    by reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix,
+    or what they are. packing: the fields of PackingStats; {} without bins. tokens counts padding
+    too, and one token behind each shard.
     """
 
     prefix: str
@@ -75,7 +73,7 @@ class ConvertReport:
     def summary(self) -> dict[str, Any]:
         """What a terminal shows: figures, rates, and the first faults."""
         names = ("documents", "tokens", "dtype", "eod_id", "vocab_size", "format", "shards")
-        seconds = max(self.seconds, SHORTEST)
+        seconds = max(self.seconds, MIN_SECONDS)
         shown = self.messages[:SHOWN_MESSAGES]
         return {
             "dataset": self.prefix,

@@ -23,7 +23,7 @@ from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.inputs import described, find_inputs
+from streammega.convert.read.inputs import describe_inputs, find_inputs
 from streammega.convert.read.selection import OwnOutput, SkippedFiles
 from streammega.convert.read.stdin import (
     is_pipe,
@@ -381,7 +381,7 @@ def _make_report(
         dropped=dropped | total.counts,
         messages=total.messages,
         histogram=histogram,
-        inputs=described(conversion.inputs),
+        inputs=describe_inputs(conversion.inputs),
         files_passed_over=conversion.skipped_files.counts,
         names_passed_over=conversion.skipped_files.names,
         members_left_out=total.members,

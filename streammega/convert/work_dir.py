@@ -40,8 +40,8 @@ KEPT_INPUT = "input-"
 LOCK = "lock"
 REMOVED = ".removed"
 """Ends the name of a work folder that is being removed."""
-FREE_WITHIN = 10.0
-"""Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
+LOCK_TIMEOUT = 10.0
+"""Seconds that a task waits for the lock: others hold it only while they look whether it is free."""
 LOOK_SECONDS = 1.0
 """Seconds in which a conversion gets a lock that a task holds for the moment of a look."""
 
@@ -115,8 +115,8 @@ class WorkDir:
         return any(name.startswith(("unit-", "shard-")) for name in records)
 
     def clear(self) -> None:
-        """Remove what an interrupted run has done; the lock is held, and what is noted of the
-        output's names stays true.
+        """Remove what an interrupted run has done, but not what came by a pipe, the lock, and the
+        record of what is being published.
         """
         store, keys = self._files()
         # Records go before what they speak of.
@@ -136,8 +136,7 @@ class WorkDir:
                 shutil.rmtree(removed, ignore_errors=True)
             return
         store, keys = self._files()
-        # What is noted of the output goes last: as long as anything is here, it says whose the
-        # output is.
+        # Last: as long as anything is here, this record says whose the output is.
         for key in sorted(keys, key=lambda key: os.path.basename(key) == PUBLISHING):
             store.delete(key)
 
@@ -179,15 +178,15 @@ class WorkDir:
             shutil.rmtree(f"{self.url}{REMOVED}", ignore_errors=True)
 
     def check_unlocked(self) -> None:
-        """Raise ConvertError if a conversion holds it: it may be removed by the next moment.
+        """Raise ConvertError if a conversion holds the lock, since it removes the folder in the end.
 
-        Tasks do not hold it, for they share it.
+        Tasks share the folder, and do not hold the lock.
         """
         if self.is_remote:
             return
         self.make()
         try:
-            with filelock.FileLock(os.path.join(self.url, LOCK), timeout=FREE_WITHIN):
+            with filelock.FileLock(os.path.join(self.url, LOCK), timeout=LOCK_TIMEOUT):
                 return
         except filelock.Timeout:
             raise ConvertError(

@@ -112,7 +112,9 @@ def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 def test_a_machine_that_does_not_see_the_work_folder_or_an_input_fails_its_first_task(
     two_machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)  # so that both machines get units
+    monkeypatch.setattr(
+        "streammega.convert.job.MAX_UNIT_BYTES", 100
+    )  # so that both machines get units
     shared = two_machines / "shared"
     apart = two_machines / "apart"
     shared.mkdir()

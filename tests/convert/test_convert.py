@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
-from streammega.cli.plotting import latest, restarts, smoothed, sparkline
+from streammega.cli.plotting import find_restarts, latest_records, smooth, sparkline
 from streammega.convert import ConvertReport, convert
 from streammega.convert.read.compression import open_stream
 from streammega.convert.tokenize import tokenizers
@@ -143,7 +143,7 @@ def test_conversion_straight_into_s3(
 def test_lines_that_are_passed_over_cost_no_second_reading(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 4000)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 4000)
     good = b'{"text": "a good line"}\n'
     (tmp_path / "in.jsonl").write_bytes((good * 9 + b"{\n") * 100)
     opened: list[str] = []
@@ -335,13 +335,16 @@ def test_steps_that_a_restart_gave_up_are_not_drawn(
 ) -> None:
     killed = [{"step": step, "loss": 1.0} for step in range(1, 17)]
     restarted = [{"step": step, "loss": 2.0} for step in range(1, 4)]
-    assert latest([*killed, *restarted]) == restarted
-    assert latest([*killed, {"step": 11, "loss": 3.0}]) == [*killed[:10], {"step": 11, "loss": 3.0}]
-    assert restarts(
+    assert latest_records([*killed, *restarted]) == restarted
+    assert latest_records([*killed, {"step": 11, "loss": 3.0}]) == [
+        *killed[:10],
+        {"step": 11, "loss": 3.0},
+    ]
+    assert find_restarts(
         [*killed, {"step": 11, "loss": 3.0}, {"step": 12, "loss": 3.0}, *restarted]
     ) == [1]
-    assert restarts([*killed, {"step": 11}, {"step": 12}, {"step": 12}]) == [11, 12]
-    assert restarts(killed) == []
+    assert find_restarts([*killed, {"step": 11}, {"step": 12}, {"step": 12}]) == [11, 12]
+    assert find_restarts(killed) == []
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in [*killed, *restarted])
     )
@@ -352,10 +355,10 @@ def test_steps_that_a_restart_gave_up_are_not_drawn(
 
 def test_smoothed_curves_have_the_mean_of_what_is_around_each_step() -> None:
     values = [float(n % 2) for n in range(200)]
-    means = smoothed(values)
+    means = smooth(values)
     assert len(means) == 200
     assert all(abs(mean - 0.5) < 0.2 for mean in means)
-    assert smoothed([3.0] * 60) == [3.0] * 60
+    assert smooth([3.0] * 60) == [3.0] * 60
 
 
 def test_sparklines_follow_the_values() -> None:

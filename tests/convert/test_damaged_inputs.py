@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
-from streammega.convert.read.compression import PieceReader, decompressed
+from streammega.convert.read.compression import PieceReader, decompress
 from streammega.errors import ConfigError, ConvertError
 from tests.support.builders import stored_texts
 
@@ -126,9 +126,9 @@ def test_reading_gives_what_decodes_and_then_the_error(
     packed = b"".join(
         PACKERS[suffix](data[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)
     )
-    whole = PieceReader(decompressed(io.BytesIO(packed), suffix))
+    whole = PieceReader(decompress(io.BytesIO(packed), suffix))
     assert b"".join(iter(lambda: whole.read(reads), b"")) == data
-    file = PieceReader(decompressed(io.BytesIO(packed[:cut]), suffix))
+    file = PieceReader(decompress(io.BytesIO(packed[:cut]), suffix))
     found = b""
     try:
         while piece := file.read(reads):
@@ -171,7 +171,7 @@ def parquet(path: Path, **options: Any) -> list[tuple[int, int]]:
 def test_a_damaged_page_costs_its_row_group_alone(
     codec: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
     path = tmp_path / "a.parquet"
     pages = parquet(path, compression=codec, write_page_checksum=True)
     data = bytearray(path.read_bytes())
@@ -194,7 +194,7 @@ def test_a_damaged_page_costs_its_row_group_alone(
 def test_a_large_file_that_is_no_parquet_is_named_by_whoever_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 10)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 10)
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing more of it PAR1")
     (tmp_path / "b.jsonl").write_bytes(LINES[0])
     report = convert_to(tmp_path, tmp_path / "a.parquet", tmp_path / "b.jsonl")
@@ -226,7 +226,7 @@ def test_faults_within_the_limit_are_skipped(limit: Any, tmp_path: Path) -> None
 def test_faults_beyond_the_limit_end_the_conversion(
     limit: Any, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 1000)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 1000)
     inputs = broken_lines(tmp_path / "in")
     with pytest.raises(
         ConvertError, match=r"more than max_errors.*\n.*jsonl.* broken JSON"
@@ -245,7 +245,7 @@ def test_faults_of_all_tasks_are_counted_together(tmp_path: Path) -> None:
         "tokenizer": "bytes", "on_error": "skip", "workers": 1, "work_dir": str(tmp_path / "work"),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.job.UNIT_BYTES", 1000)
+        patch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 1000)
         with pytest.raises(ConvertError, match="more than max_errors"):
             convert_task(inputs, output, Task(number=0, of=1), max_errors=5, **settings)
         for number in range(2):

@@ -139,7 +139,7 @@ def test_every_form_gives_megatrons_bytes(
     folder = tmp_path_factory.mktemp("forms")
     wanted = by_megatron(folder / "theirs", texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+        patch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
         patch.setattr("streammega.convert.read.text.READ_BYTES", unit)
         for form, (name, make, options) in PACKABLE.items():
             data = PACKED[packed](make(texts))

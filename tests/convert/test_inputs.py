@@ -239,7 +239,7 @@ def test_inputs_are_read_from_object_storage(
 def test_large_files_are_cut_into_units_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: int
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 100)
     inputs = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet"), pair(tmp_path / "c")]
     assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (
@@ -531,7 +531,7 @@ def test_rows_weigh_what_they_hold(
 def test_lines_of_later_units_have_their_true_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)
     with pytest.raises(ConvertError, match=r"a\.jsonl:41: broken JSON"):
         convert_bytes(tmp_path / "out", tmp_path / "a.jsonl")

@@ -76,7 +76,7 @@ def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
 def test_large_files_are_cut_into_units_only_where_they_are_lines(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 500)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 500)
     (tmp_path / "in.json").write_text(FORMS[form](RECORDS))
     units = plan_units(find_inputs([str(tmp_path / "in.json")]), ConvertOptions(), StorageConfig())
     assert (len(units) > 5) == (form == "lines")
@@ -270,7 +270,7 @@ def test_a_killed_conversion_of_arrays_goes_on_to_the_same_bytes(tmp_path: Path)
     convert_bytes(tmp_path / "whole", *inputs)
     code = (
         "import sys; from streammega.convert import convert; import streammega.convert.job as plan;"
-        "plan.UNIT_BYTES = 1000;"
+        "plan.MAX_UNIT_BYTES = 1000;"
         "convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]

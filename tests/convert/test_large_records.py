@@ -105,7 +105,7 @@ ENDS_THE_FILE = ("in.csv", "in.json")
 def test_a_record_that_is_too_large_is_refused_or_skipped(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
     monkeypatch.setattr(read_source, "READ_BYTES", 700)
     monkeypatch.setattr("streammega.convert.read.text.READ_BYTES", 700)
     monkeypatch.setattr("streammega.convert.read.text.HEAD_BYTES", 64)

@@ -263,8 +263,8 @@ def check_origins(name: str, expected: dict[str, str], inputs: Path) -> list[str
 def test_every_document_says_where_it_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(plan, "UNIT_BYTES", 4000)
-    monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", 4000)
+    monkeypatch.setattr(plan, "MAX_UNIT_BYTES", 4000)
+    monkeypatch.setattr(plan, "MIN_UNIT_BYTES", 4000)
     monkeypatch.setattr(job, "SEGMENT_BYTES", 6000)
     inputs = tmp_path / "in"
     expected = write_inputs(inputs)

@@ -256,7 +256,7 @@ def test_memory_workers_and_kills_change_no_byte(
     }  # fmt: skip
     inputs = [str(tmp_path / "in")]
     convert(inputs, str(tmp_path / "one" / "out"), workers=1, **settings)
-    monkeypatch.setattr("streammega.convert.job.LEAST_SEGMENT_BYTES", 900)
+    monkeypatch.setattr("streammega.convert.job.MIN_SEGMENT_BYTES", 900)
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 900)
     write_shard = shards.write_shard
     calls = []

@@ -115,7 +115,7 @@ def test_stored_bytes_of_an_input_are_told_once_as_they_are_read(name: str, tmp_
 def test_files_that_are_cut_among_workers_are_told_of_once(
     name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(plan, "MAX_UNIT_BYTES", 1 << 20)
     path = tmp_path / name
     if name == "a.parquet":
         table(path, lambda rows, name: pq.write_table(rows, name, row_group_size=300))

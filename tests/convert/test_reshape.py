@@ -266,7 +266,7 @@ import sys
 import streammega.convert.job as job
 from streammega.convert import convert
 if __name__ == "__main__":
-    job.UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
+    job.MAX_UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
     convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", format="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
             workers=int(sys.argv[3]), pack_length=int(sys.argv[4]) or None)
 """
@@ -389,7 +389,7 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
 def test_only_changed_inputs_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 1)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 1)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
     (tmp_path / "b.txt").write_bytes(b"\xff")
@@ -670,7 +670,7 @@ class TestRay:
             "shuffle_seed": 1,
             "format": "zst",
         }
-        monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 20_000)
+        monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 20_000)
         inputs = [str(tmp_path / "in.jsonl")]
         convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
         report = convert(inputs, str(tmp_path / "ray" / "web"), backend="ray", **options)

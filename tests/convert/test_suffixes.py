@@ -119,7 +119,7 @@ def test_json_of_unknown_suffix_may_be_an_array(tmp_path: Path) -> None:
 def test_each_line_is_a_text_however_the_file_is_cut(
     unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
     data = "\ufeffeins\r\nzwei é\n\n  drei\nvier".encode()
     report = convert_to(tmp_path, written(tmp_path / "a.txt", data), read_as="lines")
     assert made(tmp_path) == ["eins", "zwei é", "  drei", "vier"]
@@ -129,7 +129,7 @@ def test_each_line_is_a_text_however_the_file_is_cut(
 def test_a_line_that_is_no_text_is_named_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 10)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 10)
     path = written(tmp_path / "a.txt", b"good\n" * 40 + b"\xff\n" + b"good\n")
     with pytest.raises(ConvertError, match=r"a\.txt:41: is not UTF-8 text \(byte 0\)"):
         convert_to(tmp_path, path, read_as="lines")

@@ -26,12 +26,12 @@ from tests.support.servers import S3
 from tests.support.task_programs import do_task
 
 OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 20_000}
-UNITS = 9
+TARGET_UNITS = 9
 
 
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 10_000)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 10_000)
 
 
 def write_corpus(folder: Path) -> list[str]:
@@ -41,7 +41,7 @@ def write_corpus(folder: Path) -> list[str]:
     lines = [json.dumps({"text": text}) + "\n" for text in [*texts, *texts[:40]]]
     path = folder / "in.jsonl"
     path.write_text("".join(lines))
-    assert -(-path.stat().st_size // 10_000) == UNITS
+    assert -(-path.stat().st_size // 10_000) == TARGET_UNITS
     return [str(path)]
 
 
@@ -72,8 +72,8 @@ def test_tasks_in_any_order_make_the_bytes_of_one_process(
     random.Random(1).shuffle(tasks)
     for task in [*tasks, tasks[0]]:  # one of them twice
         report = convert_task(inputs, output, task, **OPTIONS, **options)
-        assert report.units_of_all == UNITS
-        assert report.units == len(range(task.number, UNITS, 4))
+        assert report.units_of_all == TARGET_UNITS
+        assert report.units == len(range(task.number, TARGET_UNITS, 4))
         assert not [name for name in files_of(tmp_path / "shared") if not name.startswith(".")]
     assert report.units_before == report.units
     merged = merge_tasks(inputs, output, **OPTIONS, **options)
@@ -88,7 +88,7 @@ def test_another_number_of_tasks_goes_on(inputs: list[str], tmp_path: Path) -> N
     output = str(tmp_path / "shared" / "web")
     convert_task(inputs, output, Task(number=1, of=3), **OPTIONS)
     again = convert_task(inputs, output, Task(number=0, of=1), **OPTIONS)
-    assert (again.units, again.units_before) == (UNITS, 3)
+    assert (again.units, again.units_before) == (TARGET_UNITS, 3)
     merge_tasks(inputs, output, **OPTIONS)
     assert files_of(tmp_path / "shared") == expected
 
@@ -128,7 +128,7 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 1000)  # of a small machine
     convert_task(inputs, output, alone, execution=execution, **OPTIONS)
     records = {path: path.read_bytes() for path in work.glob("unit-*.json")}
-    assert len(records) == UNITS
+    assert len(records) == TARGET_UNITS
     for path in records:
         path.unlink()
     monkeypatch.setattr("streammega.convert.job.SEGMENT_BYTES", 4000)
@@ -142,7 +142,7 @@ def test_machines_of_other_sizes_do_not_write_into_each_others_segments(
 def test_a_task_does_not_begin_while_its_folder_is_merged(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.work_dir.FREE_WITHIN", 0.05)
+    monkeypatch.setattr("streammega.convert.work_dir.LOCK_TIMEOUT", 0.05)
     output = str(tmp_path / "web")
     with (
         WorkDir.of(output, None, StorageConfig()).lock(),

@@ -303,7 +303,7 @@ def test_a_conversion_that_fails_before_it_writes_tokens_frees_its_names_for_oth
     tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"memory://{tmp_path.name}-corrected/web"
-    monkeypatch.setattr("streammega.convert.job.UNIT_FILES", 1)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_FILES", 1)
     (tmp_path / "c.jsonl").write_text('{"text": "c"}\n{"no": 1}\n')
     arguments: Any = ([*inputs, str(tmp_path / "c.jsonl")], name)
     with pytest.raises(ConvertError, match="text"):
@@ -448,7 +448,7 @@ def test_a_dataset_that_appears_at_the_worst_moment_is_not_replaced(
 ) -> None:
     name = f"memory://{tmp_path.name}-moment/web"
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
-    method = "existing"
+    method = "find_existing"
     if moment == "while a run is resumed":
         kill_before("remove_work", monkeypatch, inputs[:1], name)
         method = "manifest"

@@ -137,7 +137,7 @@ def by_conversion(data: bytes) -> list[tuple[str, str]]:
     encoder = BatchEncoder(
         load_tokenizer("bytes"), ConvertOptions(tokenizer="bytes", chat=True), StorageConfig()
     )
-    parts = encoder.parts(RawDocument(data=data, path="a.jsonl", line=1, record=True))
+    parts = encoder.parts(RawDocument(data=data, path="a.jsonl", line=1, is_record=True))
     turns = []
     for (header, _, _), (text, _, _) in zip(parts[::2], parts[1::2], strict=True):
         assert isinstance(header, str)

@@ -254,7 +254,7 @@ def test_a_conversion_that_stopped_keeps_no_passwords(site: Site, tmp_path: Path
 def test_a_line_behind_a_password_is_counted(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.job.UNIT_BYTES", 100)
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 100)
     site.put("long.jsonl", b'{"text": "fine"}\n' * 40 + b"{\n" + b'{"text": "fine"}\n' * 40)
     with pytest.raises(StreammegaError, match=r"long\.jsonl:41: broken JSON") as caught:
         convert(

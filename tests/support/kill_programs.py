@@ -45,7 +45,7 @@ def convert_and_tell(
 ) -> None:
     """One conversion; phases go to `pipe`, then "done" or the error."""
     os.environ["XDG_CACHE_HOME"] = cache
-    job.UNIT_BYTES = job.LEAST_UNIT_BYTES = 20_000
+    job.MAX_UNIT_BYTES = job.MIN_UNIT_BYTES = 20_000
     job.SEGMENT_BYTES = 8_000
     telling(Conversion, "do_units", "read", pipe.send)
     telling(Publisher, "choose_names", "lay", pipe.send)

@@ -26,7 +26,7 @@ def do_task(
     options: dict[str, Any],
 ) -> None:
     """One task; with `wait_after` it does so many units and then nothing more."""
-    plan.UNIT_BYTES = 10_000
+    plan.MAX_UNIT_BYTES = 10_000
     units: Any = sys.modules[run_unit.__module__]
     save = units.save_record
     saved = 0

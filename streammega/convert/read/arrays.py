@@ -59,10 +59,10 @@ def _llmc_header(head: bytes, path: str) -> tuple[np.dtype[Any], int] | None:
     dtype = LLMC_DTYPES.get((magic, version))
     if dtype is None:
         if magic in LLMC_DATES and not words[3:].any():
-            kinds = ", ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
+            kinds = " or ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
             raise ConvertError(
-                f"{path}: begins with a header of llm.c, of kind {magic} and version {version}; "
-                f"known are {kinds}"
+                f"{path}: begins with a header of llm.c, {magic} version {version}, which is not "
+                f"known; write it as {kinds}"
             )
         return None
     return dtype, num_tokens

@@ -118,7 +118,7 @@ def open_stream(
             )
     with open_file(path, storage, name_in_fsspec, etag, note) as file:
         if compression.start is not None:
-            yield PieceReader(decompressed(file, suffix))
+            yield PieceReader(decompress(file, suffix))
         elif suffix == ".zip":
             member = _only_member(file, name)
             yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
@@ -137,7 +137,7 @@ def _only_member(file: Any, name: str) -> Any:
     return archive.open(names[0])
 
 
-def decompressed(file: Any, suffix: str) -> Iterator[bytes]:
+def decompress(file: Any, suffix: str) -> Iterator[bytes]:
     """The bytes of a compressed file, a piece at a time.
 
     suffix: of the compression. Raises EOFError where it is cut short, OSError where it is damaged.

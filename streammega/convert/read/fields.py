@@ -77,7 +77,7 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
     if value is MISSING:
         has = type(record).__name__
         if isinstance(record, dict):
-            has = listed(sorted(_names(record)))
+            has = join_names(sorted(_names(record)))
         wanted = " or ".join(map(repr, names_of(key)))
         raise ConvertError(
             f"{where}: has no key {wanted} (it has: {has}); name the text's key with --text-key"
@@ -89,7 +89,7 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
     return [_text(part, key, where, "a list with ") for part in value]
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Names that come from an input, for a message: as `repr` shows them, and not all of very many."""
     first = [repr(name) for name in islice(names, MAX_NAMES + 1)]
     if len(first) > MAX_NAMES:

@@ -177,7 +177,7 @@ def read_slice(
 def _is_too_large(document: RawDocument, options: ConvertOptions) -> bool:
     """The ending of a line is not part of its record."""
     data = document.data
-    if document.record:
+    if document.is_record:
         data = data.removesuffix(b"\n").removesuffix(b"\r")
     return (len(data) or document.size) > options.max_record_bytes
 

@@ -20,11 +20,11 @@ from streammega.convert.read.selection import (
     OwnOutput,
     SkippedFiles,
     choose_files,
-    of_known_format,
-    of_one_split,
-    without,
-    without_own,
-    without_repeats,
+    drop_inputs,
+    drop_own_output,
+    drop_repeats,
+    keep_known_formats,
+    keep_one_split,
 )
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import (
@@ -76,9 +76,9 @@ def find_inputs(
     if skipped is None:
         skipped = SkippedFiles()
     files: list[Input] = []
-    for item in _listed(inputs):
+    for item in _expand_lists(inputs):
         with _plain_errors(item, storage):
-            files += _found_by(item, storage, options, skipped, own_output)
+            files += _inputs_of(item, storage, options, skipped, own_output)
     if not files:
         raise ConfigError(
             "no inputs are named; name files or folders (a list of them may be empty)"
@@ -89,8 +89,8 @@ def find_inputs(
             "no name in a folder or of a glob matches %s (--include, --exclude); is it mistyped?",
             " or ".join(map(repr, sorted(unmatched))),
         )
-    files = without_repeats(files, skipped)
-    files = of_one_split(files, options.hf_split, skipped)
+    files = drop_repeats(files, skipped)
+    files = keep_one_split(files, options.hf_split, skipped)
     read_as = FORMAT_READ_AS.get(options.read_as or "")
     of_plain_suffix = [item for item in files if format_of(item.path) in ("text", "unknown")]
     if read_as is not None and not any(item.format == read_as for item in of_plain_suffix):
@@ -101,7 +101,7 @@ def find_inputs(
     return files
 
 
-def described(inputs: Sequence[Input]) -> list[dict[str, Any]]:
+def describe_inputs(inputs: Sequence[Input]) -> list[dict[str, Any]]:
     """Path, format and bytes of each, for reports."""
     return [
         {"path": redact_urls(item.path), "format": item.format, "bytes": item.size}
@@ -109,7 +109,7 @@ def described(inputs: Sequence[Input]) -> list[dict[str, Any]]:
     ]
 
 
-def _listed(inputs: Sequence[str]) -> Iterator[str]:
+def _expand_lists(inputs: Sequence[str]) -> Iterator[str]:
     for item in inputs:
         if not item.startswith("@") or os.path.exists(item):
             yield item
@@ -158,7 +158,7 @@ def _not_found(item: str) -> ObjectNotFoundError:
     )
 
 
-def _found_by(
+def _inputs_of(
     item: str,
     storage: StorageConfig,
     options: ConvertOptions,
@@ -172,7 +172,7 @@ def _found_by(
     for ending in endings:
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
-            return of_known_format(_Files([row], place).inputs(), options.read_as, None)
+            return keep_known_formats(_Files([row], place).inputs(), options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is a pipe or a device, which only `streammega convert` reads, and only once"
@@ -186,14 +186,14 @@ def _found_by(
         raise _not_found(item)
     left_out = SkippedFiles()
     known = None if pattern else {row.path for row in rows}
-    rows = without_own(rows, own_output, left_out)
+    rows = drop_own_output(rows, own_output, left_out)
     rows = choose_files(rows, root, pattern, options, left_out)
     files = _Files(rows, place, left_out, known).inputs()
-    files = of_known_format(files, options.read_as, None if pattern else left_out)
+    files = keep_known_formats(files, options.read_as, None if pattern else left_out)
     # among files of other formats, a dataset was perhaps made of them
     datasets = [item for item in files if item.is_dataset]
     if any(item.format != "megatron" for item in files):
-        files = without(files, datasets, DATASETS, left_out)
+        files = drop_inputs(files, datasets, DATASETS, left_out)
     skipped.merge(left_out)
     if not files:
         shown, _query = split_query(item)
@@ -301,10 +301,10 @@ class _Files:
         """An .idx with its tokens; None if the file is neither."""
         prefix = strip_suffix(row.path)
         index_path = f"{prefix}.idx"
-        index = None if prefix == row.path else self._beside(index_path)
+        index = None if prefix == row.path else self._row_of(index_path)
         if index is None:
             return None
-        there = [self._beside(prefix + suffix) for suffix in SUFFIXES.values()]
+        there = [self._row_of(prefix + suffix) for suffix in SUFFIXES.values()]
         tokens = next((row for row in there if row is not None), None)
         if tokens is None:
             raise ObjectNotFoundError(
@@ -323,7 +323,7 @@ class _Files:
             parts=tuple(parts),
         )
 
-    def _beside(self, path: str) -> Row | None:
+    def _row_of(self, path: str) -> Row | None:
         """The file of a name that was found, or that is there without having been found."""
         if path in self._rows:
             return self._rows[path]

@@ -17,7 +17,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.compression import decompressed
+from streammega.convert.read.compression import decompress
 from streammega.convert.read.fields import MISSING, first_value
 from streammega.convert.read.source import Input, Slice, Source, escapes_folder
 from streammega.errors import ConvertError
@@ -83,7 +83,7 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     for chunk in index["chunks"]:
         path, data = _read(source, chunk["filename"])
         if compression:
-            data = b"".join(decompressed(io.BytesIO(data), ".zst"))
+            data = b"".join(decompress(io.BytesIO(data), ".zst"))
         for number, item in enumerate(_cut(data, path)):
             where = f"{path}#{number}"
             if flat:
@@ -121,7 +121,7 @@ def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | T
     size = 0
     if isinstance(item, dict):  # about what it weighs: its own texts, not those of dicts within it
         size = sum(len(value) for value in item.values() if isinstance(value, (str, bytes)))
-    return RawDocument(data=b"", path=where, record=True, fields=item, size=size)
+    return RawDocument(data=b"", path=where, is_record=True, fields=item, size=size)
 
 
 def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
@@ -181,7 +181,7 @@ def _decompress_mds(data: bytes, compression: str, path: str) -> bytes:
             f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
             f"first"
         )
-    return b"".join(decompressed(io.BytesIO(data), suffix))
+    return b"".join(decompress(io.BytesIO(data), suffix))
 
 
 def _values(item: bytes, fixed_sizes: Sequence[int | None]) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import FORMAT_READ_AS, format_of
 from streammega.convert.read.source import Input
-from streammega.convert.read.walk import FILE, FOLDERS, Row, shows_hidden, within
+from streammega.convert.read.walk import FILE, FOLDERS, Row, path_below, shows_hidden
 from streammega.dataset.names import MANIFEST, could_belong_to, strip_suffix
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError
@@ -87,7 +87,9 @@ class OwnOutput(NamedTuple):
     work_dir: str
 
 
-def without_own(rows: list[Row], own_output: OwnOutput | None, skipped: SkippedFiles) -> list[Row]:
+def drop_own_output(
+    rows: list[Row], own_output: OwnOutput | None, skipped: SkippedFiles
+) -> list[Row]:
     """All but the files of the output, and of the work folder."""
     if own_output is None:
         return rows
@@ -132,7 +134,7 @@ def choose_files(
     files = []
     hidden: dict[str, None] = {}
     for row in rows:
-        path = within(row.path, root)
+        path = path_below(row.path, root)
         included, excluded = _matching_patterns(row, path, pattern, options)
         skipped.matched_patterns |= included | excluded
         hidden_name = _hidden_name(path)
@@ -159,7 +161,7 @@ def choose_files(
     if pattern:
         return files
     about = _about([row.path for row in files], root)
-    about = {path for path in about if not _matches(within(path, root), options.include)}
+    about = {path for path in about if not _matches(path_below(path, root), options.include)}
     skipped.add("next to the data (README, LICENSE, ...)", *sorted(about))
     return [row for row in files if row.path not in about]
 
@@ -228,7 +230,7 @@ def _folders_above(path: str, root: str) -> Iterator[str]:
         yield path
 
 
-def without(
+def drop_inputs(
     inputs: list[Input], others: list[Input], reason: str, skipped: SkippedFiles | None
 ) -> list[Input]:
     """All but the others, which are counted with the files that belong to them."""
@@ -239,7 +241,7 @@ def without(
     return [item for item in inputs if id(item) not in left_out]
 
 
-def of_known_format(
+def keep_known_formats(
     inputs: list[Input], read_as: str | None, skipped: SkippedFiles | None
 ) -> list[Input]:
     """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
@@ -259,20 +261,20 @@ def of_known_format(
             f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
             f"line), or leave it out of a folder or glob by --exclude"
         )
-    return without(inputs, unknown, "of unknown suffix", skipped)
+    return drop_inputs(inputs, unknown, "of unknown suffix", skipped)
 
 
-def without_repeats(inputs: list[Input], skipped: SkippedFiles) -> list[Input]:
+def drop_repeats(inputs: list[Input], skipped: SkippedFiles) -> list[Input]:
     """All but the later names of one file."""
     first = {}
     for item in reversed(inputs):
         first[item.identity] = item
-    return without(
+    return drop_inputs(
         inputs, [item for item in inputs if first[item.identity] is not item], REPEATED, skipped
     )
 
 
-def of_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
+def keep_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
     """The inputs of the split that is wanted. Raises ConvertError if it has none, and for inputs of
     several splits if none is named.
     """
@@ -292,8 +294,8 @@ def of_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles)
             )
         return inputs
     above = common.rpartition("/")[0]
-    others = [item for item in inputs if not is_of_split(within(item.path, above), wanted)]
-    kept = without(inputs, others, f"not of split {wanted}", skipped)
+    others = [item for item in inputs if not is_of_split(path_below(item.path, above), wanted)]
+    kept = drop_inputs(inputs, others, f"not of split {wanted}", skipped)
     if not kept:
         raise ConvertError(
             f"no input is of split {wanted!r} (--hf-split); there are: {there or 'no splits'}"
@@ -307,7 +309,7 @@ def _splits_below(root: str, inputs: list[Input]) -> list[dict[str, Input]]:
     """
     splits_of_folder: dict[str, dict[str, Input]] = {}
     for item in inputs:
-        path = within(item.path, root)
+        path = path_below(item.path, root)
         for start, split in splits_of(path):
             folder = path[:start] if item.format == "text" else "/"
             splits_of_folder.setdefault(folder, {}).setdefault(split, item)

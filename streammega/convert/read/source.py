@@ -156,7 +156,7 @@ def unreadable(path: str, error: Exception, storage: StorageConfig, where: str =
         return f"{path}: permission denied; make it readable, or leave it out by --exclude"
     message = without_queries(f"{type(error).__name__}: {error}")
     reason = redact(message, dict(storage.storage_options) if is_remote(path) else {})
-    return f"{in_one_line(path)}: cannot be read{where} ({reason}); is the file whole, and its suffix true?"
+    return f"{in_one_line(path)}: cannot be read{where} ({reason}); check that the file is whole and its suffix right"
 
 
 READ_BYTES = 1 << 20

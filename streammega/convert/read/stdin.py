@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from streammega.convert.read.compression import PieceReader, compression_of_bytes, decompressed
+from streammega.convert.read.compression import PieceReader, compression_of_bytes, decompress
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.text import BYTE_ORDER_MARK
 from streammega.convert.work_dir import KEPT_INPUT, WorkDir
@@ -63,7 +63,7 @@ def pipes_as_files(
     kept: dict[str, str] = {}
     try:
         for number, item in enumerate(pipes):
-            kept[item] = _keep(item, number, work_dir, read_as)
+            kept[item] = _save(item, number, work_dir, read_as)
         yield kept
     except BaseException as error:  # Ctrl-C, too: a pipe may be endless
         forget_pipes(work_dir)
@@ -92,7 +92,7 @@ def forget_pipes(work_dir: WorkDir) -> None:
         os.unlink(path)
 
 
-def _keep(item: str, number: int, work_dir: WorkDir, read_as: str | None) -> str:
+def _save(item: str, number: int, work_dir: WorkDir, read_as: str | None) -> str:
     """Read a pipe to its end into a file, whose suffixes say its format and its compression."""
     log.info("%s is read to its end, into %s", _name(item), work_dir.url)
     try:
@@ -125,7 +125,7 @@ def _suffix(head: bytes, packed: str, item: str) -> str:
     """The suffix of a stream's format, by its first bytes. packed: that of its compression."""
     if packed:
         try:
-            head = PieceReader(decompressed(io.BytesIO(head), packed)).read(tarfile.BLOCKSIZE)
+            head = PieceReader(decompress(io.BytesIO(head), packed)).read(tarfile.BLOCKSIZE)
         except (OSError, EOFError) as error:
             raise ConvertError(f"{_name(item)}: cannot be decompressed ({error})") from None
     if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"["):

@@ -12,7 +12,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import format_suffix
-from streammega.convert.read.fields import id_fields, listed, names_of, splits
+from streammega.convert.read.fields import id_fields, join_names, names_of, splits
 from streammega.convert.read.source import (
     Input,
     LongLine,
@@ -149,7 +149,7 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                         data=b"",
                         path=path,
                         line=line,
-                        record=True,
+                        is_record=True,
                         size=sum(map(_stored_bytes, row)),
                         fields=dict(zip(header, map(_cell, row), strict=True)),
                     )
@@ -217,7 +217,7 @@ def _wanted_columns(options: ConvertOptions) -> list[list[str]]:
 def _no_column(path: str, wanted: Sequence[str], names: Iterable[str]) -> ConvertError:
     shown = " or ".join(repr(name) for name in wanted if len(wanted) == 1 or "," not in name)
     return ConvertError(
-        f"{path}: has no column {shown} (it has: {listed(names)}); name it with --text-key"
+        f"{path}: has no column {shown} (it has: {join_names(names)}); name it with --text-key"
     )
 
 
@@ -307,7 +307,7 @@ def _rows(
         for fields in rows.to_pylist():
             line += 1
             yield RawDocument(
-                data=b"", path=source.path, line=line, record=True, fields=fields, size=size
+                data=b"", path=source.path, line=line, is_record=True, fields=fields, size=size
             )
 
 

@@ -25,9 +25,9 @@ from streammega.convert.read.compression import (
     bare_name,
     compression_of,
     compression_of_bytes,
-    decompressed,
+    decompress,
 )
-from streammega.convert.read.fields import listed
+from streammega.convert.read.fields import join_names
 from streammega.convert.read.source import (
     GLOB_CHARS,
     LongLine,
@@ -38,7 +38,6 @@ from streammega.convert.read.source import (
 )
 from streammega.convert.read.text import BYTE_ORDER_MARK, JSON_LINES_SUFFIXES, JSON_SUFFIXES
 from streammega.errors import ConfigError, ConvertError
-from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
 
 READ_BYTES = 1 << 20
@@ -92,7 +91,7 @@ def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
             samples_without += not taken
     if wanted is not None and known and not documents:
         raise ConvertError(
-            f"{path}: no sample has a member {wanted!r} (they have: {listed(known)})"
+            f"{path}: no sample has a member {wanted!r} (they have: {join_names(known)})"
         )
     # without a message: there may be as many as samples
     reason = "samples without text" if wanted is None else "samples without the member"
@@ -103,7 +102,7 @@ def _regular_members(
     file: Any, source: Source
 ) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """The files of an archive; what else is in it is counted."""
-    for archive, member in _members(file, redact_urls(source.path)):
+    for archive, member in _members(file, source.path):
         if member.issym() or member.islnk():
             source.skipped.add_member("links")
         elif not member.isreg():
@@ -175,14 +174,14 @@ def _documents_of(
                 f"as .gz or .zst",
             )
             return
-        file = PieceReader(decompressed(file, compression))
+        file = PieceReader(decompress(file, compression))
     try:
         if suffix in JSON_LINES_SUFFIXES:
             for number, line in enumerate(read_lines(b"", file, max_bytes), 1):
                 if isinstance(line, LongLine):
                     yield RawDocument(data=b"", path=where, line=number, size=line.size)
                 elif line.strip():
-                    yield RawDocument(data=line, path=where, line=number, record=True)
+                    yield RawDocument(data=line, path=where, line=number, is_record=True)
             return
         # a few bytes more tell that a member is too large, or that a line ends behind its record
         data = file.read(max_bytes + 3)
@@ -192,7 +191,7 @@ def _documents_of(
             f"{path}: cannot be read within {in_one_line(where)} ({error}); is the archive whole?"
         ) from None
     if suffix == ".json":  # one record, over several lines perhaps
-        yield RawDocument(data=data, path=where, record=True)
+        yield RawDocument(data=data, path=where, is_record=True)
     elif len(data) > max_bytes:
         source.fault("too large", too_large(where, source.options))
     elif suffix == ".npy":
@@ -216,12 +215,12 @@ def _ambiguous(path: str, sample: str, names: list[str], taken: list[str]) -> Co
     if len(members) == 1:
         return ConfigError(
             f"{path}: sample {sample!r} has the member {members[0]!r} more than once "
-            f"({listed(names)}); take each as a document by --tar-member '*{members[0]}', or "
+            f"({join_names(names)}); take each as a document by --tar-member '*{members[0]}', or "
             f"make the archive again with one of each name"
         )
     return ConfigError(
         f"{path}: of sample {sample!r} more than one member may be the document "
-        f"({listed(names)}); name one by --tar-member, {' or '.join(map(repr, members))} for "
+        f"({join_names(names)}); name one by --tar-member, {' or '.join(map(repr, members))} for "
         f"instance, or take each as a document by --tar-member '*'"
     )
 

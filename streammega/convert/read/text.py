@@ -154,7 +154,7 @@ def _documents_of_lines(
                     f"{path}:1: is no record; an array, or records over several lines? call the "
                     f"file .json, whose content says what it is"
                 )
-            yield RawDocument(data=data, path=path, line=line, offset=offset, record=True)
+            yield RawDocument(data=data, path=path, line=line, offset=offset, is_record=True)
         position += len(data)
 
 
@@ -248,7 +248,7 @@ class _Text:
             self._read_on()
             end = self._end_of_value()
         data = self._text[self._at : end].encode("latin-1")
-        document = RawDocument(data=data, path=self._path, line=self._count_lines(), record=True)
+        document = RawDocument(data=data, path=self._path, line=self._count_lines(), is_record=True)
         self._at = end
         return document
 

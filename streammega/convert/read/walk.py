@@ -286,7 +286,7 @@ def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
             continue
         searched.add(identity)
         for row in place.rows(folder, is_deep=is_deep):
-            parts = within(row.path, root).split("/")
+            parts = path_below(row.path, root).split("/")
             is_hidden = not shows_hidden(pattern) and shows_hidden(parts)
             if row.kind == FOLDER and not is_hidden:
                 if pattern and matches(parts, pattern) and not leads_to(parts, pattern):
@@ -305,7 +305,7 @@ def shows_hidden(parts: Sequence[str]) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
-def within(path: str, root: str) -> str:
+def path_below(path: str, root: str) -> str:
     """A path as seen from a folder above it."""
     return path.removeprefix(root).lstrip("/")
 

@@ -39,7 +39,7 @@ PROBE = [
     {"role": "assistant", "content": "second answer"},
 ]
 """A conversation by which a template's family is found."""
-MOST_RENDERED = 1 << 20
+MAX_RENDERED = 1 << 20
 """Messages that are rendered for one conversation to find its answers by prefixes, at most: some
 ten seconds.
 """
@@ -61,7 +61,7 @@ class Family:
     @cached_property
     def in_messages(self) -> re.Pattern[str]:
         """Finds headers and ends that a message spells."""
-        return spelled((*self.headers, *self.ends))
+        return spelling_pattern((*self.headers, *self.ends))
 
     @cached_property
     def _markers(self) -> re.Pattern[str]:
@@ -121,7 +121,7 @@ def any_of(names: Collection[str]) -> str:
     return f"(?:{'|'.join(map(re.escape, longest_first))})"
 
 
-def spelled(names: Collection[str]) -> re.Pattern[str]:
+def spelling_pattern(names: Collection[str]) -> re.Pattern[str]:
     """Finds some tokens in a message, and at its end what could become one with the text behind."""
     begins = {name[:size] for name in names for size in range(1, len(name))}
     # some tokenizers fold letters
@@ -138,8 +138,8 @@ class Rendered:
     where: str
     """Where the record came from, for messages."""
     breaks: Sequence[int] = ()
-    """Characters before which a special token that the text spells goes on, which is the user's and
-    not the template's.
+    """Places within special tokens that messages spell: these are text, and no tokens of the
+    template.
     """
 
 
@@ -157,7 +157,7 @@ class SpecialTokens:
         """Finds tokens, and what could become one together with the text behind it."""
         if parse or not names:
             return cls(names=tuple(names))
-        return cls(names=tuple(names), in_messages=spelled(names))
+        return cls(names=tuple(names), in_messages=spelling_pattern(names))
 
     def turn_length(self, text: str) -> int:
         """Characters of an answer with what ends its turn: blanks behind that token (a newline) are
@@ -367,7 +367,7 @@ class ChatTemplate:
         numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
         # of each answer the messages before it twice, and itself
         rendered_messages = sum(2 * number + 1 for number in numbers)
-        if rendered_messages > MOST_RENDERED:
+        if rendered_messages > MAX_RENDERED:
             raise FormatError(
                 f"{where}: has {len(numbers):,} answers in {len(turns):,} messages; to find so "
                 f"many, chat template {self.name} needs generation blocks around what the "

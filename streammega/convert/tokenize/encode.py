@@ -111,9 +111,7 @@ class BatchEncoder:
     def _read(
         self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
     ) -> tuple[list[Any], list[int]]:
-        """(what `read` makes of documents, their numbers), without those that are empty or passed
-        over.
-        """
+        """(what `read` makes of documents, their numbers), without those that are empty or skipped."""
         contents = []
         numbers = []
         for number, document in enumerate(documents):
@@ -145,11 +143,11 @@ class BatchEncoder:
     def _without_empty(
         self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped
     ) -> tuple[list[list[Part]], list[Sequence[int]], list[int]]:
-        """Leave out, as Megatron does, documents without a token, and sequences, whose end goes to
-        the one before them; (parts, ids, the rows of those that are kept).
+        """Leave out documents and sequences without a token, as Megatron does. The last sequence
+        that is kept gets the end of the document.
 
-        Where sequences have modes, one that ends its document (or a message) stays, as an end
-        alone.
+        Where sequences have modes, an empty one that ends its document (or a message) stays, as an
+        end alone. Returns (parts, ids, rows of the documents that are kept).
         """
         kept: list[list[Part]] = []
         kept_ids: list[Sequence[int]] = []
@@ -244,7 +242,7 @@ class BatchEncoder:
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
         where = document.where
-        if self.options.chat and document.record:
+        if self.options.chat and document.is_record:
             return _conversation(_record(document), where)
         texts = self._texts(document)
         parts: list[Part] = []
@@ -262,7 +260,7 @@ class BatchEncoder:
     def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
         """(text, mode) of each sequence of a document without messages."""
         texts: list[tuple[str, int]] = []
-        if not document.record:
+        if not document.is_record:
             texts.append((_decode(document), 0))
         else:
             record = _record(document)
@@ -284,7 +282,7 @@ def _with_fields(document: RawDocument) -> RawDocument:
     """A record, parsed once for its texts and its id; a broken one as it was: its reader says what
     is wrong.
     """
-    if not document.record or document.fields is not None:
+    if not document.is_record or document.fields is not None:
         return document
     try:
         return replace(document, fields=_record(document))

@@ -379,9 +379,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that belongs to it: see
-    `tiktoken_files`.
-    """
+    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that `find_pattern` finds."""
 
     spans_in_bytes = True
 
@@ -559,7 +557,7 @@ def _import_library(library: str, name: str) -> Any:
 
 def _check_is_file(name: str) -> None:
     if not os.path.isfile(name):
-        raise ObjectNotFoundError(f"{name}: no such tokenizer file")
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; check its path")
 
 
 def _with_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenSpans:

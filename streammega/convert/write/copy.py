@@ -24,7 +24,7 @@ from streammega.storage.store import Bytes, address_of
 
 CHUNK_BYTES = 32 << 20
 """Read of a remote object, and gathered, at a time."""
-TOGETHER = 1 << 14
+MAX_STRETCHES = 1 << 14
 """Stretches of local files that threads share out among them: half a TiB, where no document was
 left out. What is known of each takes a few hundred bytes of memory.
 """
@@ -54,7 +54,7 @@ def copy_in_order(
                 yield _copy_stretch(indexed, first, last, writer)
                 continue
             stretches.append(_FileStretch(ranges, *_sequences_of(indexed, first, last)))
-            if len(stretches) >= TOGETHER:
+            if len(stretches) >= MAX_STRETCHES:
                 yield from _copy_files(stretches, writer, threads)
     yield from _copy_files(stretches, writer, threads)
 

@@ -106,7 +106,7 @@ class Destination:
         """The ETag of the manifest; "" if it is missing."""
         return find_etag(self.manifest_url, self.storage)
 
-    def existing(self) -> ExistingDataset:
+    def find_existing(self) -> ExistingDataset:
         """The dataset that is there. Raises ConvertError if its manifest cannot be read."""
         # The versions are read first: after a change in between, they do not match any more.
         manifest_version = self.manifest_version()
@@ -124,7 +124,7 @@ class Destination:
                 manifest_version = ""
             except FormatError as error:
                 raise ConvertError(
-                    f"{redact_urls(self.prefix)}: cannot be replaced, since which shards belong to "
+                    f"{self.prefix}: cannot be replaced, since which shards belong to "
                     f"it is not known: {error}; remove that dataset by hand, or choose another "
                     f"output"
                 ) from None
@@ -223,11 +223,10 @@ class Reservation:
         holder = self._read()
         if holder is None or holder["job"] in ("", self._job):
             return None
-        place = redact_urls(self._prefix)
         return (
-            f"{place}: another conversion, of other inputs or options, writes there (started on "
+            f"{self._prefix}: another conversion, of other inputs or options, writes there (started on "
             f"{holder.get('host')}, {holder.get('began')}). Wait for it, or choose another output. "
-            f"If it was killed: 'streammega gc {place} --remove' removes what it left; or pass "
+            f"If it was killed: 'streammega gc {self._prefix} --remove' removes what it left; or pass "
             f"--overwrite, which writes under other names"
         )
 
@@ -274,23 +273,22 @@ def check_output(output: str) -> None:
             f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
             f"pipe cannot take; give a prefix, out/web for instance"
         )
-    shown = redact_urls(output)
     _, scheme, path = output.partition("://")
     if scheme and "/" not in path.rstrip("/") and is_remote(output):
         raise ConfigError(
-            f"{shown!r}: is a bucket; give a name in it, {shown.rstrip('/')}/web for instance"
+            f"{output!r}: is a bucket; give a name in it, {output.rstrip('/')}/web for instance"
         )
     if output.endswith(MANIFEST):
         raise ConfigError(
-            f"{shown!r}: is the name of a manifest; give the prefix {shown.removesuffix(MANIFEST)!r}"
+            f"{output!r}: is the name of a manifest; give the prefix {output.removesuffix(MANIFEST)!r}"
         )
     if os.path.isdir(output):
         raise ConfigError(
-            f"{shown!r}: is a folder; give a name in it, {os.path.join(shown, 'web')} for instance"
+            f"{output!r}: is a folder; give a name in it, {os.path.join(output, 'web')} for instance"
         )
     if strip_suffix(output).rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(
-            f"{redact_urls(output)!r}: cannot be the name of a dataset: its files would be hidden; "
+            f"{output!r}: cannot be the name of a dataset: its files would be hidden; "
             f"give a prefix, out/web for instance"
         )
 
@@ -303,7 +301,6 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
     """
     folder, slash, stem = prefix.rpartition("/")
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
-    place = redact_urls(prefix)
 
     def is_outage(error: Exception) -> bool:
         """Whether an endpoint fails, which says nothing of the right to write."""
@@ -313,14 +310,14 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
         with atomic_writer(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
     except ObjectNotFoundError:
-        reason = "there is no such folder"
+        reason = "there is no such folder; create it"
         if is_remote(prefix):
             reason = "there is no such bucket; create it, or check its name"
-        raise ConvertError(f"{place}: cannot be written: {reason}") from None
+        raise ConvertError(f"{prefix}: cannot be written: {reason}") from None
     except (OSError, StorageError) as error:
         if is_outage(error):
             raise
-        raise ConvertError(f"{place}: cannot be written: {error}") from None
+        raise ConvertError(f"{prefix}: cannot be written: {error}") from None
     try:
         store.delete(key)
     except (OSError, StorageError) as error:
@@ -328,11 +325,11 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
             raise
         if why_delete:
             raise ConvertError(
-                f"{place}: {why_delete}, and so needs the right to delete: {error}"
+                f"{prefix}: {why_delete}, and so needs the right to delete: {error}"
             ) from None
         log.warning(
             "%s: %s was left there, for want of the right to delete (%s)",
-            place,
+            redact_urls(prefix),
             key.rpartition("/")[2],
             error,
         )
@@ -342,7 +339,6 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
     """Raise ConvertError if nothing can be written where the output goes, as far as that can be
     known without writing.
     """
-    place = redact_urls(prefix)
     if is_remote(prefix):
         folder, _, _ = prefix.rpartition("/")
         store, key = open_store(f"{folder}/", storage)
@@ -350,7 +346,7 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
             store.list(key, recursive=False)
         except ObjectNotFoundError:
             raise ConvertError(
-                f"{place}: cannot be written: there is no such bucket; create it, or check its name"
+                f"{prefix}: cannot be written: there is no such bucket; create it, or check its name"
             ) from None
         except AccessDeniedError:
             pass  # who may not list may still write
@@ -358,16 +354,16 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
     # Folders that are missing are made; what has to be writable is the first that is there.
     folder = _existing_folder(prefix)
     if not os.path.isdir(folder):
-        raise ConvertError(f"{place}: cannot be written: {folder} is a file, not a folder")
+        raise ConvertError(f"{prefix}: cannot be written: {folder} is a file, not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
+        raise ConvertError(f"{prefix}: cannot be written: check the owner and mode of {folder}")
 
 
 def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
-    """Warn where the disk of the output cannot be thought to hold it.
+    """Warn where the disk of the output has too little room for it.
 
     Text becomes tokens of about half its bytes, which are stored in the work folder and then in
-    shards. A quarter of the inputs' bytes, as they are stored, is less than nearly all conversions need.
+    shards. Nearly all conversions need more than a quarter of the stored bytes of their inputs.
     """
     if is_remote(prefix):
         return
@@ -375,7 +371,8 @@ def warn_of_little_room(prefix: str, inputs: Sequence[Input]) -> None:
     stored = sum(item.size for item in inputs)
     if stored // 4 > free:
         log.warning(
-            "%s: its disk has %.1f GB left, which will hardly do for inputs of %.1f GB",
+            "%s: its disk has %.1f GB left, which will hardly do for inputs of %.1f GB; free some, or "
+            "choose another output",
             prefix,
             free / 1e9,
             stored / 1e9,

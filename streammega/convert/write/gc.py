@@ -20,7 +20,6 @@ from streammega.dataset.names import (
 )
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
-from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, join_url, open_store
 from streammega.storage.atomic_file import final_name
 
@@ -32,10 +31,10 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     are the store's.
 
     Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered
-    or marked shards without an `.idx`, temporary files of writers, and what tells of a conversion
-    while it runs. A pair with its own name is a dataset, and not a leftover; neither is a lone
-    file of the very name, which may be an input. But where the manifest lists shards with a mark, these have replaced all others
-    of the name.
+    or marked shards without an `.idx`, temporary files of writers, and the reservation and the
+    probe of a conversion. A pair with the name of the dataset itself is no leftover, nor is a lone
+    file of that name, which may be an input. But where the manifest lists shards with a mark, these
+    have replaced all others of the name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """
@@ -79,9 +78,7 @@ def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
     datasets = {name.removesuffix(MANIFEST).removesuffix(".idx") for name in there}
     similar = difflib.get_close_matches(stem, datasets, 1)
     hint = f"is {similar[0]} meant?" if similar else "check the name"
-    raise ObjectNotFoundError(
-        f"{redact_urls(prefix)}: no such dataset, nor what is left of one; {hint}"
-    )
+    raise ObjectNotFoundError(f"{prefix}: no such dataset, nor what is left of one; {hint}")
 
 
 def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:

@@ -56,8 +56,7 @@ class PackingStats:
 @dataclass(frozen=True, kw_only=True)
 class PackedPieces:
     """Pieces of documents in the order in which they are stored, bin by bin. document: which of the
-    window's; start, size: tokens of it; target: its first token in all bins; int64
-    [pieces] each.
+    window's; start, size: tokens of it; target: its first token in all bins; int64 [pieces] each.
     """
 
     num_bins: int
@@ -70,8 +69,8 @@ class PackedPieces:
 def windows_of(
     documents: DocumentOrder, portions: Iterable[Portion], capacity: int
 ) -> Iterator[Portion]:
-    """The documents that are packed together: as many as follow each
-    other and fit a window, at least one. Documents without tokens are left out.
+    """The documents that are packed together: as many as follow each other and fit a window, at
+    least one. Documents without tokens are left out.
 
     Where portions end changes nothing: how large they are depends on the machine.
     """
@@ -114,7 +113,7 @@ def _joined(held: list[Portion]) -> Portion:
 
 
 def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackingStats]:
-    """Put the documents of a window into bins of `options.pack` tokens.
+    """Put the documents of a window into bins of `options.pack_length` tokens.
 
     sizes: their tokens, int64 [documents], none empty. A bin has its documents in their order, and
     bins are in the order of the first of them.
@@ -187,8 +186,8 @@ def write_packed(
 ) -> Generator[int, None, None]:
     """Write the documents of a shard as bins. Yields bytes as they are written, window by window.
 
-    pad_id: the token of padding. Adds to `counts`, and with provenance to
-    `stored_order` the document of every piece.
+    pad_id: the token of padding. Adds to `counts`, and with provenance to `stored_order` the
+    document of every piece.
     """
     capacity = options.pack_length
     assert capacity is not None

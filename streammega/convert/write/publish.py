@@ -26,7 +26,6 @@ from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
-from streammega.errors.redaction import redact_urls
 from streammega.storage import open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, link, move
 from streammega.storage.open import local_path, resolved
@@ -89,7 +88,7 @@ class Publisher:
             stored = self._destination.manifest()
             self._is_resumed = stored is not None and digest_of_bytes(stored) in record.manifests
         if not self._is_resumed:
-            self._look(overwrite=overwrite)
+            self._note_existing(overwrite=overwrite)
         elif record is not None:
             self._record = record
             self._version = version
@@ -106,7 +105,7 @@ class Publisher:
             return
         if self._reservation.take():
             if not self._is_resumed:  # another conversion may have ended since `check`
-                self._look(overwrite=overwrite)
+                self._note_existing(overwrite=overwrite)
         elif overwrite:
             self._record = replace(self._record, mark=self._make_mark(self._version))
         else:
@@ -197,14 +196,14 @@ class Publisher:
             return None
         return PublishRecord(**stored)
 
-    def _look(self, *, overwrite: bool) -> None:
+    def _note_existing(self, *, overwrite: bool) -> None:
         """Note what is there: if anything is, shards get a mark.
 
         Raises ConvertError if something is there, unless `overwrite`.
         """
         if not overwrite:
             self._check_nothing_exists()
-        existing = self._destination.existing()
+        existing = self._destination.find_existing()
         if existing.version and not overwrite:
             self._check_nothing_exists()  # it appeared in between
         self._version = existing.manifest_version
@@ -227,7 +226,7 @@ class Publisher:
         for url in urls:
             if exists(url, self._storage):
                 raise ConvertError(
-                    f"{redact_urls(url)}: exists already; choose another output, or pass "
+                    f"{url}: exists already; choose another output, or pass "
                     f"--overwrite to replace it"
                 )
         conflict = self._reservation.conflict() if self._is_remote else None
@@ -249,8 +248,8 @@ class Publisher:
                 is_replaced = is_replaced or resolved(prefix) in prefixes
             if is_replaced:
                 raise ConvertError(
-                    f"{redact_urls(destination.prefix)}: the output would replace its own input "
-                    f"{redact_urls(item.path)}; choose another name"
+                    f"{destination.prefix}: the output would replace its own input "
+                    f"{item.path}; choose another name"
                 )
 
     def _check_set_without_manifest(self, layout: ShardLayout) -> None:
@@ -264,7 +263,7 @@ class Publisher:
             is_other = name != destination.stem and url not in self._record.replaced
             if is_other and exists(url, self._storage):
                 raise ConvertError(
-                    f"{redact_urls(url)}: exists already, of a dataset without "
+                    f"{url}: exists already, of a dataset without "
                     f"{destination.stem}{MANIFEST}; choose another output, or remove that dataset "
                     f"first"
                 )
@@ -278,7 +277,7 @@ class Publisher:
         """Raise ConvertError if written tokens are gone: the manifest would list nothing."""
         missing = self._missing_tokens(layout, dict(enumerate(manifest.shards)))
         if missing:
-            first = redact_urls(layout.targets[missing[0]] + self._destination.suffix)
+            first = layout.targets[missing[0]] + self._destination.suffix
             raise ConvertError(
                 f"{first}: is missing or has the wrong size ({len(missing)} of "
                 f"{len(manifest.shards)} shards). Another conversion or 'gc' may have removed it; "
@@ -296,13 +295,13 @@ class Publisher:
 
     def _lost_reservation(self) -> str:
         return (
-            f"{redact_urls(self._destination.prefix)}: another conversion reserved it meanwhile; "
+            f"{self._destination.prefix}: another conversion reserved it meanwhile; "
             f"run the same command again when that has ended, or choose another output"
         )
 
     def _published_by_others(self) -> str:
         return (
-            f"{redact_urls(self._destination.manifest_url)}: another conversion wrote it "
+            f"{self._destination.manifest_url}: another conversion wrote it "
             f"meanwhile; run the same command again with --overwrite to replace that dataset, or "
             f"choose another output"
         )

@@ -54,16 +54,16 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     skipped = record.skipped
     writer = SegmentWriter(job, number, record)
     stored = stored_bytes(job.units[number])
-    bytes_told = 0
+    bytes_reported = 0
 
     def note(source_bytes: int, tokens: int) -> None:
         """Count what was made of the unit, and tell how much of it was read, each byte once."""
-        nonlocal bytes_told
+        nonlocal bytes_reported
         record.source_bytes += source_bytes
         # Some bytes are read twice, or belong to the next unit.
         bytes_read = skipped.bytes_read if stored is None else min(stored, skipped.bytes_read)
-        progress(bytes_read - bytes_told, tokens)
-        bytes_told = bytes_read
+        progress(bytes_read - bytes_reported, tokens)
+        bytes_reported = bytes_read
 
     for batch in batches_of(job, number, skipped):
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
