@@ -74,9 +74,9 @@ def warn_of_moved_phases(config: RunConfig, position: dict[str, Any], consumed: 
     if ahead == before or config.schedule.samples_of_step(max(step, 1)).stop == consumed:
         return
     log.warning(
-        "by the batch sizes of this config step %d does not end at sample %d, as it did: phases "
-        "that were to begin at samples %s begin at %s now; to keep them, replace "
-        "first_step by first_sample",
+        "the batch sizes of this config are not those of the checkpoint: step %d no longer ends at "
+        "sample %d, and phases that were to begin at samples %s now begin at %s. To keep them there, "
+        "give phases first_sample in place of first_step",
         step,
         consumed,
         before,

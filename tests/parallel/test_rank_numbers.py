@@ -107,7 +107,10 @@ def test_meshes_go_both_ways(
         ({"order": "tp-xp"}, "name each of"),
         ({"order": "tp-tp"}, "name each of"),
         ({"ep": 3, "dp": 4}, "does not divide the 4 ranks"),
-        ({"ep": 2, "cp": 2, "dp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"}, "put pp last in the order"),
+        (
+            {"ep": 2, "cp": 2, "dp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"},
+            "put pp last in the order",
+        ),
     ],
 )
 def test_impossible_sizes_are_named(sizes: dict[str, object], message: str | None) -> None:

@@ -440,7 +440,7 @@ def test_phases_that_other_batch_sizes_move_are_told_of(
         trainer.close()
         return caplog.text
 
-    moved = "phases that were to begin at samples [32] begin at [64] now"
+    moved = "phases that were to begin at samples [32] now begin at [64]"
     assert moved in told(by_step, "train.global_batch_size=16")
     by_sample = "data.phases=[{first_sample=32, sequence_length=32}]"
     for same in ([by_step], [by_sample, "train.global_batch_size=16"]):

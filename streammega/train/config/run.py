@@ -152,7 +152,8 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
     _check_phases(table.get("data"), path)
-    _fill_defaults(table)
+    if "vocab_size" in table["model"]:
+        table["data"].setdefault("vocab_size", table["model"]["vocab_size"])
     # Each class checks the types of its fields by itself.
     settings = dacite.Config(
         strict=True, check_types=False, cast=[tuple], type_hooks={float: _to_float}
@@ -253,8 +254,3 @@ def _check_section(table: Any, kind: type, section: str) -> None:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{section} is a setting; it must be a section: write [{section}]")
     _check_names(table, kind, f"{section}.")
-
-
-def _fill_defaults(table: dict[str, Any]) -> None:
-    if "vocab_size" in table["model"]:
-        table["data"].setdefault("vocab_size", table["model"]["vocab_size"])
