@@ -177,8 +177,8 @@ class Trainer:
         """Train until `train_iters`, saving and evaluating at their intervals and at the end.
 
         Raises Terminated after SIGTERM or Ctrl-C, KeyboardInterrupt where a second Ctrl-C wants the
-        end at once, and DataEnded. Terminated comes after a last save, DataEnded too if
-        `save_interval` is set.
+        end at once, DataEnded, and GradientError after the save under way. Terminated comes after a last
+        save, DataEnded too if `save_interval` is set.
         """
         train = self.config.train
         is_first_rank = self.ranks.rank == 0
@@ -202,6 +202,14 @@ class Trainer:
                     if train.save_interval:
                         self.save()
                     self.close()
+                    raise
+                except GradientError:
+                    # The thread of a save ends with the process, and a resume needs that checkpoint.
+                    self.watchdog.enter_phase("saving")
+                    try:
+                        self.checkpoints.wait()
+                    except StorageError as error:
+                        log.warning("%s", error)
                     raise
                 self.step += 1
                 if stop_signal is not None and self.step < train.train_iters:

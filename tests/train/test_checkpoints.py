@@ -24,7 +24,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega import StorageConfig
 from streammega.cli.main import main as cli_main
-from streammega.errors import ConfigError, EndpointError, StateError, StorageError
+from streammega.errors import (
+    ConfigError,
+    EndpointError,
+    GradientError,
+    StateError,
+    StorageError,
+)
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.object_ops import read_object
@@ -477,6 +483,32 @@ def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not
     aside = [name for name in names(folder) if "rewound" in name]
     assert len(aside) == 3, aside
     assert len({name.partition(".")[2] for name in aside}) == 3, "none takes the place of another"
+
+
+@pytest.mark.guarantee("run-diverged-ends")
+def test_a_run_that_diverges_finishes_the_save_under_way(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of a save ends with the process."""
+    publish = CheckpointStore.publish
+
+    def slow(self: CheckpointStore, *arguments: Any) -> None:
+        time.sleep(1.0)
+        publish(self, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "publish", slow)
+    trainer = Trainer(load_run(run_file), CPU)
+    finish = trainer.model.finish_gradients
+
+    def diverging(tokens: torch.Tensor) -> None:
+        if trainer.step == 2:
+            raise GradientError("the gradient of norm.weight is not finite")
+        finish(tokens)
+
+    monkeypatch.setattr(trainer.model, "finish_gradients", diverging)
+    with pytest.raises(GradientError, match=r"norm\.weight"):
+        trainer.run()
+    assert trainer.checkpoints.store.steps() == [2]
 
 
 @pytest.mark.guarantee("stopped-run-waits")
