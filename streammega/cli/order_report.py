@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streammega.cli.describe import RUN
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
 from streammega.cli.render import Report, show_report
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def order_report(
     steps: Annotated[
         int, typer.Option(help="Global batches to look at, from the first of each phase on.")
     ] = 256,
-    order: Annotated[
-        str, typer.Option(help="The order: stream, megatron or sequential.")
-    ] = "stream",
+    order: Annotated[str, typer.Option(help=f"The order: {', '.join(ORDERS)}.")] = "stream",
     split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
     seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,

@@ -75,37 +75,38 @@ def _fill_rows(
 ) -> int:
     """Write all rows that begin within the tokens; returns how many tokens there are.
 
-    Chunks are gathered out of order. The start of a chunk is known when all before it are gathered;
-    then its rows are written, while later chunks are gathered.
+    Threads gather the lengths of chunks, at most `max_chunks` at once. The first token of a chunk is
+    known when all chunks before it are gathered. Then a thread writes its rows, while later chunks
+    are gathered.
     """
     ids = document_index.view(np.uint32)
     positions = len(document_index)
     threads = num_threads()
-    under_way = _CHUNKS_A_THREAD * threads
+    max_chunks = _CHUNKS_A_THREAD * threads
     shift = 1 - extra_token
-    gathered: deque[tuple[int, Future[tuple[NDArray[np.int32], int]]]] = deque()
-    written: deque[Future[None]] = deque()
+    gathering: deque[tuple[int, Future[tuple[NDArray[np.int32], int]]]] = deque()
+    writing: deque[Future[None]] = deque()
     tokens = 0
     with ThreadPoolExecutor(threads) as pool:
 
-        def write_first() -> None:
-            """Write the rows of the first chunk that was gathered."""
+        def write_first_chunk() -> None:
+            """Wait for the lengths of the first chunk, and begin to write its rows."""
             nonlocal tokens
-            start, future = gathered.popleft()
+            start, future = gathering.popleft()
             sizes, chunk_tokens = future.result()
-            written.append(pool.submit(_fill, rows, sizes, start, tokens, sequence_length, shift))
+            writing.append(pool.submit(_fill, rows, sizes, start, tokens, sequence_length, shift))
             tokens += chunk_tokens
-            if len(written) > under_way:
-                written.popleft().result()
+            if len(writing) > max_chunks:
+                writing.popleft().result()
 
         for start in range(0, positions, CHUNK):
             stop = min(start + CHUNK, positions)
-            gathered.append((start, pool.submit(_gather_chunk, lengths, ids, start, stop)))
-            if len(gathered) >= under_way:
-                write_first()
-        while gathered:
-            write_first()
-        for future in written:
+            gathering.append((start, pool.submit(_gather_chunk, lengths, ids, start, stop)))
+            if len(gathering) >= max_chunks:
+                write_first_chunk()
+        while gathering:
+            write_first_chunk()
+        for future in writing:
             future.result()
     return tokens
 

@@ -27,8 +27,8 @@ from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.extents import Extents
 
 INT32_MAX = 2**31 - 1
-LENGTH_ROWS = 1 << 20
-"""Ids that are compared with a range at once: what bounds the memory."""
+IDS_AT_ONCE = 1 << 20
+"""Ids that are compared with a range at once: bounds the memory."""
 _ARRAY_OF_DAMAGE = {
     BAD_DOCUMENT_INDEX: "document_index",
     BAD_SAMPLE_INDEX: "sample_index",
@@ -38,7 +38,7 @@ _ARRAY_OF_DAMAGE = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape:
-    """What one epoch has and what is asked of it. Units: tokens and samples."""
+    """How many tokens an epoch of a split has, and which samples are made of it."""
 
     tokens_per_epoch: int
     sequence_length: int
@@ -68,9 +68,8 @@ class GptShape:
 
     @property
     def num_rows(self) -> int:
-        """Samples there are.
-
-        Not dropping, it is a ceil in float32, whose inexactness Megatron's users rely on.
+        """How many samples there are. With a partial last one it is a ceil in float32, as in Megatron,
+        whose inexactness is part of the order.
         """
         if self.drop_last:
             return self.tokens // self.sequence_length
@@ -90,9 +89,9 @@ class GptShape:
         per_epoch = (self.tokens_per_epoch - self.extra) // self.sequence_length
         if not 0 <= last <= per_epoch + 1:
             raise ConfigError(
-                f"{self.num_samples} samples of {self.sequence_length} tokens ask {last} of the "
-                f"last epoch, which has {per_epoch}; the dataset is too small for this "
-                f"sequence_length ({self.tokens_per_epoch} tokens per epoch)"
+                f"{self.num_samples} samples of {self.sequence_length} tokens need {last} samples of the "
+                f"last epoch, which has {per_epoch}: an epoch of {self.tokens_per_epoch} tokens is too "
+                "small; lower sequence_length, or give the split more data"
             )
         return last < int(0.80 * per_epoch)
 
@@ -176,8 +175,8 @@ def build_gpt_indices(
 def _lengths_of(lengths: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """lengths[ids], without a copy when the ids are a range; in bounded memory."""
     first_id = int(ids[0]) if len(ids) else 0
-    for start in range(0, len(ids), LENGTH_ROWS):
-        rows = ids[start : start + LENGTH_ROWS]
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        rows = ids[start : start + IDS_AT_ONCE]
         expected = np.arange(first_id + start, first_id + start + len(rows))
         if not np.array_equal(rows, expected):
             return lengths[ids]

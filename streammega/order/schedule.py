@@ -54,13 +54,13 @@ class TrainingSchedule:
         final = self.global_batch_size
         if start < 1 or increment < 1 or samples < 1 or start > final:
             raise ConfigError(
-                f"ramp-up ({start}, {increment}, {samples}) needs positive numbers, "
-                f"start <= {final}"
+                f"rampup_batch_size is ({start}, {increment}, {samples}); it takes three positive numbers, "
+                f"and the first is at most global_batch_size, {final}"
             )
         if (final - start) % increment:
             raise ConfigError(
-                f"ramp-up from {start} to {final} is not a whole number of increments of "
-                f"{increment}; change one"
+                f"rampup_batch_size rises from {start} to {final}, which is not a whole number of increments of "
+                f"{increment}; change one of the three"
             )
 
     # Samples and global batches.

@@ -21,7 +21,8 @@ EPOCHS_AT_ONCE = 4096
 class TokenUses:
     """Samples that read some tokens, and the tokens that each reads; int64 [uses] each.
 
-    sample: ids, ascending. start, stop: tokens from the beginning of the file.
+    sample: ids, ascending. start, stop: counted from the beginning of what was asked about: a file, a
+    sequence, or a document.
     """
 
     sample: Integers

@@ -123,7 +123,7 @@ class AppendLog:
         written = self._parse(raw or b"", 0).get("run")
         if written != json.loads(json.dumps(dict(run))):
             raise ConfigError(
-                f"{redact_urls(self.url)}: is the record of another run ({written}, and this one is "
+                f"{redact_urls(self.url)}: is the log of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.log_url"
             )
         # the second write must be refused: else two ranks could each write a check
@@ -135,7 +135,10 @@ class AppendLog:
         self._create(check.sample, self._to_json(check))
         written = self.at(check.sample)
         if written is None:
-            raise StateError(f"{self._url_of(check.sample)}: was written, and is not there")
+            raise StateError(
+                f"{self._url_of(check.sample)}: was written and is gone, so ranks could take in different "
+                "versions; let nothing remove files of this folder, and resume the run"
+            )
         return written
 
     def _create(self, sample: int, data: bytes) -> bool:
@@ -167,8 +170,8 @@ class AppendLog:
 
     def _damaged(self, sample: int, why: str) -> FormatError:
         return FormatError(
-            f"{redact_urls(self._url_of(sample))}: is a damaged record of what a run took in ({why}); "
-            f"restore it, for the order of the run depends on it"
+            f"{redact_urls(self._url_of(sample))}: is a damaged log of what a run took in ({why}); "
+            f"restore this file, for the order of the run depends on it"
         )
 
 

@@ -204,11 +204,12 @@ class AutoAppendSource(SampleSource):
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
         check_follows_something(config)
-        # read once: a name that is added to a file later must not change samples that were read
-        self._named = with_names_read(config, split)
+        # without what was appended. Names are read once: one that is added to a file later must not
+        # change samples that were read
+        self._base_config = with_names_read(config, split)
         self._split = split
-        self._checked = log_of(self._named).newest()
-        config_of_run = with_appended(self._named, self._checked)
+        self._last_check = log_of(self._base_config).newest()
+        config_of_run = with_appended(self._base_config, self._last_check)
         # the one attribute that changes, at once: other threads locate samples meanwhile
         self._source = StreamSource(
             config_of_run, split, global_batch_size, dataset_ids=self._dataset_ids(config_of_run)
@@ -227,7 +228,7 @@ class AutoAppendSource(SampleSource):
     @property
     def appended_at(self) -> list[int]:
         """The first samples of the appended segments."""
-        return [segment.first_sample for segment in self._checked.segments]
+        return [segment.first_sample for segment in self._last_check.segments]
 
     def with_lanes(self, lanes: int) -> SampleSource:
         """The same in the lanes of a saved state, unless the config names its own."""
@@ -240,15 +241,15 @@ class AutoAppendSource(SampleSource):
 
         Raises ConfigError for the log of another run.
         """
-        record = log_of(self._named)
+        append_log = log_of(self._base_config)
         first = self._source.segments[0]
         assert first.order is not None
         # identifies the run by what its data holds, not by where the data is
         digests = digests_of(first.order, first.files)
-        record.begin({"seed": self.config.seed, "datasets": digests})
-        self._apply(record.newest())
-        if self._checked.sample < sample - 1:
-            self._checked = replace(self._checked, sample=sample - 1)
+        append_log.begin({"seed": self.config.seed, "datasets": digests})
+        self._apply(append_log.newest())
+        if self._last_check.sample < sample - 1:
+            self._last_check = replace(self._last_check, sample=sample - 1)
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
         """Append what belongs before a sample. `follow` says at which ends of steps the run checks
@@ -256,11 +257,11 @@ class AutoAppendSource(SampleSource):
 
         Raises StorageError, FormatError, ConfigError.
         """
-        assert self._named.follow is not None
-        every_samples = self._named.follow.check_every_samples
+        assert self._base_config.follow is not None
+        every_samples = self._base_config.follow.check_every_samples
         segments = self.segments
         while True:
-            checked = self._checked.sample
+            checked = self._last_check.sample
             multiple = checked - checked % every_samples
             end = schedule.end_of_step(multiple)
             while end <= checked:
@@ -276,13 +277,13 @@ class AutoAppendSource(SampleSource):
 
         Samples must come in order: a check builds on the one before. Phases that have begun stay.
         """
-        record = log_of(self._named)
-        check = record.at(sample)
+        append_log = log_of(self._base_config)
+        check = append_log.at(sample)
         if check is not None:
             self._apply(check)
             return
         new_check, source = self._find_versions(sample)
-        check = record.write(new_check)
+        check = append_log.write(new_check)
         for unreadable in check.unreadable:
             log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
         # another rank may have written its check first
@@ -295,12 +296,12 @@ class AutoAppendSource(SampleSource):
         A version that cannot be read is left out until the next check: it does not end a run.
         Transient errors are raised.
         """
-        config = self._named
-        new_check = replace(self._checked, sample=sample, unreadable=[])
+        config = self._base_config
+        new_check = replace(self._last_check, sample=sample, unreadable=[])
         source = self._source
         if any(phase.first_sample == sample for phase in config.phases):
             return new_check, source  # that phase decides what is read from here on
-        segment_at = _segments(with_appended(config, self._checked))
+        segment_at = _segments(with_appended(config, self._last_check))
         last = segment_at[max(first for first in segment_at if first <= sample)]
         current = last
         for prefix, number in _newest_versions(last).items():
@@ -315,7 +316,7 @@ class AutoAppendSource(SampleSource):
                         num_before=len(last.datasets),
                         weights_before=None if last.weights is None else list(last.weights),
                     )
-                    trial = replace(new_check, segments=[*self._checked.segments, segment])
+                    trial = replace(new_check, segments=[*self._last_check.segments, segment])
                     source = self._with(trial)
                 except StreammegaError as error:
                     if getattr(error, "transient", False):
@@ -329,24 +330,24 @@ class AutoAppendSource(SampleSource):
 
     def _apply(self, check: Check, source: StreamSource | None = None) -> None:
         """Continue with a check. source: the one with its segments, if that is open."""
-        if check.segments != self._checked.segments:
+        if check.segments != self._last_check.segments:
             opened = source or self._with(check)
-            for segment in check.segments[len(self._checked.segments) :]:
+            for segment in check.segments[len(self._last_check.segments) :]:
                 names = ", ".join(segment.appended)
                 log.info("from sample %d on: %s joined", segment.first_sample, names)
             self._source = opened
-        self._checked = check
+        self._last_check = check
 
     def _with(self, check: Check) -> StreamSource:
         """The stream with what was appended."""
-        config = with_appended(self._named, check)
+        config = with_appended(self._base_config, check)
         return self._source.with_config(config, self._dataset_ids(config))
 
     def _dataset_ids(self, config: DataConfig) -> NDArray[np.int64]:
         """The "dataset_id" of each dataset. An appended one has that of the first dataset of the
         config that is a version of the same.
         """
-        named = dataset_names(datasets_of_segments(self._named, self._split))
+        named = dataset_names(datasets_of_segments(self._base_config, self._split))
         number_of = {name: number for number, name in enumerate(named)}
         first_of_growing: dict[str, int] = {}
         for number, (prefix, _) in enumerate(named):

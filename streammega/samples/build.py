@@ -16,9 +16,11 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_bins
 from streammega.samples.segments import SplitBlend, split_blend
-from streammega.samples.source import OPENERS
 from streammega.samples.token_file import check_tokenizers
 from streammega.storage.thread_pool import parallel_map
+
+MAX_OPENERS = 16
+"""Pairs of a blend that are opened at once."""
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
@@ -29,9 +31,9 @@ def build_datasets(
     """The train, valid and test datasets; None where the split has no share or nothing is asked of
     it.
 
-    `num_samples` (train, valid, test) overrides the config's; None: one epoch of everything. With
-    `multiple_validation_sets`, valid is a list of datasets. For the Megatron order and
-    `sequential`; the stream order builds nothing. Raises ConfigError for a split or blend that
+    num_samples: (train, valid, test) in place of the config's; a count of None is one epoch of
+    everything. With `multiple_validation_sets`, valid is a list of datasets. For the Megatron and the
+    sequential order; the stream order builds nothing. Raises ConfigError for a split or blend that
     cannot be built, StorageError and FormatError for the files.
     """
     counts = list(num_samples or config.num_samples or (None, None, None))
@@ -51,7 +53,11 @@ def build_split(
     num_samples: int | None,
     opened: dict[str, IndexedDataset] | None = None,
 ) -> SplitDataset | None:
-    """One split. `opened` keeps pairs that several splits share."""
+    """The dataset of one split; None where it has no share or nothing is asked of it.
+
+    num_samples: None: one epoch. opened: open pairs by prefix, which several splits share; this adds
+    to it. Raises what `build_datasets` raises, and ConfigError for a split in phases.
+    """
     opened = {} if opened is None else opened
     if len(config.segments(split)) > 1:
         raise ConfigError(
@@ -106,9 +112,10 @@ def _blended(
     num_samples: int | None,
     opened: dict[str, IndexedDataset],
 ) -> BlendedDataset | None:
-    """Weights with a size: a weighted blend.
+    """The blend of a split; None where the split string gives it no share of a dataset.
 
-    No weights: in proportion to the lengths, everything when no size is asked.
+    With weights, num_samples are drawn by them. Without, all samples are taken in proportion to the
+    lengths of the datasets, or the first num_samples of these.
     """
     prefixes = blend.prefixes
     weights: Sequence[float] | None = blend.weights
@@ -124,7 +131,7 @@ def _blended(
     parts = parallel_map(
         lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
         list(zip(prefixes, counts, strict=True)),
-        OPENERS,
+        MAX_OPENERS,
     )
     datasets = [part for part in parts if part is not None]
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]

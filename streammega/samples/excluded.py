@@ -28,7 +28,7 @@ from streammega.storage.object_ops import read_if_exists
 
 Integers = NDArray[np.int64]
 ROOM = 64
-"""Room for ranges before they are counted: a group rarely has any."""
+"""Room for ranges before they are counted: a batch rarely has more."""
 NEVER = 1 << 62
 """The first sample of a range that no list excludes."""
 DIGITS = 12
@@ -38,7 +38,7 @@ DIGITS = 12
 class ExclusionMask:
     """Columns [low, high) of rows of a batch that hold tokens of excluded documents.
 
-    found int64 [3, ranges]: row, low, high.
+    ranges int64 [3, ranges]: row, low, high.
     """
 
     def __init__(self, ranges: Integers) -> None:
@@ -184,7 +184,7 @@ def excluded_tokens(
         _ranges_of(first, documents, names.all_shards, files)
         for first, documents in sorted(documents_of_first.items())
     ]
-    check_ids([ranges.starts for ranges in lists], files, config.eod_id)
+    _check_eod_fits([ranges.starts for ranges in lists], files, config.eod_id)
     return ExcludedTokens(lists)
 
 
@@ -295,7 +295,7 @@ def check_limits(files: Sequence[Sequence[TokenFile]]) -> None:
             )
 
 
-def check_ids(
+def _check_eod_fits(
     starts: Sequence[NDArray[np.int64]], files: Sequence[Sequence[TokenFile]], eod_id: int
 ) -> None:
     """Raise ConfigError if eod_id does not fit the dtype of a file with excluded tokens.
@@ -309,5 +309,5 @@ def check_ids(
         if eod_id > np.iinfo(file.dtype).max:
             raise ConfigError(
                 f"{file.url}: stores ids as {file.dtype}, and eod_id {eod_id} does not fit, so it "
-                "cannot replace documents that are excluded; is it the tokenizer's?"
+                "cannot replace documents that are excluded; set eod_id to that of the data's tokenizer"
             )

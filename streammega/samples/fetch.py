@@ -99,32 +99,33 @@ Ids = NDArray[Any]
 
 def fetch_ids(
     files: Sequence[TokenFile],
-    file_ids: Integers,
+    file_of_row: Integers,
     extents: Extents,
     width: int,
     storage: StorageConfig,
 ) -> tuple[Ids, Integers]:
     """Token ids of the samples of `extents`, [samples, width] in the widest stored dtype, and how
-    many each has.
+    many each has, int64 [samples].
 
-    `file_ids` int64 [rows] says which of `files` has each row. Raises StorageError.
+    file_of_row: int64 [rows], the number among `files` of the file of each row. width: at least the
+    tokens of any sample; zeros fill up shorter ones. Raises StorageError.
     """
     samples = len(extents)
     rows = rows_of(extents)
-    place_in_ids = rows.sample * width + rows.column
-    used_files = np.unique(file_ids)
+    used_files = np.unique(file_of_row)
     dtype: Any = np.int64
     if len(used_files):
         dtype = np.result_type(*(files[number].dtype for number in used_files))
-    # a sample that ends early is followed by zeros: `valid` says that they are padding
     ids = np.zeros((samples, width), dtype)
+    # the kernel copies runs between two flat arrays
     flat_ids = ids.reshape(-1)
+    place_of_row = rows.sample * width + rows.column
     for number in used_files:
-        of_file = np.flatnonzero(file_ids == number)
+        of_file = np.flatnonzero(file_of_row == number)
         starts = extents.start[of_file]
         stops = extents.stop[of_file]
         source, begins = read_runs(files[number], starts, stops, storage)
-        gather_runs(source, begins, rows.size[of_file], flat_ids, place_in_ids[of_file])
+        gather_runs(source, begins, rows.size[of_file], flat_ids, place_of_row[of_file])
     return ids, rows.valid
 
 
@@ -135,11 +136,13 @@ def read_runs(
 
     In tokens. Raises ShortReadError for a run that the file does not hold, StorageError.
     """
-    last_stop = int(stops.max())
-    # the kernel that copies runs looks no further
-    if last_stop > file.num_tokens or int(starts.min()) < 0:
+    first = int(starts.min())
+    stop = int(stops.max())
+    # the kernel that copies runs does not check them
+    if first < 0 or stop > file.num_tokens:
         raise ShortReadError(
-            f"{file.url}: tokens up to {last_stop} were asked for, the file has {file.num_tokens}"
+            f"{file.url}: has {file.num_tokens} tokens, and its .idx names tokens from {first} to {stop}; "
+            "compare both by 'streammega verify', and write the dataset again"
         )
     if file.store.local_path(file.key) is not None:
         mapped = file.store.view(file.key, file.etag)

@@ -82,7 +82,7 @@ def fields_of_ids(
     """
     names = config.field_names if names is None else names
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
-        return _fields_there(ids, valid, config, names)
+        return _fields_on_device(ids, valid, config, names)
     stored = _array(ids, "ids")
     _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, config.sequence_length)
     stored = _as_kernels_take(stored)
@@ -153,7 +153,7 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
 # --- ids from anywhere ---
 
 
-def _fields_there(
+def _fields_on_device(
     ids: Tensor, valid: IdsLike | None, config: FieldsConfig, names: Sequence[str]
 ) -> Batch:
     """`batch_fields` of ids on an accelerator."""

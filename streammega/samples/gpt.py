@@ -199,22 +199,17 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     @property
     def document_index(self) -> NDArray[np.int32]:
         """Sequence ids in shuffled order, all epochs (Megatron calls them documents); int32."""
-        return self._indices.document_index
+        return self.indices.document_index
 
     @property
     def sample_index(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """(position in document_index, token offset) where each row starts, [rows + 1, 2]."""
-        return self._indices.sample_index
+        return self.indices.sample_index
 
     @property
     def shuffle_index(self) -> NDArray[np.uint32] | NDArray[np.int64]:
         """Sample -> row of sample_index."""
-        return self._indices.shuffle_index
-
-    @property
-    def indices(self) -> GptIndices:
-        """All three of them."""
-        return self._indices
+        return self.indices.shuffle_index
 
     @property
     def datasets(self) -> list[GPTDataset]:
@@ -230,7 +225,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         masks_sequences = self.config.inter_document_masking
         try:
             extents = locate_gpt(
-                self._indices,
+                self.indices,
                 self._lengths,
                 self._offsets,
                 self.indexed.dtype.itemsize,
@@ -334,7 +329,8 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         }
 
     @cached_property
-    def _indices(self) -> GptIndices:
+    def indices(self) -> GptIndices:
+        """All three arrays, of the cache or built now."""
         if not ORDERS[self.config.order].is_shuffled:
             return self._build(shuffled=False)
         arrays: dict[str, Any] = cached_arrays(
@@ -357,7 +353,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         """
         if not ORDERS[self.config.order].is_shuffled:
             return []
-        _ = self._indices
+        _ = self.indices
         folder = order_dir(self.config)
         return [folder / f"{self._files_key}-{name}.npy" for name in INDEX_NAMES]
 
@@ -373,7 +369,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the indices: each process maps the cached files by itself."""
-        mapped = ("_indices", "_lengths", "_offsets")
+        mapped = ("indices", "_lengths", "_offsets")
         return {name: value for name, value in self.__dict__.items() if name not in mapped}
 
 

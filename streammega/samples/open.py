@@ -61,8 +61,8 @@ def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> Samp
         )
     if samples is None:
         raise ConfigError(
-            f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
-            f"{split}"
+            f"{split} has no samples: split {config.split!r} or num_samples {config.num_samples} "
+            f"leaves nothing for {split}; give it a share and a number of samples"
         )
     _ = samples.excluded  # now: raises for names that no document has
     return SampleSource(config, [samples])

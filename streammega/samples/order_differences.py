@@ -55,9 +55,9 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
         extents = one.source.locate(ids)
         other_extents = other.source.locate(ids)
         differs = _differing(extents, other_extents, names)
-        gone = _excluded(one.source, ids, extents)
-        other_gone = _excluded(other.source, ids, other_extents)
-        differs[_in_one_alone(gone, other_gone)] = True
+        excluded = _excluded_columns(one.source, ids, extents)
+        other_excluded = _excluded_columns(other.source, ids, other_extents)
+        differs[_in_one_alone(excluded, other_excluded)] = True
         if differs.any():
             first = int(np.argmax(differs))
             return OrderDifferences(
@@ -110,7 +110,7 @@ def _datasets_of(provenance: Provenance) -> list[tuple[str, str]]:
     ]
 
 
-def _excluded(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
+def _excluded_columns(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
     """The columns of samples that are not seen, int64 [3, ranges]: see `ExclusionMask`."""
     nothing = np.empty((3, 0), np.int64)
     if source.excluded is None:

@@ -19,7 +19,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.order.split import SPLITS, split_fractions
 from streammega.order.state import PHASES
 
-Name = tuple[str, int]
+DatasetName = tuple[str, int]
 """A dataset: its prefix, and how many datasets of that prefix its blend has before it."""
 
 
@@ -74,7 +74,7 @@ class SegmentDatasets(NamedTuple):
 
     segment: Segment
     numbers: Sequence[int]
-    names: Sequence[Name]
+    names: Sequence[DatasetName]
     restart: frozenset[int]
 
 
@@ -84,7 +84,7 @@ def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets
     """
     blend_of(config, split)
     spelling_of: dict[str, str] = {}
-    number_of: dict[Name, int] = {}
+    number_of: dict[DatasetName, int] = {}
     segments: list[SegmentDatasets] = []
     for number, segment in enumerate(config.segments(split)):
         names = _names([_first_spelling(prefix, spelling_of) for prefix in segment.datasets])
@@ -96,7 +96,7 @@ def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets
     return segments
 
 
-def dataset_names(segments: Sequence[SegmentDatasets]) -> list[Name]:
+def dataset_names(segments: Sequence[SegmentDatasets]) -> list[DatasetName]:
     """The name of each dataset, by its number."""
     return list(dict.fromkeys(name for segment in segments for name in segment.names))
 
@@ -154,10 +154,10 @@ def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:
     return spelling_of.setdefault(named, prefix)
 
 
-def _names(prefixes: Sequence[str]) -> Sequence[Name]:
+def _names(prefixes: Sequence[str]) -> Sequence[DatasetName]:
     """The names of prefixes; a repeated prefix is another dataset each time."""
     repeated: Counter[str] = Counter()
-    names: list[Name] = []
+    names: list[DatasetName] = []
     for prefix in prefixes:
         names.append((prefix, repeated[prefix]))
         repeated[prefix] += 1
@@ -165,7 +165,10 @@ def _names(prefixes: Sequence[str]) -> Sequence[Name]:
 
 
 def _check_restart(
-    number: int, restart: Sequence[str], names: Sequence[Name], drawn: Collection[Name]
+    number: int,
+    restart: Sequence[str],
+    names: Sequence[DatasetName],
+    drawn: Collection[DatasetName],
 ) -> None:
     """Raise ConfigError for a restart of a prefix that the phase does not draw from, or that no
     phase before it drew from. drawn: the datasets of those.

@@ -44,8 +44,6 @@ from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_m
 Integers = NDArray[np.int64]
 Span = tuple[int, int]
 """Samples [start, stop)."""
-OPENERS = 16
-"""Pairs of a blend that are opened at once."""
 IDENTITY_OF_RUN = ("order", "order_version", "split", "seed", "add_extra_token", "drop_last")
 """The entries of an identity that are the same in every segment."""
 
@@ -69,7 +67,7 @@ class SegmentSource(ABC):
     """What the split has of each of its own datasets."""
     first_sample: int = 0
     order: StreamOrder | None = None
-    """None in the Megatron order, whose samples are in built indices."""
+    """None in orders of built indices."""
     has_file_per_shard: bool = False
     """Whether extents refer to the shards of a dataset as files of their own, not as one."""
 

@@ -26,7 +26,7 @@ from streammega.storage.thread_pool import parallel_map
 log = logging.getLogger(__name__)
 
 MANY_SEQUENCES = 1 << 40
-"""So many that a split which begins or ends within a dataset shows it."""
+"""More than any dataset has: a split that is all of so many is all of every dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ def open_datasets(
     config: DataConfig,
     known: Sequence[OpenDataset] = (),
 ) -> list[OpenDataset]:
-    """The parts of datasets that belong to a split, by `shares`. known: datasets that are open
-    already.
+    """The datasets of these prefixes, in their order, each with its parts that belong to a split.
 
-    Raises ConfigError if a dataset has nothing for the split, or another tokenizer than the others;
-    StorageError and FormatError for the files.
+    shares: the split string, which cuts every dataset by itself. known: datasets that are open
+    already, and stay as they are. Raises ConfigError if a dataset has nothing for the split, or
+    another tokenizer than the others; StorageError and FormatError for the files.
     """
     opened_of_name = {dataset.name: dataset for dataset in known}
     missing = [name for name in prefixes if name not in opened_of_name]
@@ -81,22 +81,27 @@ def open_datasets(
 
 
 def _cut_dataset(
-    name: str, shards: list[Shard], share: str, split: str, config: DataConfig
+    name: str, shards: list[Shard], shares: str, split: str, config: DataConfig
 ) -> OpenDataset:
-    """Cut a dataset, its shards end to end, by `share`: by sequences, or by bins if it is packed."""
+    """The part of a dataset that belongs to a split. Its shards, end to end, are cut by sequences, or
+    by bins if it is packed.
+    """
     if len({shard.bin_tokens for shard in shards}) > 1:
-        raise ConfigError(f"{name}: its shards differ in their bins; make a blend of them")
+        raise ConfigError(
+            f"{name}: some of its shards have other bins than others, so they have no samples of one "
+            "length; convert it again with --pack-length, or name shards of equal bins in a blend"
+        )
     bin_tokens = shards[0].bin_tokens
     # splits are cut by sequences, or by bins
     units = [
         shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
         for shard in shards
     ]
-    bounds = split_bounds(share, sum(units))[split]
+    bounds = split_bounds(shares, sum(units))[split]
     if bounds is None or bounds[0] == bounds[1]:
         kind = "sequences" if bin_tokens is None else "bins"
         raise ConfigError(
-            f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
+            f"{name}: split {shares!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
     learned = learned_modes_of_shards(name, shards, config)
     needs_index = bin_tokens is not None or learned is not None or config.balance_attention_cost
@@ -117,7 +122,7 @@ def _cut_dataset(
     ]
     parts = _parts_of(shards, units, bin_tokens, *bounds)
     for shard in shards:
-        shard.index_body = None
+        shard.index_body = None  # only the bounds of the split need it, and there are thousands
     if bin_tokens is None:
         _warn_of_short(name, parts, len(shards), config)
     # blocks are sized in bytes, by the widest tokens

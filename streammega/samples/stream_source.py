@@ -185,14 +185,14 @@ class StreamSource(SampleSource):
         self._split = split
         self._global_batch_size = global_batch_size
         self._dataset_ids = dataset_ids
-        self._named = datasets_of_segments(config, split)
-        prefixes = [prefix for prefix, _ in dataset_names(self._named)]
+        self._segment_datasets = datasets_of_segments(config, split)
+        prefixes = [prefix for prefix, _ in dataset_names(self._segment_datasets)]
         shares = blend_of(config, split).shares
         self._datasets = open_datasets(prefixes, shares, split, config, known)
         files = [dataset.files for dataset in self._datasets]
-        _check_apart(self._named, prefixes, files)
+        _check_apart(self._segment_datasets, prefixes, files)
         bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]
-        for named in self._named:
+        for named in self._segment_datasets:
             bins_here = [bins[number] for number in named.numbers]
             check_bins(bins_here, _with_length(config, named.segment.sequence_length))
         check_one_kind(bins)
@@ -228,7 +228,7 @@ class StreamSource(SampleSource):
         Raises ConfigError for a dataset that holds no sample.
         """
         orders: list[StreamOrder] = []
-        for segment, numbers, _, restart in self._named:
+        for segment, numbers, _, restart in self._segment_datasets:
             datasets = [self._datasets[number].parts for number in numbers]
             # a bin has no extra token: that would be of another document
             extra_token = config.add_extra_token and not datasets[0].is_packed

@@ -22,7 +22,7 @@ from streammega.storage.http_errors import truncated
 from streammega.storage.thread_pool import parallel_map
 
 Integers = NDArray[np.int64]
-OPENERS = 32
+MAX_OPENERS = 32
 """Indices that are opened at once: of a remote dataset each is a download."""
 
 
@@ -87,7 +87,7 @@ def open_indices(
     """
     numbered = [(number, files[number]) for number in np.unique(used).tolist()]
     waiting = [file.index for _, file in numbered if file.index and not file.index.is_open]
-    parallel_map(lambda index: index.arrays, waiting, OPENERS)
+    parallel_map(lambda index: index.arrays, waiting, MAX_OPENERS)
     return [(number, file, file.index.arrays) for number, file in numbered if file.index]
 
 
@@ -118,7 +118,7 @@ def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> Non
         two = itertools.islice(by_digest.values(), 2)
         (first, its), (other, others) = two
         raise ConfigError(
-            f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: "
+            f"{redact_urls(first)} is of tokenizer {its}, and {redact_urls(other)} of {others}, so "
             "their ids mean different things; "
             "convert the text of one with the other's tokenizer, "
             "or set allow_mixed_tokenizers if you know that they agree"

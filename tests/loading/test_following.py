@@ -437,7 +437,7 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
         state = loader.state_dict()
     with (
         opened(replace(config, seed=5)) as loader,
-        pytest.raises(ConfigError, match=r"record: is the record of another run"),
+        pytest.raises(ConfigError, match=r"record: is the log of another run"),
     ):
         loader.take()
     follow = FollowConfig(check_every_samples=EVERY, log_url=str(tmp_path / "elsewhere"))
@@ -447,7 +447,7 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
     ):
         loader.load_state_dict(state)
     Path(f"{tmp_path}/record/{20:020d}.json").write_text('{"format"')
-    with pytest.raises(FormatError, match="is a damaged record of what a run took in"):
+    with pytest.raises(FormatError, match="is a damaged log of what a run took in"):
         opened(config)
 
 
