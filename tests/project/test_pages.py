@@ -170,6 +170,14 @@ def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
     ]
 
 
+def test_names_that_contributing_uses_are_defined() -> None:
+    named = set(re.findall(r"`([A-Za-z]\w*[A-Za-z0-9])`", PAGES["CONTRIBUTING"]))
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    code = "\n".join(file.read_text() for file in files if file.parent != Path(__file__).parent)
+    defined = re.findall(r"^ *(?:def|class) (\w+)|^(\w+)(?:: .+)? = ", code, re.M)
+    assert named - {"assert", "python", "soak"} <= {name for pair in defined for name in pair}
+
+
 @pytest.mark.guarantee("kernels-nogil-without")
 def test_kernels_hold_neither_the_gil_nor_numbas_threads_nor_fast_math() -> None:
     jitted = []
