@@ -225,7 +225,8 @@ class DataConfig(FieldsConfig):
     order: Order = "megatron"
     """`megatron`: Megatron's shuffle, bit for bit.
 
-    `stream`: shuffled for object storage. `sequential`: in the order of the files.
+    `stream`: shuffled for object storage. `sequential`: every dataset in its stored order; a blend
+    draws from its datasets as in the Megatron order.
     """
     inter_document_masking: bool = False
     """Tokens do not attend over the bounds of sequences in the `.idx`, whatever their ids, in

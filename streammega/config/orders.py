@@ -12,7 +12,7 @@ class OrderFeatures(NamedTuple):
     """What an order can do, and what it needs. All code asks for these, never for an order's name."""
 
     is_shuffled: bool
-    """Whether its samples depend on the seed. Else they follow each other in the files."""
+    """Whether its samples depend on the seed. Else those of a dataset follow each other in its files."""
     is_endless: bool
     """Whether its samples have no end where num_samples is not set."""
     needs_num_samples: bool

@@ -15,6 +15,7 @@ from streammega import (
     DataConfig,
     StreamLoader,
     build_datasets,
+    locate,
 )
 from streammega.config import parse_blend
 from streammega.errors import ConfigError
@@ -240,6 +241,25 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
                 assert_same(split_theirs, split_ours, where)
                 compared += 1
     assert compared > 60
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_blend_in_sequential_order_takes_turns_and_each_dataset_is_in_stored_order(
+    pairs: list[str], tmp_path: Path, weighted: bool
+) -> None:
+    blend: Any = list(zip(pairs[:3], (3, 2, 1), strict=True)) if weighted else pairs[:3]
+    config = DataConfig(
+        blend=blend, sequence_length=8, num_samples=(60, 0, 0), index_cache_dir=tmp_path
+    )
+    turns = locate(config, np.arange(60))
+    extents = locate(replace(config, order="sequential"), np.arange(60))
+    first_rows = extents.row_splits[:-1]
+    dataset = extents.dataset[first_rows]
+    assert dataset.tolist() == turns.dataset[turns.row_splits[:-1]].tolist()
+    assert len(set(dataset[:12].tolist())) > 1
+    for number in set(dataset.tolist()):
+        starts = extents.start[first_rows][dataset == number]
+        assert (np.diff(starts) == 8).all()
 
 
 def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_path: Path) -> None:
