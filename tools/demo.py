@@ -165,8 +165,8 @@ def say(step: int, text: str) -> None:
 
 
 def python_sources() -> list[str]:
-    """Files of this Python installation: its library's sources and texts, then packages', until
-    there is enough.
+    """Sources and texts of this Python: of its library, then of installed packages, until there are
+    enough.
     """
     paths = sysconfig.get_paths()
     found: list[str] = []
@@ -189,7 +189,7 @@ def python_sources() -> list[str]:
 
 
 def is_text(path: Path) -> bool:
-    """UTF-8, which a few of Python's own test files deliberately are not."""
+    """Whether a file is UTF-8. A few of Python's own test files are not, on purpose."""
     try:
         path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
@@ -237,9 +237,7 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
 
 
 def unigram_entropy() -> float:
-    """Entropy of the token frequencies, in nats: the loss of a model that knows
-    nothing but them.
-    """
+    """Entropy of the token frequencies, in nats: the loss of a model that knows only these."""
     counts = np.zeros(VOCAB_SIZE, np.int64)
     for tokens in IndexedDataset(f"s3://{BUCKET}/corpus")[:]:
         counts += np.bincount(np.asarray(tokens), minlength=VOCAB_SIZE)
@@ -248,9 +246,7 @@ def unigram_entropy() -> float:
 
 
 class S3Server:
-    """moto's S3 server in a thread of this process, on a free loopback port: it cannot outlive the
-    demo.
-    """
+    """moto's S3 server in a thread of this process, on a free loopback port. It ends with the demo."""
 
     def __enter__(self) -> S3Server:
         import logging
@@ -269,7 +265,7 @@ class S3Server:
         self._server.stop()
 
     def environment(self) -> dict[str, str]:
-        """What makes every S3 client on this machine find the server."""
+        """The variables by which S3 clients find the server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "demo",

@@ -1,10 +1,10 @@
-"""A loop of your own with only get_batch: ranks of tensor and context parallelism, each given what
-it needs.
+"""A loop of your own with only get_batch: each rank of tensor and context parallelism gets the fields and
+tokens that it needs.
 
     torchrun --nproc-per-node 4 tools/examples/batches.py [PREFIX]
 
-Tensor-parallel rank 0 reads; the ids go to its group as one message, two bytes a token; labels,
-masks and positions are derived.
+Tensor-parallel rank 0 reads, and sends the ids to its group as one message of two bytes a token. Each rank
+makes labels, masks and positions of them.
 """
 
 import os
@@ -24,7 +24,7 @@ def main() -> None:
         )
     dist.init_process_group()
     world = dist.get_world_size()
-    # as far as the ranks go round: tensor parallelism first, then context, the rest is data
+    # Two ranks are enough for tensor parallelism, and four for context parallelism too.
     tp = 2 if world % 2 == 0 else 1
     cp = 2 if world % 4 == 0 else 1
     ranks = sm.Ranks(sm.ParallelLayout.of_world(world, tp=tp, cp=cp))

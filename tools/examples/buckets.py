@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def add_gradients(model: sm.BucketedDataParallel, last: bool) -> torch.Tensor:
-    """Forward and backward of a micro-batch; its loss, which is to turn a sample around."""
+    """Run forward and backward of a micro-batch; its loss. The model learns to reverse a sample."""
     samples = torch.randn(32, 64)
     # gradients are summed in fp32, and go to the other ranks during the last backward only
     exchange = contextlib.nullcontext() if last else model.no_sync()

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def add_gradients(model: nn.Module, is_last: bool) -> torch.Tensor:
-    """Forward and backward of a micro-batch; its loss, which is to turn a sample around."""
+    """Run forward and backward of a micro-batch; its loss. The model learns to reverse a sample."""
     assert isinstance(model, FSDPModule)
     # gradients go to the other ranks, and gathered parameters are freed, in the last backward only
     model.set_requires_gradient_sync(is_last)
