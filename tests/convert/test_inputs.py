@@ -176,7 +176,7 @@ def test_every_format_is_among_what_is_tested_here(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         found |= {item.format for item in find_inputs([make(folder)])}
-    assert found == set(FORMATS)
+    assert found == set(FORMATS), "TEXT_INPUTS or TOKEN_INPUTS"
 
 
 def raw(path: Path, kind: str, eod: int = 50_000) -> tuple[str, list[list[int]]]:

@@ -73,7 +73,7 @@ FOLLOW = {
 
 
 def test_every_adapter_follows_phases_or_refuses_them() -> None:
-    assert set(ADAPTERS) | {"megatron-bridge"} == set(REFUSE) | FOLLOW
+    assert set(ADAPTERS) | {"megatron-bridge"} == set(REFUSE) | FOLLOW, "REFUSE by check_phases?"
 
 
 @pytest.mark.guarantee("phases-steps-another")
@@ -104,10 +104,10 @@ def test_a_step_is_no_beginning_where_its_samples_are_not_known() -> None:
 
 
 def test_trainers_follow_or_refuse_every_setting_of_a_phase() -> None:
-    """By `check_phases` of frameworks.py."""
     checked = {"global_batch_size", "sequence_length", "first_step", "first_token"}
     followed = {"first_sample", "blend", "shuffle_lanes", "restart_datasets", "exclude_documents"}
-    assert {item.name for item in fields(PhaseConfig)} == checked | followed
+    settings = {item.name for item in fields(PhaseConfig)}
+    assert settings == checked | followed, "check_phases of frameworks.py refuses it, or not?"
 
 
 def test_a_ramp_up_is_refused_by_a_trainer_of_transformers() -> None:

@@ -35,7 +35,7 @@ def test_every_integration_has_an_adapter() -> None:
     files = Path(streammega.integrations.__file__).parent.glob("*.py")
     adapters = Path(inspect.getfile(Adapter)).read_text()
     named = set(re.findall(r"streammega\.integrations\.(\w+) import", adapters))
-    assert {file.stem for file in files} - WITHOUT_STATES == named
+    assert {file.stem for file in files} - WITHOUT_STATES == named, "ADAPTERS of adapters.py"
 
 
 @pytest.fixture(params=ADAPTERS)

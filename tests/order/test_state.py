@@ -264,7 +264,7 @@ def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
     noticed = {*OF_EVERY_ORDER}.union(*OF_AN_ORDER.values())
     assert not (noticed | NOTICED_IN_OTHER_TESTS) & MAY_CHANGE
     names = {item.name for item in fields(DataConfig)}
-    assert names == noticed | NOTICED_IN_OTHER_TESTS | MAY_CHANGE
+    assert names == noticed | NOTICED_IN_OTHER_TESTS | MAY_CHANGE, "does it choose tokens?"
 
 
 @pytest.mark.guarantee("state-under-1")

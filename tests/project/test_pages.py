@@ -115,13 +115,14 @@ def test_the_formats_of_the_page_are_those_of_the_code() -> None:
 
 def test_every_command_is_on_a_page() -> None:
     pages = "".join(PAGES.values())
-    assert not [name for name in COMMANDS if f"streammega {name}" not in pages]
+    missing = [name for name in COMMANDS if f"streammega {name}" not in pages]
+    assert not missing, "README or docs: what the command does"
 
 
 def test_the_schemes_of_the_page_are_those_of_the_code() -> None:
     rows = re.findall(r"^\| (.*?`.*?) \|", PAGES["storage"].split("\n\n")[1], re.M)
     named = {scheme for row in rows for scheme in re.findall(r"`(\w+)://", row)}
-    assert named - {"file", "hdfs"} == set(SCHEMES)
+    assert named - {"file", "hdfs"} == set(SCHEMES), "a row of docs/storage.md"
 
 
 @pytest.mark.parametrize("scheme", [name for name, known in SCHEMES.items() if known.is_bucket])
@@ -133,7 +134,8 @@ def test_every_scheme_of_buckets_has_a_store_under_the_contract(scheme: str) -> 
         for node in classes
         if isinstance(node, ast.ClassDef) and "Contract" in ast.unparse(node.bases)  # type: ignore[arg-type]
     ]
-    assert any(f"{scheme}://" in text or f"'{scheme}'" in text for text in contracts)
+    tested = any(f"{scheme}://" in text or f"'{scheme}'" in text for text in contracts)
+    assert tested, "a subclass of StoreContract in tests/storage"
 
 
 # The code.
@@ -310,7 +312,7 @@ def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None
 def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
     for extra, package in frameworks.PACKAGES.items():
         assert package in distributions(PROJECT["optional-dependencies"][extra])
-        assert f"[{extra}]" in PAGES["trainers"]
+        assert f"[{extra}]" in PAGES["trainers"], "docs/trainers.md: what to install"
 
 
 @pytest.mark.guarantee("scheme-goes-transport")
