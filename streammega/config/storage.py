@@ -74,11 +74,12 @@ class StorageConfig:
     """Largest single range request."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Most range requests in flight: limits many small reads."""
-    max_in_flight_bytes: Annotated[int, Ge(4096)] = 96 * MiB
+    max_in_flight_bytes: Annotated[int, Ge(4096)] = 24 * MiB
     """Most bytes of range requests in flight: limits few large reads."""
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
-    """Bytes that a loader holds: fetched ahead, in flight, and ready. If they are too few for the open
-    blocks of the stream order, it is several times slower, and a warning says how many are needed.
+    """Most bytes that a loader holds: fetched ahead, in flight, and ready. It takes fewer where more
+    would not help. If they are too few for the open blocks of the stream order, it is several times
+    slower, and a warning says how many are needed.
     """
     coalesce_gap_bytes: Annotated[int, Ge(0)] = 64 * 1024
     """Ranges with at most this gap between them are fetched as one, if at most a seventh more is

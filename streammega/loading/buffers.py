@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streammega.kernels.plan import count_down
 from streammega.samples.derived_fields import Allocate, new_memory
-from streammega.storage.fetch.buffer_pool import rounded
+from streammega.storage.fetch.buffer_pool import new_buffer, rounded
 from streammega.storage.fetch.requests import FetchGroup
 from streammega.storage.store import address_of
 
@@ -210,7 +210,7 @@ class RecycledMemory:
         try:
             block = self._free[block_size].pop()
         except IndexError:
-            block = np.empty(block_size, np.uint8)
+            block = new_buffer(block_size)
         # the tensor's storage keeps this object: when it is collected, no reader remains
         array = block[:size]
         use = _Use(array, self._recycle)

@@ -4,6 +4,7 @@ they are gathered.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import GatherGroup, PlannedBuffer, PlanWindow
 from streammega.loading.read_plan import ReadPlan, lanes_from
 from streammega.loading.stats import Stats
+from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 
@@ -152,7 +154,7 @@ class Lookahead:
         for number, start, stop, at in planned.requests:
             file = plan.files[number]
             requests.append(RangeRequest(file.store, file.key, file.etag, start, stop, at))
-        buffer = FetchGroup(planned.size, requests, planned.slot, alignment=plan.dtype.itemsize)
+        buffer = FetchGroup(planned.size, requests, planned.slot)
         plan.planner.table.attach(buffer)
         return buffer
 
@@ -163,24 +165,32 @@ class Lookahead:
         buffers: list[FetchGroup],
         group_batches: int,
     ) -> None:
-        """Queue the groups of a window, each with the buffers that no earlier group needs."""
-        first_row_of_buffer = np.array([planned.row for planned in window.buffers], np.int64)
-        first_sample = np.searchsorted(window.row_splits, first_row_of_buffer, side="right") - 1
-        for number in range(0, len(consumed), group_batches):
-            batches = consumed[number : number + group_batches]
-            first = number * self._batch_rows
-            last = first + len(batches) * self._batch_rows
-            # buffers are in the order of the first row that needs them
-            begin, end = np.searchsorted(first_sample, [first, last])
+        """Queue the groups of a window, each with the buffers that no earlier group needs.
+
+        A group has up to `group_batches` micro-batches, and ends before it opens too many bytes.
+        """
+        memory = self._plan.memory
+        first_row = np.array([planned.row for planned in window.buffers], np.int64)
+        first_sample = np.searchsorted(window.row_splits, first_row, side="right") - 1
+        # buffers are in the order of the first row that needs them
+        ends = np.arange(len(consumed) + 1) * self._batch_rows
+        splits = np.searchsorted(first_sample, ends).tolist()  # of the buffers, at each micro-batch
+        sizes = [rounded(planned.size) for planned in window.buffers]
+        bytes_before = np.cumsum([0, *sizes])[splits].tolist()
+        first = 0
+        while first < len(consumed):
+            fitting = bisect_right(bytes_before, bytes_before[first] + memory.opening_bytes) - 1
+            last = min(max(fitting, first + 1), first + group_batches, len(consumed))
             self._groups.append(
                 GatherGroup(
                     window=window,
-                    consumed=batches,
-                    first=first,
-                    last=last,
-                    buffers=buffers[begin:end],
+                    consumed=consumed[first:last],
+                    first=first * self._batch_rows,
+                    last=last * self._batch_rows,
+                    buffers=buffers[splits[first] : splits[last]],
                 )
             )
+            first = last
         self.batches += len(consumed)
 
     def _next_stretch(self, max_batches: int) -> list[int]:

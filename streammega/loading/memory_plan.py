@@ -13,17 +13,14 @@ from typing import NamedTuple
 from streammega.errors import ConfigError
 from streammega.storage.fetch.buffer_pool import rounded
 
-GROUP_BYTES = 16 << 20
+GROUP_BYTES = 4 << 20
 """Bytes of the ids that one kernel call gathers, and of the fields that one call makes.
 
-Each group costs a plan and a hand-over between two threads. Groups of 2 MiB take a fifth more CPU
-time than groups of 16 MiB.
+Each group costs a plan and a hand-over between two threads.
 """
-SMALL_GROUP_BYTES = 2 << 20
-"""Bytes of smaller groups. They are used if they leave room for more blocks, which save far more."""
 MAX_GROUP_BATCHES = 64
 """Most micro-batches of a group. The first of them is handed out when all are gathered."""
-READY_GROUPS = 4
+READY_GROUPS = 3
 """Fewest groups made ahead. With fewer, the two threads wait for each other at every group."""
 MAX_FIELD_BATCHES = 8
 """Most micro-batches whose fields are made together, when the first of them is handed out."""
@@ -32,6 +29,10 @@ FIELD_COPIES = 2
 BLOCK_SHARE = 3 / 4
 """Share of `fetch_bytes` for blocks that are fetched whole. The rest is for samples that are read one
 by one, and for blocks that open next.
+"""
+OPENING_BYTES = 8 << 20
+"""A group ends before its samples open more bytes of blocks than this, unless its first micro-batch
+opens more: they are needed at once, in addition to all blocks that are open.
 """
 BLOCK_SLACK = 4096
 """Bytes added to a block: a buffer has at least 4096, and a block has one more token for each shard
@@ -82,13 +83,14 @@ class MemoryPlan:
 
         fetch_bytes     bytes that are fetched and not gathered yet
           open_bytes      their part for blocks that are fetched whole: each lane has a block of each
-                          dataset open, and each sample of a group may open one before one is freed
+                          dataset open, and a group opens more (`opening_bytes`) before one is freed
         ready_bytes     batches that are gathered and not handed out: groups of ids in the stored
                           dtype, and the fields of the micro-batches that are handed out next
           field_bytes     their part for fields
 
     group_batches: micro-batches gathered together. field_batches: micro-batches whose fields are made
     together. ready_groups: groups made ahead. window_batches: most micro-batches planned together.
+    opening_bytes: most bytes that a group of several micro-batches adds to those in memory.
     block_datasets: datasets whose blocks are fetched whole. num_without_room: how many more datasets
     could have their blocks fetched whole if the memory had `enough_bytes`.
     """
@@ -100,6 +102,7 @@ class MemoryPlan:
     field_bytes: int
     fetch_bytes: int
     window_batches: int
+    opening_bytes: int
     coalesce_gap_bytes: int
     block_datasets: tuple[int, ...] = ()
     open_bytes: int = 0
@@ -122,13 +125,11 @@ def _bytes_of_arrays(sizes: tuple[int, ...], batches: int) -> int:
     return sum(rounded(batches * size) for size in sizes if size)
 
 
-def _groups_of(batch: BatchSize, batches: int, ahead: int, group_bytes: int) -> _Groups:
+def _groups_of(batch: BatchSize, batches: int, ahead: int) -> _Groups:
     """Groups of `batches` micro-batches. At least `ahead` micro-batches and READY_GROUPS groups are
     ready.
-
-    group_bytes: most bytes of the fields that are made together.
     """
-    field_batches = min(group_bytes // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
+    field_batches = min(GROUP_BYTES // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
     field_batches = max(1, field_batches)
     ready = max(READY_GROUPS, math.ceil(ahead / batches))
     field_bytes = FIELD_COPIES * _bytes_of_arrays(batch.fields, field_batches)
@@ -137,15 +138,15 @@ def _groups_of(batch: BatchSize, batches: int, ahead: int, group_bytes: int) -> 
     return _Groups(batches, field_batches, ready, ids_bytes + field_bytes, field_bytes)
 
 
-def _groups_of_bytes(batch: BatchSize, group_bytes: int, ahead: int) -> _Groups:
-    """Groups of about `group_bytes`.
+def _largest_groups(batch: BatchSize, ahead: int) -> _Groups:
+    """Groups of about GROUP_BYTES.
 
     The micro-batches of a group are a multiple of those whose fields are made together. So memory of
     one size serves all fields.
     """
-    batches = max(1, min(group_bytes // sum(batch.ids), MAX_GROUP_BATCHES))
-    together = _groups_of(batch, batches, ahead, group_bytes).field_batches
-    return _groups_of(batch, batches - batches % together, ahead, group_bytes)
+    batches = max(1, min(GROUP_BYTES // sum(batch.ids), MAX_GROUP_BATCHES))
+    together = _groups_of(batch, batches, ahead).field_batches
+    return _groups_of(batch, batches - batches % together, ahead)
 
 
 class _Blocks(NamedTuple):
@@ -153,6 +154,7 @@ class _Blocks(NamedTuple):
 
     block_datasets: tuple[int, ...]
     open_bytes: int
+    opening_bytes: int
     num_without_room: int
     enough_bytes: int
 
@@ -165,7 +167,11 @@ def _fitting_blocks(
     `blocks` lists the most drawn datasets first: there a block saves the most requests.
     """
     room = (memory_bytes - groups.ready_bytes) * BLOCK_SHARE
-    group_samples = groups.group_batches * batch.samples
+
+    def opening(largest: int) -> int:
+        one_batch = batch.samples * largest
+        return max(one_batch, min(OPENING_BYTES, groups.group_batches * one_batch))
+
     block_datasets: list[int] = []
     lane_bytes = wanted_lane_bytes = 0
     largest = wanted_largest = 0
@@ -173,14 +179,15 @@ def _fitting_blocks(
         block_bytes = rounded(stored) + BLOCK_SLACK
         wanted_lane_bytes += lanes * block_bytes
         wanted_largest = max(wanted_largest, block_bytes)
-        if lane_bytes + lanes * block_bytes + group_samples * max(largest, block_bytes) <= room:
+        if lane_bytes + lanes * block_bytes + opening(max(largest, block_bytes)) <= room:
             block_datasets.append(dataset)
             lane_bytes += lanes * block_bytes
             largest = max(largest, block_bytes)
-    wanted_bytes = wanted_lane_bytes + group_samples * wanted_largest
+    wanted_bytes = wanted_lane_bytes + opening(wanted_largest)
     return _Blocks(
         block_datasets=tuple(block_datasets),
-        open_bytes=lane_bytes + group_samples * largest,
+        open_bytes=lane_bytes + opening(largest),
+        opening_bytes=opening(largest) or OPENING_BYTES,
         num_without_room=len(blocks) - len(block_datasets),
         enough_bytes=groups.ready_bytes + math.ceil(wanted_bytes / BLOCK_SHARE),
     )
@@ -194,30 +201,28 @@ def plan_memory(
     *,
     ahead: int,
     coalesce_gap_bytes: int,
+    in_flight_bytes: int = 0,
     is_remote: bool = True,
+    only_blocks: bool = False,
 ) -> MemoryPlan:
-    """Divide `memory_bytes`.
+    """Divide `memory_bytes`, or as much of it as the reader can use.
 
     blocks: the datasets whose blocks are worth fetching whole, the most drawn first. lanes: the number
     of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
-    is_remote: whether some file is fetched.
+    in_flight_bytes: most bytes of requests in flight. is_remote: whether some file is fetched.
+    only_blocks: whether all that is fetched may be fetched in blocks.
 
     Raises ConfigError if there is no room for one micro-batch.
     """
     # Ready groups come first: they take little.
-    groups = _groups_of_bytes(batch, GROUP_BYTES, ahead)
+    groups = _largest_groups(batch, ahead)
     block_plan = _fitting_blocks(groups, memory_bytes, batch, blocks, lanes)
-    if block_plan.num_without_room:
-        small = _groups_of_bytes(batch, SMALL_GROUP_BYTES, ahead)
-        small_group_blocks = _fitting_blocks(small, memory_bytes, batch, blocks, lanes)
-        if len(small_group_blocks.block_datasets) > len(block_plan.block_datasets):
-            groups, block_plan = small, small_group_blocks
     # Without blocks, groups become smaller until the next one can be fetched while one is gathered.
     while not block_plan.block_datasets and groups.group_batches > 1:
         fetched = GROUPS_FETCHED * batch.fetched(groups.group_batches) if is_remote else 0
         if groups.ready_bytes + fetched <= memory_bytes:
             break
-        groups = _groups_of(batch, groups.group_batches // 2, ahead, GROUP_BYTES)
+        groups = _groups_of(batch, groups.group_batches // 2, ahead)
     min_bytes = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
     if min_bytes > memory_bytes:
         raise ConfigError(
@@ -226,16 +231,20 @@ def plan_memory(
             f"{groups.ready_bytes:,} of them. Set memory_bytes of the storage"
         )
     # The rest is for windows. If groups hardly fit, there is no room for what coalescing adds.
-    fetch_bytes = memory_bytes - groups.ready_bytes
-    window_room = fetch_bytes - block_plan.open_bytes
+    window_room = memory_bytes - groups.ready_bytes - block_plan.open_bytes
     fitting = max(1, window_room // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
+    # More memory would only hold bytes that are needed later.
+    ahead_bytes = in_flight_bytes
+    if not only_blocks or block_plan.num_without_room:
+        ahead_bytes += WINDOWS_FETCHED * batch.fetched(max(groups.group_batches, window_batches))
+    window_room = min(window_room, ahead_bytes)
     if GROUPS_FETCHED * batch.fetched(groups.group_batches) > window_room:
         coalesce_gap_bytes = 0
     return MemoryPlan(
         **groups._asdict(),
         **block_plan._asdict(),
-        fetch_bytes=fetch_bytes,
+        fetch_bytes=block_plan.open_bytes + window_room,
         window_batches=max(groups.group_batches, window_batches),  # a group is within one window
         coalesce_gap_bytes=coalesce_gap_bytes,
     )

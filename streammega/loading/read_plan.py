@@ -106,7 +106,9 @@ def plan_reading(
         len(lanes),
         ahead=ahead,
         coalesce_gap_bytes=storage.coalesce_gap_bytes,
+        in_flight_bytes=storage.max_in_flight_bytes,
         is_remote=not table.local.all(),
+        only_blocks=len(blocks) == _num_fetched_datasets(table),
     )
     if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
@@ -261,6 +263,12 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
         page_bytes=PAGE_BYTES,
         chunk_bytes=whole_pages(steps.config.storage.cache_chunk_bytes),
     )
+
+
+def _num_fetched_datasets(table: FileTable) -> int:
+    """How many datasets have a remote file."""
+    fetched = np.flatnonzero(~table.local)
+    return len(np.unique(np.searchsorted(table.firsts, fetched, side="right")))
 
 
 def _addresses_in_cache(file: TokenFile) -> tuple[int, int]:

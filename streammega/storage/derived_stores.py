@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -101,11 +101,11 @@ class DerivedStore(WrapperStore):
         return self._decoded(self.inner.fetch(key, self._stored(spans), self._etag(etag)), spans)
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         """Decoded bytes, of one request for each span."""
         bodies = self.inner.fetch(key, self._stored(spans), self._etag(etag))
-        self._decode(bodies, spans, outs)
+        self._decode(bodies, spans, list(outs))
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """Decoded bytes. The inner store reads the stored ones."""
@@ -218,7 +218,7 @@ class ConcatStore(Store):
         return [out.data for out in outs]
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         """From the objects that hold them, each compared with its own ETag."""
         # Grouped by object, so that each is read by one call.

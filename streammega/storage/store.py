@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -93,9 +93,6 @@ class Store(ABC):
     UnsupportedOperation.
     """
 
-    owns_bodies = False
-    """Whether `fetch` returns new memory, which the caller may keep."""
-
     @property
     def is_local(self) -> bool:
         """Whether objects are mapped local files, whose reads need no network."""
@@ -119,9 +116,12 @@ class Store(ABC):
         """
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
-        """As `fetch`, into `outs`: uint8 [stop - start] each."""
+        """As `fetch`, into `outs`: uint8 [stop - start] each.
+
+        `outs` may be an iterator that allocates. It is used when the bytes are there.
+        """
         copy_into(self.url(key), spans, self.fetch(key, spans, etag), outs)
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
@@ -210,7 +210,7 @@ class WrapperStore(Store):
         return self.inner.fetch(key, spans, etag)
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         self.inner.fetch_into(key, spans, outs, etag)
 
@@ -337,7 +337,7 @@ def check_length(url: str, span: Span, body: Buffer) -> Buffer:
 
 
 def copy_into(
-    url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]
+    url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Iterable[Bytes]
 ) -> None:
     """Copy bodies into `outs`, by one call without the GIL.
 
@@ -347,10 +347,11 @@ def copy_into(
     sources = []
     for span, body in zip(spans, bodies, strict=True):
         sources.append(np.frombuffer(check_length(url, span, body), np.uint8))
-    for (start, stop), out in zip(spans, outs, strict=True):
-        check_room(out, stop - start)
+    places = list(outs)
+    for (start, stop), place in zip(spans, places, strict=True):
+        check_room(place, stop - start)
     sizes = np.array([len(source) for source in sources], np.int64)
-    copy_bytes(_NOTHING, _addresses(sources), sizes, _addresses(outs))
+    copy_bytes(_NOTHING, _addresses(sources), sizes, _addresses(places))
 
 
 def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ from streammega import (
     batch_fields,
     get_batch,
 )
+from streammega.loading import buffers
 from streammega.loading.buffers import PinnedMemory, RecycledMemory, batch_memory
 from streammega.parallel import open_loader
 from streammega.samples.derived_fields import new_memory
@@ -164,11 +165,11 @@ def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.Monkey
     """It lets go of all batches that were ahead of it; what is kept of their memory has a limit."""
     made: list[int] = []
 
-    def noted(size: int, dtype: Any) -> Any:
+    def noted(size: int) -> Any:
         made.append(size)
-        return np.zeros(size, dtype)
+        return np.zeros(size, np.uint8)
 
-    monkeypatch.setattr(np, "empty", noted)
+    monkeypatch.setattr(buffers, "new_buffer", noted)
     arrays = 12
     ring = RecycledMemory(arrays * 4 * 512 * 8)
     for _ in range(3):

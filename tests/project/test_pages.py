@@ -359,7 +359,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (1 << 30, 0.01),
     ),
     ("design", "is not looked at again for half a minute", cache_folder.FULL_SECONDS, 30),
-    ("design", "(16 MiB of ids at most)", memory_plan.GROUP_BYTES, 16 << 20),
+    ("design", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
     ("design", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
     ("design", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     ("design", "Signs of life go to the job's store once a second", watchdog.BEAT_SECONDS, 1),

@@ -29,14 +29,13 @@ from streammega.storage.fetch.flow_control import (
     NEAR_BATCH_REQUESTS,
 )
 from streammega.storage.fetch.requests import (
-    MIN_KEPT_BODY,
     Counters,
     FetchGroup,
     RangeRequest,
     send,
 )
 from streammega.storage.seekable_zstd import FrameWriter, read_frames
-from streammega.storage.store import Buffer, Bytes, Span, address_of
+from streammega.storage.store import Buffer, Bytes, Span, Store
 
 SIZE = 1000
 CONFIG = StorageConfig(memory_bytes=1 << 24, hedge_requests=False)
@@ -52,8 +51,6 @@ class Recorded:
         self.calls: list[tuple[str, int]] = []
         self.most = self.most_bytes = self._reads = self._bytes = 0
         self._lock = threading.Lock()
-
-    owns_bodies = False
 
     def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
@@ -77,12 +74,10 @@ class Recorded:
                 self._bytes -= size
 
 
-def one_read(
-    store: Any, key: object, size: int = SIZE, start: int = 0, alignment: int = 1
-) -> FetchGroup:
+def one_read(store: Any, key: object, size: int = SIZE, start: int = 0) -> FetchGroup:
     """A group of one request."""
     request = RangeRequest(store, str(key), "", start, start + size, 0)
-    return FetchGroup(size, [request], alignment=alignment)
+    return FetchGroup(size, [request])
 
 
 def fetch(
@@ -152,9 +147,9 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         stores.append(DerivedStore(local, info, read_frames(local, info)))
     sizes = []
 
-    def noting(job: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
+    def noting(job: list[RangeRequest], *, past_cache: bool) -> None:
         sizes.append(len(job))
-        return send(job, past_cache=past_cache)
+        send(job, past_cache=past_cache)
 
     monkeypatch.setattr(fetcher, "send", noting)
 
@@ -242,115 +237,47 @@ def test_what_was_released_is_freed_without_the_collector(filled: int) -> None:
 
 
 class Bodies(Recorded):
-    """A store that gives the memory its answers came in."""
-
-    def __init__(self, act: Callable[[int], None] = lambda start: None) -> None:
-        super().__init__(act)
-        self.given: list[Bytes] = []
-
-    owns_bodies = True
+    """A store that returns bodies, as those of object storage do."""
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
-        self.fetch_into(key, spans, outs, etag)
-        self.given += outs
+        super().fetch_into(key, spans, outs, etag)
         return [out.data for out in outs]
 
+    def url(self, key: str) -> str:
+        return key
 
-@pytest.mark.guarantee("bodies-64-kib")
-def test_bodies_of_whole_groups_are_kept_as_they_came_and_count_of_the_budget() -> None:
-    size = MIN_KEPT_BODY
-    store: Any = Bodies()
-    made = Fetcher(replace(CONFIG, memory_bytes=4 * size))
-    groups = [one_read(store, n, size) for n in range(8)]
-    with closing(made):
-        made.submit(groups)
-        assert made.pool.in_use == 4 * size, "as many as the budget holds, from admission on"
-        for number, group in enumerate(groups):
-            made.wait([group])
-            assert group.buffer is not None
-            assert address_of(group.buffer) in [address_of(body) for body in store.given]
-            assert (group.buffer == 1).all()
-            made.release([group])
-            assert made.pool.in_use == min(4, 7 - number) * size
-        assert made.pool.peak == 4 * size
+    fetch_into = Store.fetch_into
 
 
-@pytest.mark.guarantee("bodies-64-kib")
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) -> None:
-    size = MIN_KEPT_BODY
-
-    class Behind(Bodies):
-        def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
-            """Each two bytes behind the head of its answer."""
-            self.given = [np.full(size + 2, 1, np.uint8)[2:] for _ in spans]
-            return [body.data for body in self.given]
-
-    store: Any = Behind()
-    group = one_read(store, "key", size, alignment=itemsize)
-    made = Fetcher(CONFIG)
-    with closing(made):
-        made.submit([group])
-        made.wait([group])
-        assert group.buffer is not None
-        assert address_of(group.buffer) % itemsize == 0
-        is_kept = address_of(group.buffer) == address_of(store.given[0])
-        assert is_kept == (itemsize <= 2)
-        assert (group.buffer == 1).all()
-
-
-def test_bodies_that_are_small_or_a_part_of_a_group_are_copied() -> None:
-    store: Any = Bodies()
-    half = MIN_KEPT_BODY
-    groups = [
-        one_read(store, "key", half - 1),
-        FetchGroup(
-            2 * half,
-            [
-                RangeRequest(store, "key", "", 0, half, 0),
-                RangeRequest(store, "key", "", half, 2 * half, half),
-            ],
-        ),
-    ]
-    made = Fetcher(CONFIG)
-    with closing(made):
-        made.submit(groups)
-        made.wait(groups)
-        assert not store.given
-        for group in groups:
-            assert group.buffer is not None
-            assert (group.buffer[: group.size] == 1).all()
-
-
-def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
-    """The first pieces of lanes are of any size: apart, most of them would go alone."""
+@pytest.mark.guarantee("buffers-on-arrival")
+def test_memory_counts_from_admission_and_is_allocated_when_the_answer_arrives() -> None:
     gate = threading.Event()
 
     def wait_for_gate(start: int) -> None:
         gate.wait(10)
 
     store: Any = Bodies(wait_for_gate)
-    sizes = [MIN_KEPT_BODY, SIZE] * 30
-    groups = [one_read(store, "key", size) for size in sizes]
-    made = Fetcher(CONFIG)
+    size = 4096
+    made = Fetcher(replace(CONFIG, memory_bytes=4 * size))
+    groups = [one_read(store, n, size) for n in range(8)]
     with closing(made):
         made.submit(groups)
+        assert made.pool.in_use == 4 * size, "as many as the budget holds"
+        assert all(group.buffer is None for group in groups)
         gate.set()
-        made.wait(groups)
-        assert max(number for _, number in store.calls) >= BATCH_REQUESTS
-        for group in groups:
+        for number, group in enumerate(groups):
+            made.wait([group])
             assert group.buffer is not None
-            assert (group.buffer[: group.size] == 1).all()
-            at = address_of(group.buffer)
-            assert group.keeps_body == (at in [address_of(body) for body in store.given])
+            assert (group.buffer == 1).all()
+            made.release([group])
+            assert made.pool.in_use == min(4, 7 - number) * size
+        assert made.pool.peak == 4 * size
 
 
-@pytest.mark.guarantee("bodies-64-kib")
-@pytest.mark.parametrize("kept", [True, False], ids=["kept body", "copied body"])
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_requests_ended(
-    first_ends_first: bool, kept: bool
+    first_ends_first: bool,
 ) -> None:
     """Both requests of one read are held until the test says."""
     gates = [threading.Event(), threading.Event()]
@@ -362,8 +289,8 @@ def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_request
             asked.append(gate)
             assert gate.wait(20)
 
-    store: Any = Bodies(act) if kept else Recorded(act)
-    size = MIN_KEPT_BODY if kept else SIZE
+    store: Any = Recorded(act)
+    size = SIZE
     made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
     quick = [one_read(store, n, size) for n in range(100)]
     slow = one_read(store, "slow", size, start=size)

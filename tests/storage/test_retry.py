@@ -385,8 +385,6 @@ class Scripted:
     def __init__(self, act: Callable[[int], None]) -> None:
         self.act = act
 
-    owns_bodies = False
-
     def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:

@@ -475,7 +475,7 @@ def test_objects_end_to_end_fill_no_array_of_another_size(
 
 def test_a_wrapper_forwards_all_that_a_store_can_do() -> None:
     """Else a default of `Store` would hide what the wrapped store has."""
-    not_forwarded = {"owns_bodies", "local_path", "view"}
+    not_forwarded = {"local_path", "view"}
     public = {name for name in vars(Store) if not name.startswith("_")}
     assert public - set(vars(WrapperStore)) == not_forwarded
 

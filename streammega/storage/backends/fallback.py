@@ -33,8 +33,6 @@ class FallbackStore(WrapperStore):
     use it in a forked process that cannot load a copy of obstore.
     """
 
-    owns_bodies = True
-
     def __init__(
         self, first: Store, make_second: Callable[[], Store], *, after_fork: bool = True
     ) -> None:

@@ -217,7 +217,7 @@ class PreadStore(LocalStore):
         return [out.data for out in outs]
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         """Reads straight into `outs`, one after the other."""
         with _opened(key, etag) as (fd, stat):

@@ -45,8 +45,6 @@ class RemoteStore(Store):
     root: the bucket or host, which keys lack; empty where the client serves all of them.
     """
 
-    owns_bodies = True
-
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         self.scheme = scheme
         self.root = root

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -339,7 +339,7 @@ class CachedStore(WrapperStore):
         self._closed = False
 
     def fetch_into(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         """From pages. Large reads fetch and keep the pages that are missing."""
 
@@ -361,7 +361,7 @@ class CachedStore(WrapperStore):
             self.read_past_cache(key, missing_spans, missing_outs, etag)
 
     def read_past_cache(
-        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
     ) -> None:
         """From the object itself, without waiting for pages that others fetch."""
         self.inner.fetch_into(key, spans, outs, etag)

@@ -2,89 +2,105 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import lru_cache
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 
+from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Bytes
 
 MEMORY_PAGE = 4096
 """Bytes of a page of memory, and of the smallest buffer."""
-STEP_BITS = 4
-"""Between two powers of two, buffers have 8 sizes: few, so that a freed one soon fits."""
+STEP_BITS = 5
+"""Between two powers of two, buffers have 16 sizes: few, so that a freed one soon fits."""
+
+MAX_WASTE = 5 / 4
+"""A kept buffer is used for a read if it is at most so many times as large."""
 
 
 @lru_cache(maxsize=1 << 14)
 def rounded(size: int) -> int:
-    """The bytes of the buffer for `size` bytes: at most an eighth or a page more."""
+    """The bytes of the buffer for `size` bytes: at most a sixteenth or a page more."""
     if size <= MEMORY_PAGE:
         return MEMORY_PAGE
-    eighth_or_less = 1 << (size.bit_length() - STEP_BITS)
-    step = max(MEMORY_PAGE, eighth_or_less)
+    sixteenth_or_less = 1 << (size.bit_length() - STEP_BITS)
+    step = max(MEMORY_PAGE, sixteenth_or_less)
     steps = -(-size // step)
     return steps * step
 
 
-class BufferPool:
-    """Byte buffers of at most `budget` bytes together: in use, kept for reuse, or reserved for memory
-    that comes from elsewhere.
+def new_buffer(size: int) -> Bytes:
+    """Zeros, in a mapping of their own: malloc would keep the memory of dropped buffers."""
+    return np.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
 
-    Buffers are reused because fresh memory costs a page fault for every 4 KiB. Callers hold a lock.
+
+class BufferPool:
+    """Byte buffers under one budget.
+
+    A reader reserves memory before it sends a request, and takes the buffer when the answer is
+    there: until then the bytes are in the memory of the transport. Buffers are reused, because fresh
+    memory costs a page fault for every 4 KiB.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.in_use = 0
+        """Bytes that are reserved, with and without a buffer."""
         self.peak = 0
         """Most bytes in use at once until now."""
-        self._kept = 0  # bytes of buffers that wait for reuse
-        # By their size, which is a rounded one.
-        self._free: dict[int, list[Bytes]] = defaultdict(list)
+        self._awaited = 0  # bytes that are reserved and have no buffer yet
+        self._allocated = 0  # bytes of all buffers, in use and kept
+        # Buffers kept for reuse, by size, the size first that was not used for the longest time.
+        self._free: dict[int, list[Bytes]] = {}
+        self.lock = process_lock()
 
     def has_room(self, size: int) -> bool:
-        """Whether `take(size)` fits the budget now."""
+        """Whether `reserve(size)` fits the budget now."""
         return self.in_use + rounded(size) <= self.budget
 
-    def take(self, size: int) -> Bytes:
-        """A buffer of at least `size` bytes, with old content. The caller checked `has_room`."""
-        buffer_bytes = rounded(size)
-        free = self._free[buffer_bytes]
-        if free:
-            self._kept -= buffer_bytes
-            self._use(buffer_bytes)
-            return free.pop()
-        self._use(buffer_bytes)
-        return np.empty(buffer_bytes, np.uint8)
-
     def reserve(self, size: int) -> None:
-        """Count `size` bytes that will arrive in memory of their own. The caller checked
-        `has_room`.
-        """
-        self._use(rounded(size))
+        """Count `size` bytes as in use. The caller checked `has_room`."""
+        with self.lock:
+            self.in_use += rounded(size)
+            self.peak = max(self.peak, self.in_use)
+            self._awaited += rounded(size)
 
-    def end_reservation(self, size: int) -> None:
-        """That memory was freed."""
-        self.in_use -= rounded(size)
+    def take(self, size: int) -> Bytes:
+        """A buffer for `size` reserved bytes, with old content. The caller holds `lock`."""
+        buffer_bytes = rounded(size)
+        self._awaited -= buffer_bytes
+        largest = MAX_WASTE * buffer_bytes
+        fitting = [kept for kept in self._free if buffer_bytes <= kept <= largest]
+        if fitting:
+            return self._pop(min(fitting))
+        self._allocated += buffer_bytes
+        # the answers under way need buffers too
+        while self._free and self._allocated + self._awaited > self.budget:
+            self._allocated -= len(self._pop(next(iter(self._free))))
+        return new_buffer(buffer_bytes)
 
-    def _use(self, count: int) -> None:
-        """Count `count` more bytes as in use, and drop kept buffers to make room for them."""
-        self.in_use += count
-        self.peak = max(self.peak, self.in_use)
-        while self._kept and self.in_use + self._kept > self.budget:
-            # The largest first: the fewest are lost until there is room.
-            largest = max(size for size, buffers in self._free.items() if buffers)
-            self._free[largest].pop()
-            self._kept -= largest
+    def free(self, size: int, buffer: Bytes | None) -> None:
+        """End the reservation of `size` bytes. buffer: None if it was not taken."""
+        with self.lock:
+            self.in_use -= rounded(size)
+            if buffer is None:
+                self._awaited -= rounded(size)
+            else:
+                kept = self._free.pop(len(buffer), [])
+                kept.append(buffer)
+                self._free[len(buffer)] = kept
 
-    def give_back(self, buffer: Bytes) -> None:
-        """Return a buffer that was taken."""
-        buffer_bytes = len(buffer)
-        self.in_use -= buffer_bytes
-        self._kept += buffer_bytes
-        self._free[buffer_bytes].append(buffer)
+    def _pop(self, size: int) -> Bytes:
+        """Take a kept buffer of this size, which is then the size used last."""
+        kept = self._free.pop(size)
+        buffer = kept.pop()
+        if kept:
+            self._free[size] = kept
+        return buffer
 
     def clear(self) -> None:
-        """Forget the buffers kept for reuse."""
-        self._free.clear()
-        self._kept = 0
+        """Drop the buffers kept for reuse."""
+        with self.lock:
+            self._allocated -= sum(size * len(buffers) for size, buffers in self._free.items())
+            self._free.clear()

@@ -31,7 +31,6 @@ from streammega.storage.fetch.requests import (
 )
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, take_refusals
-from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 HEDGE_SECONDS = 0.02
@@ -143,7 +142,7 @@ class Fetcher:
     # Everything below runs under the lock, but for `send`.
 
     def _admit(self) -> None:
-        """Give buffers to groups in the order submitted, and queue their requests.
+        """Reserve memory for groups in the order submitted, and queue their requests.
 
         No group overtakes another, although a smaller one might fit: what is needed next would wait.
         """
@@ -157,10 +156,8 @@ class Fetcher:
             if group.released:
                 continue
             group.takes_memory = True
-            if group.keeps_body:
-                self.pool.reserve(group.size)
-            else:
-                group.buffer = self.pool.take(group.size)
+            group.pool = self.pool
+            self.pool.reserve(group.size)
             for request in requests:
                 self._serial += 1
                 request.serial = self._serial
@@ -282,13 +279,12 @@ class Fetcher:
         self._wake()
         # A request that was just taken from the queue has another copy only if that is in flight.
         second_copies = {id(request) for request in batch if request.copies > 1}
-        bodies: list[Bytes] | None = None
         error: BaseException | None = None
         self._lock.release()
         # Measured without the wait for the lock: that is no latency of the storage.
         began = time.monotonic()
         try:
-            bodies = send(batch, past_cache=bool(second_copies))
+            send(batch, past_cache=bool(second_copies))
         except BaseException as caught:  # raised by `wait`, not in this thread
             error = caught
         finally:
@@ -303,13 +299,12 @@ class Fetcher:
         elif error is None:
             self.counters.latencies.append(seconds)
             self.flow.answered(batch[0].size_class, len(batch), seconds)
-        for number, request in enumerate(batch):
+        for request in batch:
             self.flow.finished(request.size)
             request.group.busy -= 1
             self._end_copy(request)
             if error is None:
-                body = bodies[number] if bodies else None
-                self._succeeded(request, body, is_second=id(request) in second_copies)
+                self._succeeded(request, is_second=id(request) in second_copies)
             elif not request.done and not request.group.released:
                 self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
             if request.group.released:
@@ -320,7 +315,7 @@ class Fetcher:
 
     # How requests end
 
-    def _succeeded(self, request: RangeRequest, body: Bytes | None, *, is_second: bool) -> None:
+    def _succeeded(self, request: RangeRequest, *, is_second: bool) -> None:
         if not isinstance(request.store, CachedStore):
             self.counters.fetched_bytes += request.size
         if request.done:
@@ -329,8 +324,6 @@ class Fetcher:
         request.done = True
         self.counters.hedges_won += is_second
         group = request.group
-        if group.keeps_body:
-            group.buffer = body
         group.missing -= 1
         if group.missing == 0:
             self._complete(group)
@@ -384,10 +377,7 @@ class Fetcher:
         if group.busy > 0 or not group.takes_memory:
             return
         group.takes_memory = False
-        if group.keeps_body:
-            self.pool.end_reservation(group.size)
-        elif group.buffer is not None:
-            self.pool.give_back(group.buffer)
+        self.pool.free(group.size, group.buffer)
         group.buffer = None
 
     def _hedge(self) -> None:

@@ -7,15 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.derived_stores import DerivedStore
+from streammega.storage.fetch.buffer_pool import BufferPool
 from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
-from streammega.storage.store import Buffer, Bytes, Store, address_of
-
-MIN_KEPT_BODY = 64 << 10
-"""Smallest body that is kept in the memory it came in. Smaller ones waste too much memory."""
+from streammega.storage.store import Bytes, Store
 
 
 @dataclass(slots=True, eq=False)
@@ -65,31 +61,18 @@ class RangeRequest:
     @property
     def out(self) -> Bytes:
         """The place for its bytes. The group keeps its buffer while requests write to it."""
-        assert self.group.buffer is not None
-        return self.group.buffer[self.buffer_offset : self.buffer_offset + self.size]
+        return self.group.take_buffer()[self.buffer_offset : self.buffer_offset + self.size]
 
 
 class FetchGroup:
     """A buffer of `size` bytes and the requests that fill it.
 
-    The buffer is one of the pool's. If a single request brings all of it in memory of its own, the
-    buffer is that memory (`keeps_body`), which counts against the budget from admission on.
-
-    Args: slot: a number for the caller's use. alignment: of the first byte, for kernels that read
-        tokens there.
+    Args: slot: a number for the caller's use.
     """
 
-    def __init__(
-        self, size: int, requests: list[RangeRequest], slot: int = -1, alignment: int = 1
-    ) -> None:
+    def __init__(self, size: int, requests: list[RangeRequest], slot: int = -1) -> None:
         self.size = size
         self.slot = slot
-        self.alignment = alignment
-        self.keeps_body = (
-            len(requests) == 1
-            and size == requests[0].size >= MIN_KEPT_BODY
-            and requests[0].store.owns_bodies
-        )
         self.missing = len(requests)
         """Requests that are not done."""
         self.busy = 0
@@ -99,11 +82,22 @@ class FetchGroup:
         self.released = False
         self.takes_memory = False
         """Whether it was admitted and its memory was not freed."""
+        self.pool: BufferPool | None = None
+        """Has memory for it, since it was admitted."""
         self.buffer: Bytes | None = None
+        """None until the first answer arrives, and after its memory was freed."""
         self.error: BaseException | None = None
         self._requests: Sequence[RangeRequest] = requests
         for request in requests:
             request.group = self
+
+    def take_buffer(self) -> Bytes:
+        """Take its buffer from the pool, unless another request has done so."""
+        assert self.pool is not None
+        with self.pool.lock:
+            if self.buffer is None:
+                self.buffer = self.pool.take(self.size)
+            return self.buffer
 
     def take_requests(self) -> Sequence[RangeRequest]:
         """Its requests, which it forgets. As long as both refer to each other, only the garbage
@@ -199,17 +193,12 @@ class Counters:
     """Seconds of the latest answers: enough of them for a steady percentile."""
 
 
-def send(batch: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
-    """Read the bytes of a batch from storage. Blocks, so it is called without a lock.
+def send(batch: list[RangeRequest], *, past_cache: bool) -> None:
+    """Read the bytes of a batch into the buffers of its groups. Blocks, so it is called without a
+    lock.
 
-    Returns the bodies if a group keeps the memory they came in; otherwise the bytes are in the
-    buffers of the groups. past_cache: do not wait for pages, which the first copy of a request may
-    be fetching.
+    past_cache: do not wait for pages, which the first copy of a request may be fetching.
     """
-    if any(request.group.keeps_body for request in batch):
-        first = batch[0]
-        spans = [(request.start, request.stop) for request in batch]
-        return list(map(_place, batch, first.store.fetch(first.key, spans, first.etag)))
     by_object = defaultdict(list)
     for request in batch:
         by_object[id(request.store), request.key, request.etag].append(request)
@@ -219,20 +208,8 @@ def send(batch: list[RangeRequest], *, past_cache: bool) -> list[Bytes] | None:
         if past_cache and isinstance(store, CachedStore):
             read = store.read_past_cache
         spans = [(request.start, request.stop) for request in requests]
-        read(key, spans, [request.out for request in requests], etag)
-    return None
-
-
-def _place(request: RangeRequest, buffer: Buffer) -> Bytes:
-    """The body of a request, copied to the buffer of its group if the group has one.
-
-    A body that begins at an address where kernels may not read tokens is copied as well.
-    """
-    body = np.frombuffer(buffer, np.uint8)
-    if not request.group.keeps_body:
-        request.out[:] = body
-        return request.out
-    return body if address_of(body) % request.group.alignment == 0 else body.copy()
+        # an iterator: a buffer is taken when the answer is there
+        read(key, spans, (request.out for request in requests), etag)
 
 
 def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> bool:
