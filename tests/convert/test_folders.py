@@ -176,6 +176,16 @@ def test_an_index_of_another_program_is_a_file_like_others(index: Any, tmp_path:
     assert names(root, root) == ["a.jsonl", "index.json"]
 
 
+def test_a_list_may_begin_with_a_byte_order_mark_and_holds_no_pipes(tmp_path: Path) -> None:
+    root = tree(tmp_path, ["a.jsonl"])
+    (tmp_path / "list").write_text(f"{root}/a.jsonl\n", encoding="utf-8-sig")
+    assert names(root, f"@{root}/list") == ["a.jsonl"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "list").write_text(f"{root}/pipe\n")
+    with pytest.raises(ConvertError, match="name it itself, not in a list"):
+        found(f"@{root}/list")
+
+
 @pytest.mark.parametrize("options", [{}, {"read_as": "text"}, {"hf_split": "train"}])
 def test_a_list_without_a_name_is_an_error(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# none yet\n\n")

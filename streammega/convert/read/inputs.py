@@ -115,12 +115,14 @@ def _expand_lists(inputs: Sequence[str]) -> Iterator[str]:
             yield item
             continue
         try:
-            with open(item[1:], encoding="utf-8") as file:
+            with open(item[1:], encoding="utf-8-sig") as file:
                 for line in file:
                     if line.strip() and not line.startswith("#"):
                         yield line.strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
+            raise ObjectNotFoundError(
+                f"{item[1:]}: the list cannot be read ({error}); check its name"
+            ) from None
 
 
 @contextmanager
@@ -175,7 +177,8 @@ def _inputs_of(
             return keep_known_formats(_Files([row], place).inputs(), options.read_as, None)
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
-            f"{item}: is a pipe or a device, which only `streammega convert` reads, and only once"
+            f"{item}: is a pipe or a device, which only `streammega convert` reads; name it itself, "
+            f"not in a list"
         )
     folder, pattern = split_pattern(place)
     root = folder if pattern else place.root
