@@ -21,7 +21,6 @@ import dacite
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, StateError, UnsupportedOperation
-from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store
 from streammega.storage.object_ops import read_if_exists
 from streammega.storage.store import create_on_condition
@@ -123,7 +122,7 @@ class AppendLog:
         written = self._parse(raw or b"", 0).get("run")
         if written != json.loads(json.dumps(dict(run))):
             raise ConfigError(
-                f"{redact_urls(self.url)}: is the log of another run ({written}, and this one is "
+                f"{self.url}: is the log of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.log_url"
             )
         # the second write must be refused: else two ranks could each write a check
@@ -170,14 +169,14 @@ class AppendLog:
 
     def _damaged(self, sample: int, why: str) -> FormatError:
         return FormatError(
-            f"{redact_urls(self._url_of(sample))}: is a damaged log of what a run took in ({why}); "
+            f"{self._url_of(sample)}: is a damaged log of what a run took in ({why}); "
             f"restore this file, for the order of the run depends on it"
         )
 
 
 def _no_conditions(url: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{redact_urls(url)}: nothing can be written here on the condition that nothing is there "
+        f"{url}: nothing can be written here on the condition that nothing is there "
         f"({reason}), so ranks could take in different versions; name another folder by "
         f"data.follow.log_url, in s3:// for instance, or on a disk that all ranks see"
     )

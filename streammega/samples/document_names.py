@@ -92,7 +92,7 @@ class DocumentNames:
             places = self._in_all_places(documents)
             if places_of_name.setdefault(name, places) != places:
                 raise ConfigError(
-                    f"{redact_urls(name)!r} is the number of one document, and the origin of another; "
+                    f"{name!r} is the number of one document, and the origin of another; "
                     "write it as NAME#NUMBER with the whole name of the dataset, or give another name "
                     "of the document"
                 )
@@ -101,7 +101,7 @@ class DocumentNames:
     def describe_missing(self, names: Sequence[str], prefix: str | None = None) -> str:
         """Why no document has these names, for a message."""
         datasets = self._datasets_called(prefix)
-        shown = ", ".join(repr(redact_urls(name)) for name in names[:MAX_SHOWN])
+        shown = ", ".join(repr(name) for name in names[:MAX_SHOWN])
         more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
         without_origins = [
             self.prefixes[dataset]
@@ -126,7 +126,7 @@ class DocumentNames:
         else:
             prefixes = [self.prefixes[dataset] for dataset in datasets[:MAX_SHOWN]]
             hint = f"is one mistyped, or of another dataset? There are {', '.join(prefixes)}"
-        return f"no document is called {shown}{more}; {redact_urls(hint)}"
+        return f"no document is called {shown}{more}; {hint}"
 
     def _datasets_called(self, prefix: str | None) -> Sequence[int]:
         """The datasets of that name; None: all."""
@@ -136,8 +136,7 @@ class DocumentNames:
         chosen = [n for n in numbers if _plain(prefix) in _tails(_plain(self.prefixes[n]))]
         if not chosen:
             raise ConfigError(
-                f"{redact_urls(prefix)} is no dataset here; there are "
-                f"{redact_urls(', '.join(self.prefixes[:MAX_SHOWN]))}"
+                f"{prefix} is no dataset here; there are {', '.join(self.prefixes[:MAX_SHOWN])}"
             )
         return chosen
 
@@ -169,8 +168,7 @@ class DocumentNames:
                 meanings = known.get(prefix, {})
                 if len(meanings) > 1 and prefix not in meanings:
                     raise ConfigError(
-                        f"{redact_urls(name)!r}: {redact_urls(prefix)} may be "
-                        f"{redact_urls(' or '.join(meanings))}; name it in full"
+                        f"{name!r}: {prefix} may be {' or '.join(meanings)}; name it in full"
                     )
                 for dataset, shard in meanings.get(prefix, next(iter(meanings.values()), [])):
                     document = self._numbered(dataset, shard, number)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig, ExcludedList, ExcludedNames, StorageConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_excluded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
@@ -208,17 +207,16 @@ def _names_of_list(excluded: ExcludedList, storage: StorageConfig) -> list[str]:
     if not isinstance(excluded.names, str):
         return list(dict.fromkeys(excluded.names))
     data = read_if_exists(excluded.names, storage)
-    where = redact_urls(excluded.names)
     if data is None:
         raise ConfigError(
-            f"exclude_documents: there is no file {where}; write one name a line into it, or give a few "
+            f"exclude_documents: there is no file {excluded.names}; write one name a line into it, or give a few "
             "names as a list"
         )
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
         raise ConfigError(
-            f"exclude_documents: {where} is not UTF-8 text; save it as such"
+            f"exclude_documents: {excluded.names} is not UTF-8 text; save it as such"
         ) from None
     stripped = [line.strip() for line in lines]
     return list(dict.fromkeys(name for name in stripped if name))

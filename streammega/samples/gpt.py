@@ -76,7 +76,7 @@ def num_units_of(indexed: IndexedDataset) -> int:
     num_units = len(indexed) if indexed.bin_tokens is None else indexed.num_bins
     if num_units > INT32_MAX:
         raise ConfigError(
-            f"{redact_urls(indexed.prefix)}: has {num_units:,} sequences, and the Megatron order numbers "
+            f"{indexed.prefix}: has {num_units:,} sequences, and the Megatron order numbers "
             f"them by 32 bits ({INT32_MAX:,} at most); use order='stream', or a blend of parts of the "
             "dataset"
         )

@@ -18,7 +18,6 @@ from streammega.dataset import IndexedDataset
 from streammega.dataset.manifest_metadata import loss_modes_of
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import MIN_MODE
 
 MODES = 256
@@ -59,7 +58,7 @@ def _table(
         return None
     if not multimodal:
         raise ConfigError(
-            f"{redact_urls(name)}: has no modes to make a loss mask of (mask_loss_by_mode); "
+            f"{name}: has no modes to make a loss mask of (mask_loss_by_mode); "
             "convert it with --chat, or by KEY:MODE"
         )
     modes = np.arange(MIN_MODE, MIN_MODE + MODES)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.kernels.documents import count_documents, filled_tokens, list_documents
 from streammega.order import Extents
 from streammega.samples.token_file import TokenFile, open_indices
@@ -27,7 +26,7 @@ def check_bins(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataCo
     for name, tokens in packed:
         if tokens != config.sequence_length:
             raise ConfigError(
-                f"{redact_urls(name)}: is packed into bins of {tokens} tokens, which are its "
+                f"{name}: is packed into bins of {tokens} tokens, which are its "
                 f"samples, and sequence_length is {config.sequence_length}; set it to {tokens}, or "
                 f"convert the dataset again with --pack-length {config.sequence_length}"
             )
@@ -41,8 +40,8 @@ def check_one_kind(bins_of_dataset: Sequence[tuple[str, int | None]]) -> None:
         name, _ = next(pair for pair in bins_of_dataset if pair[1] is None)
         packed_name, tokens = packed[0]
         raise ConfigError(
-            f"{redact_urls(packed_name)} is packed into bins and {redact_urls(name)} is not; a run "
-            f"cannot mix both: convert {redact_urls(name)} with --pack-length {tokens} too"
+            f"{packed_name} is packed into bins and {name} is not; a run "
+            f"cannot mix both: convert {name} with --pack-length {tokens} too"
         )
 
 

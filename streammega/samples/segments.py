@@ -179,6 +179,6 @@ def _check_restart(
         if prefix not in here or prefix not in before:
             where = "in its blend" if prefix not in here else "in a phase before it"
             raise ConfigError(
-                f"phase {number}: restart_datasets names {redact_urls(prefix)}, which is not {where}; "
+                f"phase {number}: restart_datasets names {prefix}, which is not {where}; "
                 "leave it out"
             )

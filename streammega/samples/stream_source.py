@@ -16,7 +16,6 @@ import numpy as np
 from streammega.config import DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records, dataset_samples
 from streammega.order.split import SPLITS
@@ -348,7 +347,7 @@ def _check_apart(
             other = prefix_of_file.setdefault(url, prefix)
             if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
-                    f"{redact_urls(other)} and {redact_urls(prefix)} share the file {redact_urls(url)}, "
+                    f"{other} and {prefix} share the file {url}, "
                     "so phases would read it twice; use the same name in every phase. For a dataset that "
                     "grew, keep the old version and add what was appended since, such as web@1..2"
                 )

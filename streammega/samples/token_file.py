@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.kernels.fields import clear_unlearned
 from streammega.samples.file_index import FileIndex, FileIndexArrays
 from streammega.storage import Store
@@ -118,7 +117,7 @@ def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> Non
         two = itertools.islice(by_digest.values(), 2)
         (first, its), (other, others) = two
         raise ConfigError(
-            f"{redact_urls(first)} is of tokenizer {its}, and {redact_urls(other)} of {others}, so "
+            f"{first} is of tokenizer {its}, and {other} of {others}, so "
             "their ids mean different things; "
             "convert the text of one with the other's tokenizer, "
             "or set allow_mixed_tokenizers if you know that they agree"
