@@ -17,6 +17,7 @@ from streammega.dataset.idx import (
     MAX_TOKENS,
     dtype_of_broken,
     encode_index,
+    index_bytes,
     token_dtype_named,
     unchecked_header,
 )
@@ -28,7 +29,7 @@ from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, save_bytes
-from streammega.storage.object_ops import exists, move
+from streammega.storage.object_ops import exists, move_or_copy
 
 MANIFEST_STAYS = (
     "its manifest never changes, though the tokens do not agree with it. Copy the .idx again from "
@@ -143,7 +144,7 @@ def _rebuild(
         head = stored.read_head()
     except ObjectNotFoundError:
         head = memoryview(b"")
-    if not force and _has_sequences(head, expected, manifest):
+    if not force and _has_sequences_or_modes(head, stored, expected, manifest):
         raise ConfigError(
             f"{redact_urls(stored.prefix)}.idx: its documents have several sequences, or modes, which "
             "cannot be seen in the tokens: convert again, or copy the .idx from where it is whole "
@@ -178,9 +179,11 @@ def _rebuild(
     return _Rebuilt(data=data, documents=len(lengths), shard=shard)
 
 
-def _has_sequences(head: Buffer, expected: ShardEntry | None, manifest: Manifest | None) -> bool:
-    """Whether documents have several sequences, or modes, by the manifest or by the first bytes of
-    the broken `.idx`.
+def _has_sequences_or_modes(
+    head: Buffer, shard: Shard, expected: ShardEntry | None, manifest: Manifest | None
+) -> bool:
+    """Whether documents have several sequences, or modes, by the manifest or by the header and the
+    size of the broken `.idx`.
     """
     # The manifest first: the counts of a broken `.idx` may be wrong.
     if manifest is not None and expected is not None:
@@ -188,7 +191,10 @@ def _has_sequences(head: Buffer, expected: ShardEntry | None, manifest: Manifest
     header = unchecked_header(head)
     if header is None or header.magic != MAGIC:
         return False
-    return header.sequence_count != header.document_count - 1
+    counts = header.sequence_count, header.document_count
+    plain, with_modes = (index_bytes(*counts, multimodal=modes) for modes in (False, True))
+    has_modes = plain < shard.index_info.size <= with_modes
+    return has_modes or header.sequence_count != header.document_count - 1
 
 
 def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArray[np.int32]:
@@ -227,7 +233,7 @@ def _put_index(
         while exists(kept_url, storage):
             number += 1
             kept_url = f"{url}.former-{number}"
-        move(url, kept_url, storage)
+        move_or_copy(url, kept_url, storage)
     save_bytes(url, index.data, storage)
     text = f"{redact_urls(url)}: rebuilt, {index.documents:,} documents"
     if expected is None:

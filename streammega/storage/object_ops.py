@@ -13,7 +13,7 @@ from functools import partial
 from streammega.config import StorageConfig
 from streammega.errors import ObjectChangedError, ObjectNotFoundError
 from streammega.storage import open_store
-from streammega.storage.backends.local import local_error
+from streammega.storage.backends.local import NO_HARD_LINK, local_error
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.open import is_remote
 from streammega.storage.store import Store, atomic_writer
@@ -21,8 +21,6 @@ from streammega.storage.store import Store, atomic_writer
 COPY_BYTES = 16 << 20
 """Bytes of an object that a copy holds in memory, without the parts of its upload."""
 READ_TRIES = 3
-_NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-"""Errors of `os.link` where a file system has no hard links. File systems differ."""
 
 
 def link(source: str, target: str) -> bool:
@@ -37,7 +35,7 @@ def link(source: str, target: str) -> bool:
             os.unlink(target)
         os.link(source, target)
     except OSError as error:
-        if error.errno in _NO_HARD_LINK:
+        if error.errno in NO_HARD_LINK:
             return False
         raise local_error(target, error) from None
     return True
@@ -95,10 +93,10 @@ def delete(url: str, storage: StorageConfig) -> None:
     store.delete(key)
 
 
-def move(source: str, target: str, storage: StorageConfig) -> None:
-    """Rename within a local file system, else copy.
+def move_or_copy(source: str, target: str, storage: StorageConfig) -> None:
+    """Rename a local file; from or to a bucket copy it, and leave the source to the caller.
 
-    Does nothing if the source is gone, after an earlier move. Raises StorageError.
+    Does nothing if the source is gone, after an earlier call. Raises StorageError.
     """
     if not is_remote(source) and not is_remote(target):
         # The keys of local stores are absolute paths.
@@ -123,16 +121,17 @@ def _move_file(source: str, target: str, storage: StorageConfig) -> None:
         return
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.replace(source, target)
-        return
+        try:
+            os.replace(source, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            # Another file system: a copy, which appears whole.
+            with open(source, "rb", buffering=0) as file:
+                _write(target, iter(partial(file.read, COPY_BYTES), b""), storage)
+            os.unlink(source)
     except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise local_error(target, error) from None
-    # Another file system: a copy, which appears whole.
-    with open(source, "rb", buffering=0) as file:
-        chunks = iter(partial(file.read, COPY_BYTES), b"")
-        _write(target, chunks, storage)
-    os.unlink(source)
+        raise local_error(error.filename or target, error) from None
 
 
 def _write(target: str, chunks: Iterable[bytes | memoryview], storage: StorageConfig) -> None:

@@ -362,9 +362,9 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
     write_random_pair(str(tmp_path / "in"))
     reshape(tmp_path / "in", tmp_path / "whole" / "web", shard_bytes=3000)
     from streammega.convert.write import publish
-    from streammega.storage.object_ops import move
+    from streammega.storage.object_ops import move_or_copy
 
-    real = move
+    real = move_or_copy
     count = [0]
     for stop_at in range(1, 14, 3):
 
@@ -375,10 +375,10 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
             real(*arguments)
 
         count[0] = 0
-        monkeypatch.setattr(publish, "move", dies)
+        monkeypatch.setattr(publish, "move_or_copy", dies)
         with pytest.raises(KeyboardInterrupt):
             reshape(tmp_path / "in", tmp_path / "broken" / "web", shard_bytes=3000)
-        monkeypatch.setattr(publish, "move", real)
+        monkeypatch.setattr(publish, "move_or_copy", real)
         reshape(tmp_path / "in", tmp_path / "broken" / "web", shard_bytes=3000)
         assert digest(tmp_path / "broken") == digest(tmp_path / "whole")
         for path in (tmp_path / "broken").glob("web*"):

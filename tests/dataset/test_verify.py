@@ -289,6 +289,22 @@ def test_documents_of_several_sequences_are_not_rebuilt_as_something_else(
     )
 
 
+def test_modes_of_a_broken_index_are_not_dropped_without_a_word(tmp_path: Path) -> None:
+    """Without a manifest its size alone says that there are modes."""
+    with IndexedDatasetWriter(str(tmp_path / "pair"), np.uint16, multimodal=True) as writer:
+        for mode in (0, 1, 1):
+            writer.add_document([5, 6, EOD], [3], [mode])
+    index = tmp_path / "pair.idx"
+    broken = bytearray(index.read_bytes())
+    broken[34:38] = b"\xff\xff\xff\xff"  # the length of the first sequence
+    index.write_bytes(broken)
+    before = stored(tmp_path)
+    with pytest.raises(ConfigError, match="several sequences, or modes"):
+        repair_index(str(tmp_path / "pair"), eod_id=EOD)
+    assert stored(tmp_path) == before
+    assert len(repair_index(str(tmp_path / "pair"), eod_id=EOD, force=True)) == 1
+
+
 def test_an_index_that_would_be_another_is_not_written(dataset: Path) -> None:
     tokens, index = (sorted(dataset.glob(f"bin-*{suffix}"))[0] for suffix in (".bin", ".idx"))
     data = bytearray(tokens.read_bytes())

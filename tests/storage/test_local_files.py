@@ -27,6 +27,7 @@ from streammega import (
 )
 from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore, map_file
+from streammega.storage.object_ops import move_or_copy
 from streammega.storage.store import copy_into
 from tests.support.processes import launch
 from tests.support.typed import map_style, tokens
@@ -179,6 +180,18 @@ class TestViews:
 
 
 @pytest.mark.guarantee("mapped-file-opened")
+def test_a_move_to_another_disk_that_fails_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: str) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    (tmp_path / "source").mkdir()
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match="source: Is a directory"):
+        move_or_copy(str(tmp_path / "source"), str(tmp_path / "target"), StorageConfig())
+
+
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:
     for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="4 bytes are to be written"):

@@ -27,7 +27,7 @@ from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, link, move
+from streammega.storage.object_ops import delete, exists, link, move_or_copy
 from streammega.storage.open import local_path, resolved
 from streammega.storage.store import create_object, replace_object
 
@@ -321,7 +321,7 @@ class Publisher:
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):
             source = self._work_dir.file(f"out/{old}{ending}")
-            move(source, self._destination.url(new + ending), self._storage)
+            move_or_copy(source, self._destination.url(new + ending), self._storage)
 
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""

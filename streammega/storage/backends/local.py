@@ -16,14 +16,18 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
+from streammega.errors import (
+    AccessDeniedError,
+    ObjectNotFoundError,
+    StorageError,
+    UnsupportedOperation,
+)
 from streammega.storage.atomic_file import AtomicFile
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
@@ -60,6 +64,8 @@ TRANSIENT_ERRNOS = frozenset(
     }
 )
 """Errors of a file server, after which another try may succeed."""
+NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+"""Errors of `os.link` where a file system has no hard links. File systems differ."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -85,7 +91,7 @@ class _Mapped:
 
 
 class LocalStore(Store):
-    """The local disk, mapped. Keys are file paths."""
+    """The local disk, mapped. Keys are absolute file paths."""
 
     def __init__(self) -> None:
         self._maps: dict[str, _Mapped] = {}
@@ -146,10 +152,15 @@ class LocalStore(Store):
             self._maps.clear()
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Files whose path starts with `prefix`: at any depth, or only those without a slash after it."""
-        paths = _files_below(prefix) if recursive else _files_beside(prefix)
-        wanted = sorted(path for path in paths if path.startswith(prefix))
-        return [self.info(path) for path in wanted]
+        """Files whose path starts with `prefix`: at any depth, or only those without a slash after it.
+
+        Links to folders are not followed.
+        """
+        listed = []
+        for path in sorted(_paths_with(prefix, recursive)):
+            with contextlib.suppress(ObjectNotFoundError):  # removed meanwhile, or no file
+                listed.append(self.info(path))
+        return listed
 
     def open_writer(self, key: str) -> LocalWriter:
         """A writer of a temporary file in the same folder, which `commit` renames."""
@@ -244,18 +255,22 @@ def _read(fd: int, path: str, start: int, out: Bytes) -> None:
         filled += got
 
 
-def _files_below(prefix: str) -> list[str]:
-    root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
-    return [str(path) for path in root.rglob("*") if path.is_file()]
+def _paths_with(prefix: str, recursive: bool) -> Iterator[str]:
+    """All paths that begin with a prefix, but for those of folders."""
 
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise local_error(error.filename or prefix, error) from None
 
-def _files_beside(prefix: str) -> list[str]:
-    folder = os.path.dirname(prefix) or "."
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.path for entry in entries if entry.is_file()]
-    except FileNotFoundError:
-        return []
+    for folder, folders, names in os.walk(os.path.dirname(prefix), onerror=refuse):
+        paths = [os.path.join(folder, name) for name in names]
+        yield from (path for path in paths if path.startswith(prefix))
+        # Only these are walked through next.
+        folders[:] = [
+            name
+            for name in folders
+            if recursive and os.path.join(folder, name, "").startswith(prefix)
+        ]
 
 
 class LocalWriter(ObjectWriter):
@@ -329,10 +344,18 @@ class LocalWriter(ObjectWriter):
             raise local_error(self._path, error) from None
 
     def commit_new(self) -> bool:
-        """As `commit`, unless the file exists: then False, and nothing is changed."""
+        """As `commit`, unless the file exists: then False, and nothing is changed.
+
+        Raises UnsupportedOperation for a file system without hard links.
+        """
         try:
             return self._atomic.commit_if_absent()
         except OSError as error:
+            if error.errno in NO_HARD_LINK:
+                raise UnsupportedOperation(
+                    f"{self._path}: its file system has no hard links, so a file cannot be created "
+                    f"on the condition that there is none"
+                ) from None
             raise local_error(self._path, error) from None
 
     def abort(self) -> None:
