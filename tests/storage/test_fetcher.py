@@ -5,6 +5,7 @@ smaller.
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -181,6 +182,29 @@ def test_a_thread_waits_until_a_whole_job_fits() -> None:
     at_once = [number for _, number in store.calls]
     assert min(at_once[4:-4]) >= BATCH_REQUESTS
     assert store.most <= 32
+
+
+def test_a_wait_after_one_that_was_interrupted_waits_for_its_own_groups() -> None:
+    """Ctrl-C in the thread that waits."""
+    gates = [threading.Event(), threading.Event()]
+
+    def wait_for_gate(start: int) -> None:
+        gates[start // SIZE].wait(30)
+
+    store: Any = Recorded(wait_for_gate)
+    first, second = (one_read(store, f"key {number}", start=number * SIZE) for number in range(2))
+    with closing(Fetcher(CONFIG)) as made:
+        made.submit([first, second])
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            made.wait([first])
+        timer = threading.Timer(0.3, gates[0].set)
+        timer.start()
+        threading.Timer(1.0, gates[1].set).start()
+        made.wait([second])
+        assert second.ready
+        made.release([first, second])
 
 
 def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:

@@ -94,13 +94,15 @@ class Fetcher:
             self._missing = len(missing)
             for group in missing:
                 group.awaited = True
-            while self._missing and not any(group.error for group in groups):
-                if self._closed:
-                    raise StorageError("the loader was closed while a batch was awaited")
-                self._hedge()
-                self._ready.wait(HEDGE_SECONDS)
-            for group in missing:
-                group.awaited = False
+            try:
+                while self._missing and not any(group.error for group in groups):
+                    if self._closed:
+                        raise StorageError("the loader was closed while a batch was awaited")
+                    self._hedge()
+                    self._ready.wait(HEDGE_SECONDS)
+            finally:  # also after Ctrl-C: the next call counts its own groups only
+                for group in missing:
+                    group.awaited = False
         for group in groups:
             if group.error is not None:
                 raise group.error
