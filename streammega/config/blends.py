@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from streammega.config.orders import ORDERS, Order
@@ -69,7 +69,9 @@ def _entries(blend: Blend) -> list[Any]:
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
-    if not isinstance(blend, Iterable):
+    # A set has another order in each process, an iterator can be read once, and a mapping would lose
+    # its weights.
+    if not isinstance(blend, Iterable) or isinstance(blend, Iterator | Mapping | Set):
         raise ConfigError(
             f"blend {blend!r}: give a prefix, a list of them, or of (prefix, weight) pairs"
         )

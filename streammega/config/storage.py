@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from streammega.config.validate import (
     Ge,
     Gt,
+    Le,
     check_fields,
+    field_types,
     local_folder,
     read_toml,
     refuse_unknown,
@@ -24,6 +26,7 @@ from streammega.errors.redaction import redact_urls
 Transport = Literal["auto", "obstore", "fsspec"]
 
 MiB = 1 << 20
+DAY = 86_400
 SETTINGS_OF_A_STORE = (
     "transport",
     "storage_options",
@@ -96,9 +99,9 @@ class StorageConfig:
     """
     cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
     """Bytes of an object in one file of the cache."""
-    request_timeout: Annotated[float, Gt(0)] = 60.0
+    request_timeout: Annotated[float, Gt(0), Le(DAY)] = 60.0
     """Seconds one request may take."""
-    read_timeout: Annotated[float, Gt(0)] = 10.0
+    read_timeout: Annotated[float, Gt(0), Le(DAY)] = 10.0
     """Seconds without a byte after which a request fails and is retried."""
     multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
     """Bytes of one part of an upload by obstore, which holds seven in memory. Stores accept 10,000
@@ -159,9 +162,8 @@ def load_storage(path: str) -> StorageConfig:
     try:
         return dacite.from_dict(StorageConfig, table, dacite.Config(type_hooks=hooks))
     except dacite.WrongTypeError as error:
-        raise ConfigError(
-            f"{path}: {error.field_path} must be of type {error.field_type}"
-        ) from None
+        kind = field_types(StorageConfig)[str(error.field_path)]
+        raise ConfigError(f"{path}: {error.field_path} must be {kind.expected}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

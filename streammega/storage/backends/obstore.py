@@ -79,6 +79,8 @@ BACKOFF_BASE = 4
 MAX_RETRIES = 1_000_000
 """More than fit any deadline. obstore counts tries too, and its pauses may be short."""
 
+MAX_SECONDS = 1e8
+"""Three years: obstore knows no endless time."""
 LAST_RANGE_TIMEOUT = 3.0
 """Seconds for which the last of several ranges is retried after the others were answered."""
 ABORT_TIMEOUT = 5.0
@@ -386,7 +388,7 @@ def _retry_config(policy: RetryPolicy) -> Any:
     """A policy in the form of obstore."""
     return {
         "max_retries": MAX_RETRIES if policy.retries is None else policy.retries,
-        "retry_timeout": timedelta(seconds=policy.deadline),
+        "retry_timeout": timedelta(seconds=min(policy.deadline, MAX_SECONDS)),
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
             "max_backoff": timedelta(seconds=MAX_PAUSE),
