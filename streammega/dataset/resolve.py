@@ -37,8 +37,9 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.backends.local import local_error
 from streammega.storage.etags import same_version
-from streammega.storage.open import is_remote
+from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import Store
 from streammega.storage.thread_pool import parallel_map
 
@@ -156,8 +157,8 @@ def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | Non
     missing = missing_shards(names)
     if missing:
         raise MissingShardsError(
-            f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the "
-            "conversion interrupted?"
+            f"{name}: shards of a set are missing, such as {', '.join(missing)}; copy them again, or "
+            "convert again"
         )
     return _make_shards(names, objects, storage, cache_dir)
 
@@ -407,6 +408,7 @@ def _without_replaced(prefixes: list[str], storage: StorageConfig) -> list[str]:
 
 def _match_local(name: str) -> tuple[list[str], Objects] | None:
     """The shards of a folder or glob; None: the name is a prefix."""
+    name = _plain_name(name)
     if is_local_folder(name):
         paths = _paths_in(name)
         indices = [path for path in paths if path.endswith(".idx")]
@@ -424,8 +426,11 @@ def _match_local(name: str) -> tuple[list[str], Objects] | None:
 
 
 def _paths_in(folder: str) -> set[str]:
-    """The paths of all that is in a folder; "" is the current one."""
-    return {os.path.join(folder, entry) for entry in os.listdir(folder or ".")}
+    """The paths of all that is in a folder; "" is the current one. Raises StorageError."""
+    try:
+        return {os.path.join(folder, entry) for entry in os.listdir(folder or ".")}
+    except OSError as error:
+        raise local_error(folder, error) from None
 
 
 def _matching_indices(name: str) -> list[str]:
@@ -447,7 +452,15 @@ def is_local_folder(name: str) -> bool:
     """Whether a name is a local folder. A dataset of that very name comes first: caches are often put
     in a folder of its name.
     """
+    name = _plain_name(name)
     return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
+
+
+def _plain_name(name: str) -> str:
+    """A local name without `file://` and `~`."""
+    if not name.startswith(("file://", "local://", "~")):
+        return name
+    return local_path(name) + ("/" if name.endswith("/") else "")
 
 
 def _exists(name: str) -> bool:

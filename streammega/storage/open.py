@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
@@ -101,8 +101,19 @@ def is_in_a_bucket(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """The absolute path of a local name or file:// URL. `~` is the home folder."""
-    path = unquote(urlsplit(url).path) if "://" in url else url
+    """The absolute path of a local name or file:// URL. `~` is the home folder.
+
+    Raises ConfigError for a URL with a host.
+    """
+    path = url
+    if "://" in url:
+        host, slash, below = url.partition("://")[2].partition("/")
+        if host not in ("", "localhost"):
+            raise ConfigError(
+                f"{url}: names the host {host!r}, and a local file has none; write its path after "
+                f"three slashes: file:///{host}/..."
+            )
+        path = unquote(slash + below)
     return os.path.abspath(os.path.expanduser(path))
 
 

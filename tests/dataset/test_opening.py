@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES
 from streammega.dataset.resolve import find_pairs, resolve
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, FormatError, MissingShardsError
+from streammega.errors import AccessDeniedError, ConfigError, FormatError, MissingShardsError
 from streammega.order.stream_order import tree_fractions
 from tests.support.builders import KINDS, write_lengths
 
@@ -159,6 +160,32 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
     flags = [np.fromfile(f"{part.prefix(job)}.keep", np.uint8) for part in kept]
     bits = [np.unpackbits(flag, count=1)[0] for flag in flags]
     assert (bits, removed) == ([1, 0], 1)
+
+
+@pytest.mark.parametrize("name", ["{}/sets", "{}/sets/", "{}/sets/*", "{}/sets/a?"])
+@pytest.mark.parametrize("root", ["file://{here}", "~", "{here}"])
+def test_a_folder_or_a_glob_is_opened_by_all_spellings_of_a_local_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, root: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number in (1, 2):
+        write_lengths(str(tmp_path / "sets" / f"a{number}"), [30])
+    spelled = name.format(root.format(here=tmp_path))
+    expected = [str(tmp_path / "sets" / f"a{number}") for number in (1, 2)]
+    assert find_pairs(spelled, StorageConfig()) == expected
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lengths(str(tmp_path / "sets" / "a"), [30])
+
+    def refuse(folder: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(AccessDeniedError, match="sets: Permission denied"):
+        find_pairs(str(tmp_path / "sets"), StorageConfig())
 
 
 @pytest.mark.parametrize("weight", [None, 1.0])
