@@ -305,6 +305,12 @@ def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
     itemsize = arrays.dtype.itemsize
     starts = arrays.sequence_offsets // itemsize
     stops = starts + arrays.sequence_lengths
+    empty = np.flatnonzero(bounds[1:] == bounds[:-1])
+    if len(empty):
+        raise FormatError(
+            f"{path}: document {empty[0]} has no tokens, and every document of a bin has some; copy "
+            f"both files again, or convert again"
+        )
     first = starts[bounds[:-1]]
     last = stops[bounds[1:] - 1]
     lies_wrong = (last <= first) | (first // bin_tokens != (last - 1) // bin_tokens)

@@ -369,7 +369,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
     """Hold an advisory file lock that all processes of this node share. The kernel frees it when the
-    process dies.
+    process dies. Raises CacheError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +377,13 @@ def node_lock(path: Path) -> Iterator[None]:
     except OSError as error:
         raise cache_error(path, error, 0) from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            raise CacheError(
+                f"{path}: {error.strerror}: its file system has no file locks; set index_cache_dir "
+                "to a local disk"
+            ) from None
         yield
     finally:
         os.close(fd)

@@ -233,7 +233,7 @@ class IndexedDatasetWriter:
                 return
 
         def read() -> Iterator[memoryview]:
-            max_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
+            max_bytes = COPY_BYTES if end_to_end else -1  # else one sequence at a time
             for first, last in _runs(sizes, max_bytes):
                 start = int(other.sequence_offsets[first])
                 stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
@@ -453,7 +453,10 @@ def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:
 
 
 def _runs(sizes: NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of sequences that are copied together: at most `max_bytes`, or one sequence."""
+    """[first, last) of sequences that are copied together: at most `max_bytes`, or one sequence.
+
+    With -1 it is one even where sequences are empty.
+    """
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):

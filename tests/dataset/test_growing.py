@@ -33,7 +33,7 @@ from streammega.dataset.versions import (
     DamagedVersion,
     DatasetVersion,
     newest_version,
-    unreferenced_shards,
+    unlisted_datasets,
     versions,
 )
 from streammega.errors import (
@@ -321,13 +321,13 @@ def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> N
     put(made, f"{tmp_path}/website")
     damaged = Path(f"{tmp_path}/web-c{MANIFEST}")
     damaged.write_text("{")
-    assert unreferenced_shards(web) == [first, second, f"{tmp_path}/web-c"]
+    assert unlisted_datasets(web) == [first, second, f"{tmp_path}/web-c"]
     damaged.unlink()
-    assert unreferenced_shards(web) == [first, second]
+    assert unlisted_datasets(web) == [first, second]
     append(web, [second])
-    assert unreferenced_shards(web) == [first]
+    assert unlisted_datasets(web) == [first]
     append(web, [first])
-    assert unreferenced_shards(web) == []
+    assert unlisted_datasets(web) == []
 
 
 def change(url: str, **changes: Any) -> None:
@@ -654,7 +654,7 @@ def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
         assert producer.exitcode in (0, -signal.SIGKILL)
         number = newest_version(web, storage)
         check_versions(web, storage, [web, first, second] if number else [web])
-        assert unreferenced_shards(web) == ([] if number else [first, second])
+        assert unlisted_datasets(web) == ([] if number else [first, second])
         append(web, [first, second])
         check_versions(web, storage, [web, first, second])
         assert newest_version(web, storage) == 1
@@ -670,7 +670,7 @@ def check_after_a_death(web: str, storage: StorageConfig, names: list[str]) -> N
     after its sender died: where that made a version meanwhile, both are looked at again.
     """
     before = newest_version(web, storage)
-    left = unreferenced_shards(web, storage)
+    left = unlisted_datasets(web, storage)
     try:
         check_versions(web, storage, [web, *(name for name in names if name not in left)])
         assert len(left) < 2 or before == 0 or left == names[-len(left) :]
@@ -707,7 +707,7 @@ def producers_that_die(
         check_after_a_death(web, storage, names)
     append(web, names, storage)
     check_versions(web, storage, [web, *names])
-    assert unreferenced_shards(web, storage) == []
+    assert unlisted_datasets(web, storage) == []
     return died
 
 
@@ -744,13 +744,13 @@ def test_versions_in_a_bucket(made: Path, moto: S3, tmp_path: Path, transport: A
         )
         root = f"s3://{moto.new_bucket()}"
     web, first, second = (put(made, f"{root}/{n}", storage) for n in ("web", "web-a", "web-b"))
-    assert unreferenced_shards(web, storage) == [first, second]
+    assert unlisted_datasets(web, storage) == [first, second]
     for names, number in (([first], 1), ([first], 1), ([first, second], 2)):
         assert (
             append(web, names, storage, conditional_writes=has_conditional_writes).number == number
         )
     check_versions(web, storage, [web, first, second])
-    assert unreferenced_shards(web, storage) == []
+    assert unlisted_datasets(web, storage) == []
     assert IndexedDataset(f"{web}@1", storage).shards == [web, first]
     with pytest.raises(ObjectNotFoundError, match=r"the newest is .*web@2"):
         IndexedDataset(f"{web}@3", storage)

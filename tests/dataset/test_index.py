@@ -21,7 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
-from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
+from streammega.dataset.idx import (
+    DTYPE_OF_CODE,
+    HEADER,
+    MAGIC,
+    IndexArrays,
+    check_bins,
+    encode_index,
+    smallest_dtype,
+)
 from streammega.dataset.names import Kind
 from streammega.errors import (
     CacheError,
@@ -80,6 +88,32 @@ def test_what_is_written_is_read_back(
 
 
 @pytest.mark.guarantee("megatron-files-order")
+def test_merging_keeps_empty_sequences_of_any_place(tmp_path: Path) -> None:
+    """Sequences that are not end to end are copied one by one, empty ones too."""
+    np.arange(20, dtype=np.int32).tofile(tmp_path / "parts.bin")
+    lengths = np.array([3, 0, 0, 8], np.int32)
+    offsets = np.array([8, 0, 40, 48])
+    chunks = encode_index(np.dtype(np.int32), lengths, np.arange(5), None, offsets)
+    (tmp_path / "parts.idx").write_bytes(b"".join(chunks))
+    parts = IndexedDataset(str(tmp_path / "parts"))
+    with IndexedDatasetWriter(str(tmp_path / "merged"), np.int32) as writer:
+        writer.add_index(str(tmp_path / "parts"))
+    merged = IndexedDataset(str(tmp_path / "merged"))
+    assert [plain(part).tolist() for part in merged] == [plain(part).tolist() for part in parts]
+
+
+def test_a_document_without_sequences_is_in_no_bin() -> None:
+    arrays = IndexArrays(
+        dtype=np.dtype(np.int32),
+        sequence_lengths=np.array([4], np.int32),
+        sequence_offsets=np.array([0]),
+        document_indices=np.array([0, 1, 1]),
+        sequence_modes=None,
+    )
+    with pytest.raises(FormatError, match="document 1 has no tokens"):
+        check_bins(arrays, 8, "web.idx")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:
     rng = np.random.default_rng(1)

@@ -4,6 +4,8 @@ killed.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -28,6 +30,7 @@ from streammega.dataset.local_cache import (
     cached_arrays,
     cached_copy,
     map_local_copy,
+    node_lock,
     remove_stale,
     write_atomically,
 )
@@ -135,6 +138,20 @@ def test_a_copy_that_takes_long_says_how_far_it_is(
 
 
 @pytest.mark.guarantee("users-may-share")
+def test_a_file_system_without_locks_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(CacheError, match="has no file locks; set index_cache_dir"),
+        node_lock(tmp_path / "idx" / "a.lock"),
+    ):
+        pass
+
+
 def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
