@@ -167,7 +167,7 @@ def versions(
 
     Exit status 1 if the manifest of a version cannot be read.
     """
-    from streammega.dataset.versions import DamagedVersion, unreferenced_shards
+    from streammega.dataset.versions import DamagedVersion, unlisted_datasets
     from streammega.dataset.versions import versions as run
 
     settings = storage_config(storage, storage_file, looks_only=True)
@@ -187,7 +187,7 @@ def versions(
             }
             rows.append(row)
     # without a damaged version its shards would seem to be in no version
-    others = [] if problems else [redact_urls(at) for at in unreferenced_shards(prefix, settings)]
+    others = [] if problems else [redact_urls(at) for at in unlisted_datasets(prefix, settings)]
     summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
     report = {"problems": problems, "in_no_version": others, "versions": rows}
     show_report(report, summary=summary, as_json=as_json)

@@ -126,10 +126,11 @@ class ShardDocuments:
         Raises FormatError for a number that no document has.
         """
         bounds = self._arrays.document_indices
-        if len(documents) and not 0 <= documents.min() <= documents.max() < self.num_documents:
+        unknown = documents[(documents < 0) | (documents >= self.num_documents)]
+        if len(unknown):
             raise FormatError(
                 f"{self.shard.index_url}: has {self.num_documents} documents, and no number "
-                f"{documents.max()}; does the list of documents belong to it?"
+                f"{unknown[0]}; does the list of documents belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first

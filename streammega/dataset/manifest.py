@@ -21,7 +21,7 @@ from xxhash import xxh3_128_hexdigest
 from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
-from streammega.errors import FormatError, ObjectNotFoundError
+from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.thread_pool import parallel_map
 
@@ -193,7 +193,7 @@ def read_ancestors(
 
 
 def stored_tokens(url: str, storage: StorageConfig) -> int:
-    """The tokens of a dataset, by its own manifest without those of its parents."""
+    """All tokens of a dataset, by its own manifest: those of its parents are not read."""
     return _read_stored(url, storage).manifest.tokens
 
 
@@ -249,10 +249,14 @@ def _read_once(
 def _read_ahead(
     urls: Sequence[str], storage: StorageConfig, known: dict[str, StoredManifest]
 ) -> None:
-    """Read manifests that are probably needed, all at once. An error waits until one is needed."""
+    """Read manifests that are probably needed, all at once.
+
+    One that is damaged or not there is an error only where it is needed.
+    """
 
     def read(url: str) -> None:
-        with suppress(ObjectNotFoundError, FormatError):
+        # Without the right to list, S3 answers 403 for what is not there.
+        with suppress(AccessDeniedError, ObjectNotFoundError, FormatError):
             _read_once(url, storage, known)
 
     missing = [url for url in urls if url not in known]
@@ -314,7 +318,10 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
     store, key = open_store(url, storage)
     info = store.info(key)
     if info.size > MAX_BYTES:
-        raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
+        raise FormatError(
+            f"{url}: has {info.size:,} bytes, which are too many for a manifest; name a manifest or "
+            f"the prefix of a dataset"
+        )
     raw = bytes(store.read(key, [(0, info.size)], info.etag)[0])
     try:
         manifest, parent = _parse(raw, url)
@@ -349,7 +356,8 @@ def _check(manifest: Manifest, url: str) -> None:
         )
     if manifest.kind not in SUFFIXES or leads_elsewhere:
         raise FormatError(
-            f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}"
+            f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}; "
+            f"copy it again, or convert again"
         )
 
 
@@ -357,12 +365,15 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     """Raises FormatError for another kind of JSON, ValueError or DaciteError for damaged JSON."""
     stored: Any = json.loads(raw, object_hook=_entry_or_dict)
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
-        raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
+        raise FormatError(
+            f"{url}: is not a manifest that streammega convert wrote; name a manifest or the prefix "
+            f"of a dataset"
+        )
     version = stored.pop("version", None)
     if version not in (VERSION, WITH_PARENT):
         raise FormatError(
             f"{url}: is a manifest of version {version}; this program reads versions {VERSION} and "
-            f"{WITH_PARENT}"
+            f"{WITH_PARENT}; update the program, or copy the manifest again"
         )
     settings = dacite.Config(strict=True)
     parent = None
@@ -371,7 +382,10 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
         of_version = number_of(url)
         # Each parent has a smaller number, so that a chain of parents ends.
         if of_version is not None and not 0 < parent.number < of_version[1]:
-            raise FormatError(f"{url}: is a damaged manifest: it builds on {parent.number}")
+            raise FormatError(
+                f"{url}: is a damaged manifest: version {of_version[1]} builds on version "
+                f"{parent.number}; copy it again"
+            )
     shards = stored.get("shards")
     if not isinstance(shards, list):
         raise ValueError("it lists no shards")

@@ -355,8 +355,9 @@ class Shard:
         return cached_copy(self.store, self.index_info, folder).exists()
 
     def checked_arrays(self, token_bytes: int) -> IndexArrays:
-        """The arrays. Every sequence is within `token_bytes`, and the last one ends there. Raises
-        as `index_data` does.
+        """The arrays. Every sequence is within `token_bytes`; if all are end to end, they end there.
+
+        Raises as `index_data` does.
         """
         arrays = self.arrays()
         # Not the header alone: bounds of a forged or cut file would lead past the tokens.

@@ -244,7 +244,7 @@ def read_newest(prefix: str, storage: StorageConfig) -> DatasetVersion | None:
     return DatasetVersion(number=number, url=url, manifest=manifest, parents=parents)
 
 
-def unreferenced_shards(prefix: str, storage: StorageConfig | None = None) -> list[str]:
+def unlisted_datasets(prefix: str, storage: StorageConfig | None = None) -> list[str]:
     """Datasets in the folder whose names begin as this one's and which no version lists, in name
     order. A killed producer left them, or a producer is about to append them.
     """

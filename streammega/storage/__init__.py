@@ -1,7 +1,7 @@
 """URLs to bytes: one interface, `store.Store`, and a backend for each way to reach them.
 
 To add a kind of storage: write a subclass of `Store` in `backends/` (of `remote.RemoteStore`, where
-requests cross a network), and name it in `open._make_store`.
+requests cross a network), and add a row to `open.SCHEMES`.
 
 What happens when a request for a shard's bytes fails:
 

@@ -77,11 +77,11 @@ def _bare(version: str) -> str:
 
 
 def warn_unversioned(url: str) -> None:
-    """Warn once that nothing but its size shows whether an object changes, so no cache keeps it."""
+    """Warn once for each object that only its size shows whether it changes, so no cache keeps it."""
     warn_once(
         log,
         url,
-        "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be "
+        "%s: the server sends neither ETag nor Last-Modified, so a replaced object cannot be "
         "noticed; it is read again in every run and kept in no cache. Have the server send ETags",
         url,
     )
@@ -92,8 +92,8 @@ def warn_incomparable(url: str) -> None:
     warn_once(
         log,
         root_of(url),
-        "%s: the server tells other things of an object with its data than without (ETag, "
-        "Last-Modified), so one that is replaced under a run is noticed only if it became "
-        "shorter. Have the server send ETags with every answer",
+        "%s: the server sends ETag or Last-Modified with some answers and not with others. So an "
+        "object that is replaced during a run is noticed only if it became shorter. Have the "
+        "server send ETags with every answer",
         url,
     )

@@ -124,26 +124,18 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """An object, or a folder, which is a prefix of objects. Raises ObjectNotFoundError."""
         key = self._key(path)
-        if self.isfile(path):
-            return self._described(self._object(key))
+        item = self._find(key)
+        if item is not None:
+            return self._described(item)
         if not self._list(key):
             raise ObjectNotFoundError(f"{self._store.url(key)}: no such object or folder")
         return _folder(f"{self._root}{key}")
 
     def isfile(self, path: str) -> bool:
-        """Whether there is an object of that name. Access denied means no: some policies deny access
-        to what does not exist.
-
-        Raises StorageError for other failures, which fsspec's own method would take for no.
+        """Whether there is an object of that name. Raises StorageError, which fsspec's own method would
+        take for no.
         """
-        key = self._key(path)
-        if not key:
-            return False
-        try:
-            self._object(key)
-        except (ObjectNotFoundError, AccessDeniedError):
-            return False
-        return True
+        return self._find(self._key(path)) is not None
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """The objects and folders directly in a folder."""
@@ -177,11 +169,18 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
             raise ValueError(f"{self._store.url(self._key(path))}: is opened for reading only")
         return self.open_version(path, "")
 
-    def _object(self, key: str) -> ObjectInfo:
+    def _find(self, key: str) -> ObjectInfo | None:
+        """The object of a key; None if there is none.
+
+        Access denied means that there is none: some policies deny access to what does not exist.
+        """
         # Listings of some stores have no ETags.
         if key in self._listed and self._listed[key].etag:
             return self._listed[key]
-        return self._store.info(key)
+        try:
+            return self._store.info(key) if key else None
+        except (ObjectNotFoundError, AccessDeniedError):
+            return None
 
     def _list(self, folder: str, recursive: bool = True) -> list[ObjectInfo]:
         infos = self._store.list(f"{folder}/" if folder else "", recursive)

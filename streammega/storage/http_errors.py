@@ -71,11 +71,11 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
         return truncated(url, reason)
     if status in (429, 503):
         return throttled(url, reason)
-    server_failed = status >= 500 and status not in PERMANENT_STATUSES
+    has_failed = status >= 500 and status not in PERMANENT_STATUSES
     # S3 sends this code with status 400.
     too_slow = "RequestTimeout" in text
-    if status in TRANSIENT_STATUSES or server_failed or too_slow:
-        return unreachable(url, reason)
+    if status in TRANSIENT_STATUSES or has_failed or too_slow:
+        return server_failed(url, reason)
     return StorageError(f"{url}: {reason}")
 
 
@@ -142,15 +142,18 @@ def no_answer(url: str, reason: str) -> EndpointError:
 
     Another try may help.
     """
-    error = unreachable(url, reason)
+    error = EndpointError(
+        f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"
+    )
     error.silent = True
     return error
 
 
-def unreachable(url: str, reason: str) -> EndpointError:
+def server_failed(url: str, reason: str) -> EndpointError:
     """The error for an answer that says that the server failed. Another try may help."""
     return EndpointError(
-        f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"
+        f"{url}: the server could not answer it now; check its state and log if this goes on "
+        f"({reason})"
     )
 
 

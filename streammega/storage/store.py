@@ -47,7 +47,7 @@ class ObjectInfo:
 Part = tuple[ObjectInfo, int, int]
 """Bytes [start, stop) of an object."""
 PARTS_TOGETHER = 16
-"""Most small objects that are one task of a thread."""
+"""Most parts that a thread reads as one task."""
 
 
 class ObjectWriter(ABC):

@@ -95,7 +95,7 @@ class Pool:
     ) -> None:
         self._max_threads = max_threads
         self._name = name
-        self._leave_after = idle_timeout
+        self._idle_timeout = idle_timeout
         self._jobs: queue.SimpleQueue[tuple[Batch, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
@@ -140,7 +140,7 @@ class Pool:
     def _run(self) -> None:
         while True:
             try:
-                batch, number = self._jobs.get(timeout=self._leave_after)
+                batch, number = self._jobs.get(timeout=self._idle_timeout)
             except queue.Empty:
                 with self._lock:
                     # Otherwise new work counts on this thread.

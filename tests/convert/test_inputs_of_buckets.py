@@ -26,7 +26,9 @@ from streammega.convert.read.source import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
 from streammega.storage import open_store
 from streammega.storage.backends.fsspec import FsspecStore
+from streammega.storage.file_system import StoreFiles
 from streammega.storage.open import register_scheme
+from streammega.storage.store import ObjectInfo, Store, WrapperStore
 from tests.support.builders import write_tar
 from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running
@@ -219,7 +221,9 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
     [
         ("max_request = 3", "did you mean max_request_bytes"),
         ('key = "hidden-value"', "storage_options"),
-        ('storage_options = "hidden-value"', "storage_options must be of type"),
+        ('storage_options = "hidden-value"', "storage_options must be a mapping$"),
+        ('retry_timeout = "hidden-value"', "retry_timeout must be a number$"),
+        ("cache_dir = [1]", "cache_dir must be text or a path$"),
         ("max_concurrent_requests = 0", "at least 1"),
         ("max_concurrent_requests = [hidden-value", "no valid TOML"),
         ('timeout = "hidden-value"', "timeout"),
@@ -268,3 +272,23 @@ def test_a_store_that_was_registered_has_inputs_too(url: str, tmp_path: Path) ->
     store.put(key, b'{"text": "one"}\n{"text": "another"}\n')
     report = convert([url], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report.documents == 2
+
+
+class Counted(WrapperStore):
+    """A store that notes the keys that are looked up."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.looked_up: list[str] = []
+
+    def info(self, key: str) -> ObjectInfo:
+        self.looked_up.append(key)
+        return super().info(key)
+
+
+def test_an_input_is_looked_up_once() -> None:
+    store = Counted(FsspecStore("memory", "", StorageConfig()))
+    store.put("once/a.jsonl", b"{}")
+    described = StoreFiles(store, "").info("once/a.jsonl")
+    assert (described["size"], described["type"]) == (2, "file")
+    assert store.looked_up == ["once/a.jsonl"]

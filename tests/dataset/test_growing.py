@@ -212,7 +212,7 @@ def test_a_manifest_that_another_builds_on_may_not_be_changed(made: Path, tmp_pa
     changed = json.loads(Path(version_url(web, 3)).read_text())
     changed["parent"]["number"] = 3
     Path(version_url(web, 3)).write_text(json.dumps(changed))
-    with pytest.raises(FormatError, match="is a damaged manifest: it builds on 3"):
+    with pytest.raises(FormatError, match="is a damaged manifest: version 3 builds on version 3"):
         IndexedDataset(f"{web}@3")
 
 

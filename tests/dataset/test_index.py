@@ -87,7 +87,6 @@ def test_what_is_written_is_read_back(
         np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.guarantee("megatron-files-order")
 def test_merging_keeps_empty_sequences_of_any_place(tmp_path: Path) -> None:
     """Sequences that are not end to end are copied one by one, empty ones too."""
     np.arange(20, dtype=np.int32).tofile(tmp_path / "parts.bin")
@@ -114,6 +113,7 @@ def test_a_document_without_sequences_is_in_no_bin() -> None:
         check_bins(arrays, 8, "web.idx")
 
 
+@pytest.mark.guarantee("megatron-files-order")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:
     rng = np.random.default_rng(1)

@@ -137,7 +137,6 @@ def test_a_copy_that_takes_long_says_how_far_it_is(
     assert lines[0].startswith(f"{stored}: 1 of 3 MB are copied to this node; about ")
 
 
-@pytest.mark.guarantee("users-may-share")
 def test_a_file_system_without_locks_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +151,7 @@ def test_a_file_system_without_locks_is_an_error_that_says_what_to_do(
         pass
 
 
+@pytest.mark.guarantee("users-may-share")
 def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
     folder = Path(tempfile.mkdtemp())
     try:

@@ -193,15 +193,24 @@ def test_a_wait_after_one_that_was_interrupted_waits_for_its_own_groups() -> Non
 
     store: Any = Recorded(wait_for_gate)
     first, second = (one_read(store, f"key {number}", start=number * SIZE) for number in range(2))
+
+    def interrupt() -> None:
+        wait_until(lambda: first.awaited)
+        signal.raise_signal(signal.SIGINT)
+
+    def answer() -> None:
+        wait_until(lambda: second.awaited)
+        gates[0].set()
+        wait_until(lambda: first.ready)
+        time.sleep(0.2)
+        gates[1].set()
+
     with closing(Fetcher(CONFIG)) as made:
         made.submit([first, second])
-        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-        timer.start()
+        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             made.wait([first])
-        timer = threading.Timer(0.3, gates[0].set)
-        timer.start()
-        threading.Timer(1.0, gates[1].set).start()
+        threading.Thread(target=answer).start()
         made.wait([second])
         assert second.ready
         made.release([first, second])

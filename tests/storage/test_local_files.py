@@ -179,7 +179,6 @@ class TestViews:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.guarantee("mapped-file-opened")
 def test_a_move_to_another_disk_that_fails_is_an_error_that_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +191,7 @@ def test_a_move_to_another_disk_that_fails_is_an_error_that_names_the_file(
         move_or_copy(str(tmp_path / "source"), str(tmp_path / "target"), StorageConfig())
 
 
+@pytest.mark.guarantee("mapped-file-opened")
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:
     for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="4 bytes are to be written"):

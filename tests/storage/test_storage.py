@@ -27,6 +27,7 @@ from streammega.errors import (
     ObjectNotFoundError,
     ShortReadError,
     StorageError,
+    UnsupportedOperation,
 )
 from streammega.errors.redaction import redact
 from streammega.errors.words import without_controls
@@ -167,6 +168,17 @@ class StoreContract:
         assert [item.size for item in found] == [len(name) for name in sorted(names)]
         assert store.list(f"{key}-nothing") == []
 
+    def test_list_finds_folders_and_objects_whose_names_begin_alike(
+        self, store: Store, key: str
+    ) -> None:
+        names = [f"{key}{rest}" for rest in ("-2/b/c", "-2/d", "-2.bin", "-22/e", "-1/f")]
+        for name in names:
+            put(store, name, b"x")
+        found = store.list(f"{key}-2")
+        assert [item.key.lstrip("/") for item in found] == [
+            name.lstrip("/") for name in sorted(names[:4])
+        ]
+
     def test_list_leaves_out_what_lies_deeper_if_asked(self, store: Store, key: str) -> None:
         for name in ("dir/2", "dir/1", "dir/deep/3", "dir/deep/er/4"):
             put(store, f"{key}-{name}", name.encode())
@@ -245,6 +257,50 @@ class TestLocalStore(StoreContract):
         writer.abort()
         assert list(Path(key).parent.iterdir()) == []
 
+    @pytest.mark.parametrize("recursive", [True, False])
+    def test_files_that_go_while_they_are_listed_are_left_out(
+        self, key: str, recursive: bool
+    ) -> None:
+        class Removing(LocalStore):
+            """Another process removes each file but the first before it is looked at."""
+
+            def info(self, key: str) -> ObjectInfo:
+                if not key.endswith("-1"):
+                    os.unlink(key)
+                return super().info(key)
+
+        names = [f"{key}-{number}" for number in (1, 2, 3)]
+        for name in names:
+            put(LocalStore(), name, b"x")
+        assert [item.key for item in Removing().list(f"{key}-", recursive)] == names[:1]
+
+    @pytest.mark.parametrize("recursive", [True, False])
+    def test_a_folder_that_cannot_be_listed_is_an_error_that_names_it(
+        self, store: Store, key: str, recursive: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(store, key, b"x")
+
+        def refuse(folder: str) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(AccessDeniedError, match="folder: Permission denied"):
+            store.list(key, recursive)
+
+    @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+    def test_without_hard_links_there_are_no_conditions_and_objects_are_looked_up(
+        self, store: Store, key: str, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: str) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "link", refuse)
+        with pytest.raises(UnsupportedOperation, match=r"object: .*no hard links"):
+            store.put(key, b"x", if_absent=True)
+        assert create_object(store, key, b"first")
+        assert not create_object(store, key, b"second")
+        assert [path.read_bytes() for path in Path(key).parent.iterdir()] == [b"first"]
+
 
 class TestLocalByReads(TestLocalStore):
     @pytest.fixture
@@ -318,6 +374,26 @@ class TestS3ThroughFsspec(S3Contract):
     @pytest.fixture
     def key(self, bucket: str) -> str:
         return f"{bucket}/folder/object"
+
+
+def test_a_name_of_a_file_url_may_hold_any_sign(tmp_path: Path) -> None:
+    (tmp_path / "a#1?b c").write_bytes(b"abc")
+    store, key = open_store(f"file://{tmp_path}/a#1?b%20c", StorageConfig())
+    assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
+
+
+def test_uploads_may_be_tried_for_ever(moto: S3) -> None:
+    options = StorageConfig(storage_options=moto.options, retry_timeout=float("inf"))
+    store, key = open_store(f"s3://{moto.new_bucket()}/key", options)
+    put(store, key, b"abc")
+    assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
+
+
+@pytest.mark.parametrize("name", ["request_timeout", "read_timeout"])
+def test_one_request_cannot_take_for_ever(name: str) -> None:
+    settings: dict[str, Any] = {name: float("inf")}
+    with pytest.raises(ConfigError, match=f"{name} is inf; it must be more than 0 and at most"):
+        StorageConfig(**settings)
 
 
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
@@ -619,6 +695,7 @@ def test_urls_of_http_may_be_quoted(transport: Any) -> None:
         ("memory://b/k", FsspecStore),
         ("/tmp/k", LocalStore),
         ("file:///tmp/k", LocalStore),
+        ("file://localhost/tmp/k", LocalStore),
     ],
 )
 def test_auto_transport_by_scheme(url: str, kind: type) -> None:
@@ -633,6 +710,7 @@ def test_auto_transport_by_scheme(url: str, kind: type) -> None:
         ("s3:///key", {}, "no bucket"),
         ("hdfs://b/k", {"transport": "obstore"}, "'auto' or 'fsspec'"),
         ("s3://b/k", {"transport": "boto"}, "transport is 'boto'"),
+        ("file://data/k", {}, "file:///data/"),
         ("gs://bucket/../b", {}, "transport='fsspec'"),
         ("az://container/a//b", {}, "transport='fsspec'"),
         ("oss://bucket//lead", {}, "transport='fsspec'"),
@@ -864,7 +942,7 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
     with http_server({}) as server:
         server.status = 500
         store, key = server.open("s3://bucket-403/416-key", max_retries=0)
-        with pytest.raises(EndpointError, match="did not answer"):
+        with pytest.raises(EndpointError, match="the server could not answer it now"):
             store.info(key)
 
 

@@ -43,10 +43,10 @@ from streammega.storage.http_errors import (
     missing,
     missing_bucket,
     no_size,
+    server_failed,
     status_of,
     throttled,
     truncated,
-    unreachable,
 )
 from streammega.storage.store import (
     ObjectInfo,
@@ -340,7 +340,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
     if busy or any(sign in text for sign in _BUSY_SIGNS):
         return throttled(url, text)
     if any(sign in text for sign in _FAILED_SIGNS):
-        return unreachable(url, text)
+        return server_failed(url, text)
     return failure_without_status(url, error, text, of_network=is_of_network(error))
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +20,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
-from streammega.storage.backends.s3_options import client_options
+from streammega.storage.backends.s3_options import CREDENTIALS_LAST, client_options
 from streammega.storage.http_errors import truncated
 from streammega.storage.store import ObjectWriter
 
@@ -54,8 +54,6 @@ Alibaba's example for AWS's Java SDK uses it too (`Region.AWS_GLOBAL`).
 """
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
 """Variables of AWS that obstore reads, and that its arguments cannot override."""
-_CREDENTIALS_LAST = timedelta(minutes=10)
-"""The expiry that obstore is given. It asks again five minutes before."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -195,7 +193,7 @@ class OssStore(ObstoreStore):
         """The current key, in the form of obstore."""
         assert self._credentials is not None
         key = self._client_key = self._credentials.current()
-        soon = datetime.now(UTC) + _CREDENTIALS_LAST
+        soon = datetime.now(UTC) + CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
             "secret_access_key": key.access_key_secret,

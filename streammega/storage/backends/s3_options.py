@@ -11,9 +11,10 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
+from streammega.storage.backends.remote import CONNECT_TIMEOUT
 
 CREDENTIALS_LAST = timedelta(minutes=10)
-"""The expiry that obstore is given. It asks again before, and botocore may have renewed them."""
+"""The expiry that obstore is given. It asks again five minutes before: they may have been renewed."""
 S3_OPTIONS = frozenset(
     (
         "anon",
@@ -46,7 +47,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     unknown = sorted(set(options) - S3_OPTIONS)
     if unknown:
         raise ConfigError(
-            f"storage_options for s3 hold {', '.join(unknown)}, which the obstore transport does "
+            f"s3://{bucket}: storage_options hold {', '.join(unknown)}, which the obstore transport does "
             f"not know; it knows {', '.join(sorted(S3_OPTIONS))}. Correct the name, or set "
             f"transport='fsspec' to hand it to s3fs"
         )
@@ -89,7 +90,7 @@ def client_options(
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.request_timeout),
         "read_timeout": timedelta(seconds=config.read_timeout),
-        "connect_timeout": timedelta(seconds=min(10.0, config.request_timeout)),
+        "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT, config.request_timeout)),
         "allow_http": endpoint.startswith("http://"),
     }
     verify = client_kwargs.get("verify")
@@ -145,7 +146,8 @@ def _credential_provider(
     secret = options.get("secret") or options.get("password")
     if bool(key) != bool(secret):
         raise ConfigError(
-            "storage_options need both 'key' and 'secret', or neither; only one of them was given"
+            f"s3://{bucket}: storage_options need both 'key' and 'secret', or neither; only one of "
+            f"them was given"
         )
     if key:
         fixed = {
