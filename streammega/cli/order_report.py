@@ -69,7 +69,9 @@ def order_report(
     split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
     seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
-    block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
+    block_kib: Annotated[
+        int | None, typer.Option(help="KiB of a block of the stream order.")
+    ] = None,
     plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
@@ -100,7 +102,7 @@ def order_report(
             seed=seed,
             order=order,  # type: ignore[arg-type]  # checked by the config
             shuffle_lanes=lanes,
-            shuffle_block_bytes=block_kib * 1024,
+            shuffle_block_bytes=block_kib and block_kib * 1024,
             num_samples=(steps * global_batch_size, 0, 0),
             storage=storage_config(storage, storage_file, looks_only=True),
         )
@@ -244,7 +246,7 @@ def _measure(
             "fetched_bytes": plan.fetched_bytes,
             "fetched_for_each_byte_used": plan.amplification,
             "most_bytes_of_open_blocks": (
-                0 if order is None else order.lanes // dp_size * config.shuffle_block_bytes
+                0 if order is None else order.lanes // dp_size * order.shuffle_block_bytes
             ),
         }
     drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
@@ -274,7 +276,7 @@ def _plan_of_a_rank(
     block_tokens = config.sequence_length
     if order is not None:
         holders = order.lane_of(ids)
-        block_tokens = config.shuffle_block_bytes // itemsize
+        block_tokens = order.shuffle_block_bytes // itemsize
     extra_tokens = int(config.add_extra_token)
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 

@@ -22,7 +22,7 @@ from streammega.config.phases import (
     excluded_lists,
     excluded_names,
 )
-from streammega.config.storage import MiB, StorageConfig, with_prefixes
+from streammega.config.storage import StorageConfig, with_prefixes
 from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
@@ -261,11 +261,13 @@ class DataConfig(FieldsConfig):
     takes.
     """
     shuffle_lanes: Annotated[int | None, Ge(1)] = None
-    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
-    kept in the state.
+    """Stream order: lanes, a multiple of the global batch, kept in the state; default the smallest
+    whose open blocks take at least 128 MiB (512 lanes of 256 KiB), or of at least 4096.
     """
-    shuffle_block_bytes: Annotated[int, Ge(1)] = MiB // 4
-    """Stream order: bytes that are shuffled as one."""
+    shuffle_block_bytes: Annotated[int | None, Ge(1)] = None
+    """Stream order: bytes that are shuffled as one; default 128 MiB divided by the lanes, from 128 to
+    256 KiB.
+    """
     exclude_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to leave out: whole global batches."""
     exclude_documents: ExcludedNames | Sequence[tuple[int, ExcludedNames]] = ()

@@ -25,6 +25,7 @@ from streammega.integrations.frameworks import import_framework, with_used_field
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
+from streammega.order.stream_order import default_lanes
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
 from streammega.samples.segments import source_names, split_blend
@@ -41,8 +42,6 @@ BATCH_FIELDS = (
     "dataset_id",
 )
 """What Megatron reads of a batch: it needs the first four in any case; the last is for one's own steps."""
-MIN_LANES = 1024
-"""Fewest lanes of the stream order, as for a StreamLoader. Fewer lanes shuffle worse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,7 @@ def datasets_provider(
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
     bytes are fetched. shuffle_lanes, shuffle_block_bytes: of the stream order, as in DataConfig; lanes are otherwise
-    the smallest multiple of --global-batch-size of at least 1024: name them if that size will
+    the smallest multiple of --global-batch-size of at least 512: name them if that size will
     change. prefetch: micro-batches made ahead of the step.
     """
 
@@ -378,8 +377,8 @@ def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> 
     """The config with lanes that do not depend on the ranks, whose number may change."""
     if not ORDERS[config.order].has_lanes:
         return config
-    rounds = -(-MIN_LANES // global_batch_size)
-    return replace(config, shuffle_lanes=lanes or rounds * global_batch_size)
+    lanes = lanes or default_lanes(global_batch_size, config.shuffle_block_bytes)
+    return replace(config, shuffle_lanes=lanes)
 
 
 def _place(vp_stage: int | None, *, every_stage: bool) -> Place:

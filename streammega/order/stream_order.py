@@ -45,11 +45,17 @@ from streammega.order.extents import Extents, merge_extents
 
 STREAM_VERSION = 1
 """In every identity: another order needs another version."""
-MIN_LANES = 1024
-"""Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
+OPEN_BYTES = 128 << 20
+"""Bytes of the open blocks of a dataset in all lanes, by default. A single rank holds all of them.
+
+Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
 docs/orders.md.
 """
-DEFAULT_BLOCK_BYTES = 1 << 18
+MAX_LANES = 4096
+"""Most lanes by default, where blocks are small and the global batch needs no more."""
+MAX_BLOCK_BYTES = 256 << 10
+MIN_BLOCK_BYTES = 128 << 10
+"""Bounds of a block by default. Smaller blocks need more requests."""
 
 
 class BlendTree(NamedTuple):
@@ -121,7 +127,7 @@ class StreamOrder:
     extra_token: bool
     seed: int
     lanes: int
-    shuffle_block_bytes: int = DEFAULT_BLOCK_BYTES
+    shuffle_block_bytes: int = MAX_BLOCK_BYTES
     first_sample: int = 0
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
@@ -440,6 +446,17 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> Records:
     return usage
 
 
-def default_lanes(global_batch_size: int) -> int:
-    """The smallest multiple of the global batch that is at least 1024."""
-    return global_batch_size * -(-MIN_LANES // global_batch_size)
+def default_lanes(global_batch_size: int, block_bytes: int | None) -> int:
+    """The smallest multiple of the global batch whose open blocks have at least OPEN_BYTES, or that
+    is at least MAX_LANES.
+    """
+    lanes = min(-(-OPEN_BYTES // (block_bytes or MAX_BLOCK_BYTES)), MAX_LANES)
+    return global_batch_size * -(-lanes // global_batch_size)
+
+
+def default_block_bytes(lanes: int) -> int:
+    """Bytes of a block, so that the open blocks of all lanes have about OPEN_BYTES.
+
+    They depend on nothing else: every number of ranks and every machine has the same order.
+    """
+    return min(max(OPEN_BYTES // lanes, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)

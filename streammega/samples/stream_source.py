@@ -23,6 +23,7 @@ from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples
 from streammega.order.stream_order import (
     STREAM_VERSION,
     StreamOrder,
+    default_block_bytes,
     default_lanes,
     usage_of,
 )
@@ -226,6 +227,9 @@ class StreamSource(SampleSource):
 
         Raises ConfigError for a dataset that holds no sample.
         """
+        block_bytes = config.shuffle_block_bytes or default_block_bytes(
+            config.shuffle_lanes or lanes
+        )
         orders: list[StreamOrder] = []
         for segment, numbers, _, restart in self._segment_datasets:
             datasets = [self._datasets[number].parts for number in numbers]
@@ -244,7 +248,7 @@ class StreamSource(SampleSource):
                 extra_token=extra_token,
                 seed=config.seed,
                 lanes=segment.lanes or lanes,
-                shuffle_block_bytes=config.shuffle_block_bytes,
+                shuffle_block_bytes=block_bytes,
                 first_sample=segment.first_sample,
                 numbers=numbers if orders else None,
                 earlier=tuple(orders),
@@ -279,7 +283,7 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
             f"shuffle_lanes {config.shuffle_lanes} is not a multiple of global_batch_size "
             f"{global_batch_size}; change one of them"
         )
-    lanes = config.shuffle_lanes or default_lanes(global_batch_size)
+    lanes = config.shuffle_lanes or default_lanes(global_batch_size, config.shuffle_block_bytes)
     shared = _shared_lanes(config, split, lanes, global_batch_size)
     if shared is not None:
         raise ConfigError(shared)

@@ -742,6 +742,7 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         got = [next(loader)["tokens"].clone() for _ in range(len(loader))]
         # a piece of both datasets in each of 16 lanes
+        assert config.shuffle_block_bytes is not None
         assert loader.stats()["held_bytes"] <= 16 * 2 * (config.shuffle_block_bytes + 4096)
     with StreamLoader(
         replace(config, blend=blend_of(server.root)), micro_batch_size=4, global_batch_size=8
@@ -784,6 +785,7 @@ def test_ranks_follow_their_lanes_over_skips(
     expected = StreamingDataset(replace(config, blend=blend_of(server.root)), **sizes)
     dataset = StreamingDataset(config, **sizes)
     # a piece of both datasets in each of its lanes
+    assert config.shuffle_block_bytes is not None
     open_bytes = size // dp_size * 2 * (config.shuffle_block_bytes + 2)
     engine = Engine(dataset.steps, dataset.positions(), 2, start=0)
     with closing(iter(engine)) as batches:  # type: ignore[type-var]

@@ -483,12 +483,12 @@ def test_a_resume_with_another_batch_size_must_reach_the_phase_ahead(data: Path)
 def test_lanes_of_a_checkpoint_that_a_phase_does_not_divide_are_told(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It begins in 1032 lanes, which go with the state; a batch of 48 shares some of them."""
+    """It begins in 4104 lanes, which go with the state; a batch of 48 shares some of them."""
     phases = [PhaseConfig(first_sample=240, global_batch_size=48)]
     config = config_of(data, shuffle_lanes=None, phases=[])
     _, state = read(config, 1, 12, 96)
     with pytest.raises(
-        ConfigError, match=r"48 does not divide its 1032 lanes; .* shuffle_lanes = 1056"
+        ConfigError, match=r"48 does not divide its 4104 lanes; .* shuffle_lanes = 4128"
     ):
         StreamLoader(replace(config, phases=phases), micro_batch_size=12, global_batch_size=24)
     doubled = replace(config, phases=phases)

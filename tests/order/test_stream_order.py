@@ -28,7 +28,7 @@ from streammega.kernels.keyed import keyed, permute, permute_back
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.stream_order import StreamOrder, default_lanes
+from streammega.order.stream_order import StreamOrder, default_block_bytes, default_lanes
 from streammega.samples.stream_source import StreamSource
 from tests.order.test_phases import chain_of
 from tests.support.builders import write_random_pair
@@ -263,6 +263,29 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
 
 
 @pytest.mark.guarantee("l-multiple-global")
+@pytest.mark.parametrize(
+    ("global_batch_size", "block_kib", "lanes", "default_kib"),
+    [
+        (1, None, 512, 256),
+        (96, None, 576, 227),
+        (1024, None, 1024, 128),
+        (4096, None, 4096, 128),
+        (256, 1024, 256, 256),
+        (48, 1024, 144, 256),
+        (256, 64, 2048, 128),
+        (1, 4, 4096, 128),
+    ],
+)
+def test_lanes_and_blocks_are_chosen_together(
+    global_batch_size: int, block_kib: int | None, lanes: int, default_kib: int
+) -> None:
+    """The open blocks of all lanes take 128 MiB, unless the global batch or the blocks forbid it."""
+    block_bytes = block_kib and block_kib << 10
+    assert default_lanes(global_batch_size, block_bytes) == lanes
+    assert default_block_bytes(lanes) >> 10 == default_kib
+
+
+@pytest.mark.guarantee("l-multiple-global")
 def test_ranks_own_disjoint_lanes_and_samples() -> None:
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=100_000)], itemsize=2)],
@@ -270,10 +293,10 @@ def test_ranks_own_disjoint_lanes_and_samples() -> None:
         sequence_length=8,
         extra_token=False,
         seed=3,
-        lanes=default_lanes(96),
+        lanes=default_lanes(96, None),
         shuffle_block_bytes=64,
     )
-    assert order.lanes == 1056
+    assert order.lanes == 576
     for ranks in (48, 96):
         places = [
             set(
@@ -395,10 +418,10 @@ def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
     with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    assert json.loads(state["order"])["shuffle_lanes"] == 1032
+    assert json.loads(state["order"])["shuffle_lanes"] == 4104
     after = tokens_of(config, 2, 20, 120, state, size=40)
     assert after == {sample: reference[sample] for sample in range(24, 144)}
-    with pytest.raises(StateError, match="shuffle_lanes: the checkpoint has 1032, this run 512"):
+    with pytest.raises(StateError, match="shuffle_lanes: the checkpoint has 4104, this run 512"):
         tokens_of(replace(config, shuffle_lanes=512), 1, 1, 1, state, size=8)
 
 

@@ -340,7 +340,7 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("design", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
-    ("design", "a block (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
+    ("design", "a block (256 KiB by default)", stream_order.MAX_BLOCK_BYTES, 256 << 10),
     (
         "design",
         "while at most a seventh more is fetched than is used",
@@ -383,11 +383,16 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
     ("training", "A second Ctrl-C, more than a second after the first", signals.ONE_REQUEST, 1),
-    ("orders", "the smallest of at least 1024", stream_order.MIN_LANES, 1024),
+    (
+        "orders",
+        "take at least 128 MiB: 512 lanes of 256 KiB",
+        stream_order.OPEN_BYTES,
+        512 * 256 << 10,
+    ),
     (
         "orders",
         "of whole samples (256 KiB by default)",
-        stream_order.DEFAULT_BLOCK_BYTES,
+        stream_order.MAX_BLOCK_BYTES,
         256 << 10,
     ),
     ("README", "`convert` reads twelve formats", len(FORMATS), 12),

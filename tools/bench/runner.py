@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, float]] = {
 PACKAGES = (
     "numpy", "torch", "obstore", "megatron-core", "multi-storage-client", "litdata", "mosaicml-streaming", "s3torchconnector",
 )  # fmt: skip
-WIDE = {"shuffle_block_bytes": 1 << 20, "lanes": 256}
+WIDE = {"shuffle_block_bytes": 1 << 20}
 WHOLE_EPOCH: dict[str, Any] = {"prefix": "s3://data/equal", "num_samples": EPOCH, "seconds": 0}
 OUR_WORKERS: dict[str, dict[str, Any]] = {
     "forked": {"method": "fork"},
