@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
@@ -113,11 +112,14 @@ class Iteration(Iterator[Batch]):
         After the last batch `next` still raises StopIteration. Raises StateError and stops nothing
         if another thread waits for a batch.
         """
-        if inspect.getgeneratorstate(self._batches) == inspect.GEN_RUNNING:
+        if not self._lock.acquire(blocking=False):
             raise StateError(
                 "another thread waits for a batch of this iteration: let that thread have it, or "
                 "end, before the loader is closed or moved"
             )
-        if self._reason is None and not self._ended:
-            self._reason = reason
-        self._batches.close()
+        try:
+            if self._reason is None and not self._ended:
+                self._reason = reason
+            self._batches.close()
+        finally:
+            self._lock.release()

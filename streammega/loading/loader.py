@@ -200,8 +200,9 @@ class StreamLoader:
         """
         wanted = None if device is None else torch.device(device)
         if wanted != self._device:
-            self._device = wanted
+            # first: it raises StateError while another thread waits for a batch
             self._stop("prefetch_to changed the device of its loader")
+            self._device = wanted
         return self
 
     @property
@@ -216,6 +217,7 @@ class StreamLoader:
         """
         # kept between calls: a new iterator would go through the excluded ranges again
         if self._following is None:
+            self._stop_after_move("pass_over")
             self._following = self.dataset.positions()
         position = next(self._following)
         self.dataset.steps.advance_to(position)

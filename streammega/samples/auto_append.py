@@ -193,7 +193,8 @@ def _with_version(
     weights = list(segment.weights)
     for place, _ in versions:
         weights[place] *= 1 - share
-    taken = share * sum(segment.weights[place] for place, _ in versions)
+    # Python's sum of floats rounds otherwise from 3.12 on
+    taken = share * float(np.sum([segment.weights[place] for place, _ in versions]))
     return segment._replace(datasets=names, weights=(*weights, taken))
 
 

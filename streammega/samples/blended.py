@@ -65,8 +65,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.split = datasets[0].split
         self.files = [dataset.files[0] for dataset in datasets]
         self.prefixes = [dataset.indexed.prefix for dataset in datasets]
-        total = sum(self.weights)
-        self.shares = [float(weight / total) for weight in self.weights]
+        self.shares = normalized(self.weights)
         self.tokens_per_epoch = [dataset.shape.tokens_per_epoch for dataset in datasets]
         _ = self._indices  # now: raises for a blend that takes too much of a dataset
 

@@ -342,17 +342,18 @@ def _matches(
     stretch = SEARCH_BYTES // itemsize
     longest = max(len(pattern) for pattern in patterns)
     for first in range(0, tokens, stretch):
-        # with the beginning of the next stretch, for a match may span both
-        stop = min(tokens, first + stretch + longest - 1)
-        starts = list(range(first * itemsize, stop * itemsize, request_bytes))
+        # with the ids around the first and the last match
+        begin = max(0, first - longest)
+        stop = min(tokens, first + stretch + 2 * longest)
+        starts = list(range(begin * itemsize, stop * itemsize, request_bytes))
         stops = [*starts[1:], stop * itemsize]
         bodies = store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
         ids = np.frombuffer(b"".join(bytes(body) for body in bodies), documents.dtype)
         for pattern in patterns:
             for place in _starts(ids, pattern).tolist():
-                if place < stretch:
+                if first <= begin + place < first + stretch:
                     around = ids[max(0, place - longest) : place + len(pattern) + longest]
-                    yield first + place, len(pattern), around
+                    yield begin + place, len(pattern), around
 
 
 def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:

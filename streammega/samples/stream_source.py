@@ -18,6 +18,7 @@ from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records, dataset_samples
+from streammega.order.megatron import normalized
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
@@ -78,9 +79,7 @@ class StreamSegment(SegmentSource):
             self.dataset_ids = dataset_ids
         # divided by the largest first: the sum of huge weights would be infinite
         largest = max(order.weights)
-        relative = [weight / largest for weight in order.weights]
-        total = sum(relative)
-        self.shares = [weight / total for weight in relative]
+        self.shares = normalized([weight / largest for weight in order.weights])
         self.tokens_per_epoch = [dataset.tokens for dataset in order.datasets]
         self._all_files = all_files(files)
         self._is_packed = are_packed(self._all_files)

@@ -209,6 +209,19 @@ def test_another_device_in_the_middle_of_a_pass_repeats_and_loses_nothing(
         assert loader.device is None
 
 
+def test_a_device_that_was_refused_is_chosen_by_a_second_call(
+    config: DataConfig, whole: list[list[int]]
+) -> None:
+    with StreamLoader(config, **SIZES) as loader:
+        iteration = loader._begin()
+        with iteration._lock, pytest.raises(StateError, match="another thread waits"):
+            loader.prefetch_to("meta")
+        assert numbers(iteration, 1) == whole[:1]
+        assert loader.prefetch_to("meta").device is not None
+        with pytest.raises(StateError, match="prefetch_to changed the device"):
+            next(iteration)
+
+
 @pytest.mark.guarantee("prefetch-batches-host")
 def test_on_the_cpu_batches_are_the_same(config: DataConfig, whole: list[list[int]]) -> None:
     with StreamLoader(config, **SIZES).prefetch_to("cpu") as loader:

@@ -660,6 +660,24 @@ def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
         next(iteration)
 
 
+def test_a_loader_is_not_closed_under_a_thread_that_is_about_to_wait() -> None:
+    iteration = Iteration(batch for batch in [{}])
+    with iteration._lock, pytest.raises(StateError, match="another thread waits"):
+        iteration.stop("its loader was closed")
+    assert next(iteration) == {}
+
+
+def test_a_batch_that_was_passed_over_is_not_taken(config: DataConfig) -> None:
+    with StreamLoader(config, **SIZES) as loader:
+        expected = [loader.take()["tokens"].tolist() for _ in range(5)]
+    with StreamLoader(config, **SIZES) as loader:
+        for number, batch in enumerate(expected):
+            if number in (1, 2):
+                loader.pass_over()
+            else:
+                assert loader.take()["tokens"].tolist() == batch
+
+
 def test_threads_that_share_a_loader_get_each_batch_once_while_it_is_closed(
     config: DataConfig,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,12 @@ def test_splits_are_megatrons() -> None:
                 else (round(share[0] * float(count)), round(share[1] * float(count)))
             )
             assert ours == theirs, (number, split, count)
+
+
+def test_splits_do_not_depend_on_the_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's sum of floats is compensated from 3.12 on, Megatron's is not."""
+    monkeypatch.setattr(builtins, "sum", math.fsum)
+    assert split_bounds("0.7,0.2,0.1", 15)["train"] == (0, 11)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,2,3,4", "-1,2", "1.2.3"])

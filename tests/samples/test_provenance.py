@@ -17,7 +17,7 @@ from streammega.errors import ConfigError
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import rank_of, rank_samples
 from streammega.samples.document_names import DocumentName
-from streammega.samples.provenance import Provenance, TracedSample
+from streammega.samples.provenance import Provenance, TracedSample, documents_with
 
 Documents = dict[str, list[np.ndarray]]
 """The tokens of the documents of each shard, by its prefix."""
@@ -206,6 +206,21 @@ def test_documents_are_named_by_dataset_or_by_shard(corpus: tuple[Path, Document
         provenance.find(f"{root}/web/#180")
     with pytest.raises(ConfigError, match=r"'s3://elsewhere/web#0'.* keep no origins"):
         provenance.find("s3://elsewhere/web#0")
+
+
+def test_every_match_of_a_search_has_the_ids_around_it(
+    corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first and the last match of a stretch."""
+    monkeypatch.setattr("streammega.samples.provenance.SEARCH_BYTES", 2 * 7)
+    root, _ = corpus
+    provenance = Provenance(config_of(root, "stream", f"{root}/code"), "train", GLOBAL_BATCH)
+    stored = np.fromfile(root / "code.bin", np.uint16)
+    for first in range(100):
+        pattern = stored[first : first + 3].tolist()
+        expected = stored[max(0, first - 3) : first + 6].tolist()
+        matches = documents_with(provenance, [pattern, [60_001] * 2])
+        assert [(start, ids.tolist()) for _, start, ids in matches] == [(first, expected)]
 
 
 @pytest.mark.guarantee("documents-named-dataset")
